@@ -61,11 +61,6 @@ def test_slice_of_an_activation_is_patched(clean: Path) -> None:
     assert torch.equal(row["values"][:, 1:], other[0](batch)[:, 1:])
 
 
-def test_unrecorded_step_is_reported(clean: Path) -> None:
-    with pytest.raises(HookError, match=r"hook 'p' .*has no tensor of step 9"):
-        run(model_of(1), patch_hook(clean, fn="replace", step=9))
-
-
 def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
     fields = {"fn": "replace", "phase": "eval", "step": 0}
     other = model_of(1)
@@ -80,8 +75,10 @@ def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
     assert len(probe.sink.records("effects")) == 1
 
 
-def test_several_recording_hooks_require_a_choice(tmp_path: Path) -> None:
+def test_unrecorded_step_and_several_recording_hooks_are_reported(tmp_path: Path) -> None:
     run(model_of(0), {"one": KEEP, "two": KEEP}, tmp_path / "both")
+    with pytest.raises(HookError, match=r"hook 'p' .*has no tensor of step 9"):
+        run(model_of(1), patch_hook(tmp_path / "both", fn="replace", step=9))
     with pytest.raises(HookError, match=r"ambiguous: .*2 tensors \(hooks one, two\) of step 0 .*; set 'hook'"):
         run(model_of(1), patch_hook(tmp_path / "both", fn="replace"))
     run(model_of(1), patch_hook(tmp_path / "both", fn="replace", hook="two"))

@@ -258,12 +258,9 @@ def test_every_apply_option_changes_the_model(name: str) -> None:
     assert [module.inplace for module in rectifiers] == [name != "no_inplace"] * len(rectifiers)
 
 
-def test_several_hooks_options_and_custom_hooks_combine() -> None:
+def test_command_line_combines_changes_and_removes_hooks() -> None:
     config = config_of(*BASE, "hooks=[gradients,dead_relu]", "+hooks.mine={layers: '.', kind: forward, action: record}")
     assert list(config.hooks) == ["output_gradients", "parameter_gradients", "dead_relu", "mine"]
-
-
-def test_command_line_changes_and_removes_a_hook() -> None:
     compose_here = partial(config_of, "+exp=mnist_hooks")
     assert compose_here("hooks.tame.norm=0.1").hooks["tame"].norm == 0.1  # type: ignore[union-attr]
     assert "noisy" not in compose_here("~hooks.noisy").hooks

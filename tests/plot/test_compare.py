@@ -136,13 +136,19 @@ def test_last_metric_is_from_evaluations_if_available() -> None:
     assert compare(both).axes[0].get_title() == "loss (train)"
 
 
-def test_labels_are_differing_overrides_with_folder_if_ambiguous() -> None:
+def test_labels_are_differing_overrides_with_folder_if_ambiguous(tmp_path: Path) -> None:
     same = pd.DataFrame(
         {"run": ["a", "b", "c"], "loss": 0.0, "lr_": [1.0, 1.0, np.nan], "exp": "e", "long": ["", "", "x" * 80]}
     )
     overrides = overrides_of(same, "metrics")
     assert list(overrides) == ["lr_", "long"]
     assert list(labels_of(overrides).values()) == ["a lr_=1 long=", "b lr_=1 long=", "c long=" + "x" * 80]
+    for job, differing in enumerate([{"a": 1, "c": True}, {"b": 2, "c": False}]):
+        make_run(tmp_path / str(job), overrides=differing)
+    run = instrument.load(tmp_path)
+    assert list(labels_of(overrides_of(run.metrics, "metrics")).values()) == ["a=1 c=True", "c=False b=2"]
+    ticks = compare(run, x="a").axes[0].get_xticklabels()
+    assert [label.get_text() for label in ticks] == ["1", "not set"]
 
 
 def test_override_with_the_name_of_a_column_is_found() -> None:
@@ -187,12 +193,3 @@ def test_legend_of_many_runs_fits_the_figure() -> None:
 def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run, draw: Any, message: str) -> None:
     with pytest.raises(InstrumentError, match=f"(?s){message}"):
         draw(sweep)
-
-
-def test_label_omits_missing_overrides(tmp_path: Path) -> None:
-    for job, overrides in enumerate([{"a": 1, "c": True}, {"b": 2, "c": False}]):
-        make_run(tmp_path / str(job), overrides=overrides)
-    overrides = overrides_of(instrument.load(tmp_path).metrics, "metrics")
-    assert list(labels_of(overrides).values()) == ["a=1 c=True", "c=False b=2"]
-    figure = compare(instrument.load(tmp_path), x="a")
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "not set"]

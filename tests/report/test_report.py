@@ -250,16 +250,13 @@ def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     assert data_of(page)["series"][0]["locations"] == ["<script>alert(1)</script>", "a&amp;b", "."]
 
 
-def test_header_has_model_data_and_status(reported_sweep: instrument.Run) -> None:
+def test_header_has_model_data_status_and_error(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "done_0").html
     head = page[: page.index("<nav")]
     kinds = ("instrument.training.models.MLP", "instrument.training.datasets.digits")
     assert all(words in head for words in (*kinds, ">cpu<", ">two <", 'class="status done"'))
     assert "model=mlp" in page
     assert "_target_: instrument.training.models.MLP" in page
-
-
-def test_failed_run_has_its_error_at_the_top(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "failed_0").html
     head = page[: page.index("<nav")]
     assert 'class="status failed"' in head

@@ -88,20 +88,16 @@ def train(sink: Any, **options: Any) -> instrument.Probe:
     return forward_steps(nn.Linear(2, 2), {"h": RECORD}, torch.ones(3, 4, 2), sink=sink, **options)
 
 
-def test_sink_of_attach_receives_all_rows_in_place_of_memory() -> None:
+@pytest.mark.parametrize("files", [False, True], ids=["in place of memory", "in addition to files"])
+def test_sink_of_attach_receives_all_rows(tmp_path: Path, files: bool) -> None:
     sink: instrument.Sink = (counts := Counts())
-    train(sink)
+    train(sink, **({"out": tmp_path / "run"} if files else {}))
     assert counts.rows == {"stats": 3, "tensors": 3, "metrics": 3, "coverage": 1, "layers": 1}
     assert counts.calls.count("close") == 1
     assert counts.calls[-1] == "close"
-
-
-def test_sink_of_attach_is_in_addition_to_files(tmp_path: Path) -> None:
-    counts = Counts()
-    train(counts, out=tmp_path / "run")
-    run = instrument.load(tmp_path / "run")
-    assert counts.rows["stats"] == len(run.stats) == 3
-    assert counts.rows["tensors"] == len(run.tensors())
+    if files:
+        run = instrument.load(tmp_path / "run")
+        assert (len(run.stats), len(run.tensors())) == (3, 3)
 
 
 @pytest.mark.parametrize("method", ["write", "keep", "end_step", "close"])

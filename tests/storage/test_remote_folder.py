@@ -69,22 +69,21 @@ def test_address_is_checked(address: str, problem: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "address", "package"),
-    [("fsspec", "s3://bucket", "fsspec"), ("s3fs", "s3://bucket", "s3fs"), ("gcsfs", "gs://bucket", "gcsfs")],
+    ("missing", "address", "package", "use"),
+    [
+        ("fsspec", "s3://bucket", "fsspec", lambda address: filesystem(address, "sink.remote")),
+        ("s3fs", "s3://bucket", "s3fs", lambda address: filesystem(address, "sink.remote")),
+        ("gcsfs", "gs://bucket", "gcsfs", lambda address: filesystem(address, "sink.remote")),
+        ("upath", "memory://runs", "universal-pathlib", folder_at),
+    ],
 )
 def test_missing_package_is_reported_with_its_extra(
-    missing: str, address: str, package: str, monkeypatch: pytest.MonkeyPatch
+    missing: str, address: str, package: str, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(_registry, address.partition("://")[0], raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ConfigError, match=rf"pip install .*'{package}>="):
-        filesystem(address, "sink.remote")
-
-
-def test_reading_an_address_requires_universal_pathlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(ConfigError, match=r"pip install .*'universal-pathlib>="):
-        folder_at("memory://runs")
+        use(address)
 
 
 def test_address_is_refused_where_a_local_folder_is_required() -> None:
