@@ -45,9 +45,9 @@ def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, capsys: p
 def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", 1.1)
     assert main([one, run(tmp_path / "same")]) == 0
-    assert "IDENTICAL" in capsys.readouterr().out
+    assert "EQUAL STATISTICS" in capsys.readouterr().out
     assert main([one, other, "--tolerance", "0.2"]) == 0
-    assert "WITHIN THE TOLERANCE: the largest relative difference is 0.091" in capsys.readouterr().out
+    assert "WITHIN THE TOLERANCE: the largest relative difference that decides is 0.091" in capsys.readouterr().out
 
 
 def test_exit_code_of_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
