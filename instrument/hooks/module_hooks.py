@@ -163,7 +163,7 @@ class ModuleHooks(SuspendableModuleHooks):
         if self.pre:
             new = self._act(self.pre, new, call)
         if inputs.contribution_hooks or inputs.total_hooks:
-            new = inputs.register(module, new, len(args), call)
+            new = inputs.register(module, new, call)
         if outputs.changes:
             call.versions = versions_of(tensor for _, tensor in iter_tensors(new))  # outputs may be inputs
         if new is original:

@@ -10,6 +10,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import InstrumentError
 from ..runtime.deferred_interrupts import uninterrupted
+from ..runtime.forks import OwnedByProcess
 
 LOCK = ".lock"
 LOCK_TIMEOUT = 1.0  # in seconds; a reader that checks whether a run is active holds the lock for an instant
@@ -20,7 +21,7 @@ def lock_of(folder: Path, rank: int = 0) -> Path:
     return folder / (f"{LOCK}-{rank:04d}" if rank else LOCK)
 
 
-class FolderLock:
+class FolderLock(OwnedByProcess):
     """A lock on the folder of a run. The operating system releases it when the process ends for any reason."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -35,11 +36,11 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """Whether this object holds the lock."""
-        return self._lock.is_locked
+        """Whether this object holds the lock, in this process."""
+        return self._lock.is_locked and not self.is_inherited
 
     def release(self) -> None:
-        """Release the lock, if it is held, and remove its file."""
+        """Release the lock, if it is held, and remove its file. A forked process does not: the lock belongs to its parent."""
         with uninterrupted():
             if self.is_held:
                 with suppress(OSError):  # a remaining file is harmless: only the lock on it counts

@@ -155,6 +155,8 @@ class RunFolder:
     ) -> Iterator[None]:
         """Write to run.json how the block ended: `done`, `stopped`, `interrupted` or `failed`. Then release the lock.
 
+        A forked process leaves the folder to its parent.
+
         Args:
             has_started: Returns whether training has begun. If a configuration error occurs earlier, or the run is
                 discarded, the folder is restored to its previous content.
@@ -176,18 +178,19 @@ class RunFolder:
 
     def close(self) -> None:
         """End a run that a signal has kept from beginning or ending its block. Without a block, the folder is restored."""
-        if self._lock.is_held:
-            self.finish("interrupted", KeyboardInterrupt()) if self._has_begun else self._discard()
+        self.finish("interrupted", KeyboardInterrupt()) if self._has_begun else self._discard()
 
     def _discard(self) -> None:
-        self._lock.release()
-        self._snapshot.restore()
-        self._replaced.restore()
+        if self._lock.is_held:
+            self._lock.release()
+            self._snapshot.restore()
+            self._replaced.restore()
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
         self.record |= record
-        self._write()
+        if not self._lock.is_inherited:
+            self._write()
 
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock, unless the run has ended.
@@ -197,9 +200,10 @@ class RunFolder:
                 writing run.json. Default: None.
         """
         with uninterrupted():
+            if not self._lock.is_held:
+                return
             try:
-                if self._lock.is_held:
-                    self.update(**final_entries(status, error))
+                self.update(**final_entries(status, error))
             except SinkError:
                 if not isinstance(error, BaseException):
                     raise
