@@ -144,5 +144,4 @@ class SuspendableModuleHooks(ModuleCallHooks):
 
     def detach(self) -> None:
         """Remove the hooks, in reverse order."""
-        with self._lock:
-            self.hooks.remove()
+        self.hooks.remove()

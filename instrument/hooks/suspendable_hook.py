@@ -119,5 +119,6 @@ class SuspendableHooks:
 
     def remove(self) -> None:
         """Remove the hooks for good, in reverse order."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        for hook in reversed(self._hooks):  # several threads may do this
+            hook.remove()
+        self._hooks.clear()
