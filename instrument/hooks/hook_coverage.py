@@ -31,6 +31,7 @@ class HookCoverage(FiringCounts):
 
     __slots__ = (
         "_exempt",
+        "_is_repeated",
         "_misses",
         "clock",
         "copied",
@@ -58,7 +59,7 @@ class HookCoverage(FiringCounts):
         self.module_calls: Calls | None = None  # of its module, if that has a forward hook
         self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
         self.opportunities = self.firings = 0  # in the current micro-step
-        self.has_notes = False
+        self.has_notes = self._is_repeated = False
         self._misses: list[str] = []
         self._exempt: list[str] = []
 
@@ -73,6 +74,7 @@ class HookCoverage(FiringCounts):
     def count_gradient(self, *, is_repeated: bool) -> None:
         """Count the gradient of a call. A further one of the same call is no firing, but explains a micro-step without calls."""
         self.firings += not is_repeated
+        self._is_repeated |= is_repeated
         self.has_notes |= is_repeated
 
     def count_and_check_readable(self, tensor: Tensor) -> bool:
@@ -113,7 +115,8 @@ class HookCoverage(FiringCounts):
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
         # Other threads may count at the same time: what they add in the meantime belongs to the next micro-step.
-        had_notes, self.has_notes = self.has_notes, False
+        self.has_notes = False
+        is_repeated, self._is_repeated = self._is_repeated, False
         opportunities, fired = self.opportunities, self.firings
         self.opportunities -= opportunities
         self.firings -= fired
@@ -128,7 +131,7 @@ class HookCoverage(FiringCounts):
             self.count_exempt(FROZEN)
         exemptions, misses = take(self._exempt), take(self._misses)
         self.exemptions.update(exemptions)
-        if not (opportunities or fired or exemptions or had_notes):
+        if not (opportunities or fired or exemptions or is_repeated):
             self.expected += 1
             self.reasons[self._refine_reason(reason or self.default_reason)] += 1
             return
