@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import pickle
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import load_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,12 +156,7 @@ def inner():
 def own_module(file: Path) -> ModuleType:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(MODULE)
-    spec = importlib.util.spec_from_file_location("own_module", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module("own_module", file)
 
 
 @pytest.mark.parametrize("folder", ["project", "instrument", "instrument/conf", "lib/python"])

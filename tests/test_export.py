@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import Call
+from conftest import Call, contents
 from run_folders import write_run
 from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
 
@@ -347,11 +347,11 @@ def test_export_does_not_overwrite_files(tmp_path: Path, to: str, call: Call) ->
     folder = make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "empty")]) == 0
-    before = {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()}
+    before = contents(tmp_path / "empty")
     assert before
     answer = call(export.main, folder, "--to", to, "--out", tmp_path / "empty").expect(2)
     assert "--out: already exists, and existing files are not overwritten" in answer.err
-    assert {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()} == before
+    assert contents(tmp_path / "empty") == before
     (tmp_path / "file").write_text("mine")
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "file")]) == 2
     assert (tmp_path / "file").read_text() == "mine"

@@ -412,8 +412,7 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     assert list(effects.phase) == ["forward"]
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     assert "\nmean  " in cli(*COMMAND).out
-    answer = cli(*COMMAND, "task=forward").expect(0)
-    assert "\nmean  " not in answer.out
+    assert "\nmean  " not in cli(*COMMAND, "task=forward").expect(0).out
 
 
 def test_verify_refuses_forward(

@@ -238,7 +238,7 @@ def test_sampler_gives_a_new_order_in_each_epoch(target: str, arguments: dict[st
     assert [batches.sizes(step) for step in range(batches.steps)] == [group.sizes for _, group in batches]
 
 
-def test_sampler_knows_the_epoch_and_can_keep_the_order_of_the_dataset() -> None:
+def test_sampler_can_use_the_epoch_or_keep_the_order() -> None:
     assert orders(sampled(f"{__name__}.EveryOther")) == [[0, 2, 4, 6], [1, 3, 5, 7], [2, 4, 6, 8]]
     assert orders(sampled("torch.utils.data.SequentialSampler", epochs=2)) == [list(range(SAMPLES))] * 2
 
@@ -415,8 +415,7 @@ RUN = (
 
 def test_run_on_a_stream_evaluates_until_its_end_and_resumes(cli: Any, workdir: Any) -> None:
     (workdir / "streamed.py").write_text(SOURCE)
-    answer = cli(*RUN, "hydra.run.dir=whole").expect(0)
-    assert "a stream of training samples" in answer.out
+    assert "a stream of training samples" in cli(*RUN, "hydra.run.dir=whole").expect(0).out
     run = instrument.load("whole")
     assert run.metrics.query("phase == 'train'").epoch.tolist() == [0, 0, 0, 0, 1, 1]  # batches of 30, 30, 30, 10
     assert run.stats.query("hook == 'tested' and layer == '' and step == 3")["numel"].tolist() == [400, 400, 200]
