@@ -30,27 +30,19 @@ from instrument.errors import (
 from instrument.storage.remote_folder import UploadError
 
 
-def test_all_five_parts_are_on_separate_lines() -> None:
-    problem = Problem(
-        "hooks.a",
-        "unknown field 'evry'",
-        given="evry: 2",
-        allowed=["every", "start"],
-        similar=["every"],
-        fix="rename the field",
-    )
-    assert str(problem).splitlines() == [
-        "hooks.a: unknown field 'evry'",
-        "    given    evry: 2",
-        "    allowed  every, start",
-        "    similar  every",
-        "    fix      rename the field",
-    ]
-
-
 @pytest.mark.parametrize(
     ("problem", "lines"),
     [
+        (
+            Problem("a", "b", given="evry: 2", allowed=["every", "start"], similar=["every"], fix="rename it"),
+            [
+                "a: b",
+                "    given    evry: 2",
+                "    allowed  every, start",
+                "    similar  every",
+                "    fix      rename it",
+            ],
+        ),
         (Problem("", "nothing works"), ["nothing works"]),
         (Problem("seed", "is missing"), ["seed: is missing"]),
         (Problem("a", "b", given=0), ["a: b", "    given    0"]),
@@ -63,7 +55,7 @@ def test_all_five_parts_are_on_separate_lines() -> None:
         (Problem("a", "b", fix="pass c="), ["a: b", "    fix      pass c="]),
     ],
 )
-def test_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:
+def test_each_part_is_on_a_line_and_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:
     assert str(problem).splitlines() == lines
 
 

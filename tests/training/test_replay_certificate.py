@@ -35,11 +35,6 @@ def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields:
     return certify_replay(folder(path / "run", **recorded), folder(path / "replay", **repeated))
 
 
-def test_equal_steps_hold(tmp_path: Path) -> None:
-    found = certified(tmp_path, {}, {})
-    assert (found.holds, found.steps, found.repeats_failure) == (True, 3, None)
-
-
 def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
     found = certified(tmp_path, {}, {"steps": range(4, 6), **FAILED})
     assert not found.holds
@@ -48,21 +43,20 @@ def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
     assert found.reasons == ("the replay ended before",)
 
 
-def test_nothing_is_shown_without_a_compared_step(tmp_path: Path) -> None:
-    found = certified(tmp_path, {}, {"steps": range(7, 8)}, begin=7)
-    assert (found.steps, found.difference, found.holds) == (0, None, False)
-
-
 @pytest.mark.parametrize(
-    ("replay", "expected"),
+    ("run", "replay", "fields", "expected"),
     [
-        (FAILED, True),
-        ({**FAILED, "used": {"error": "ValueError: another error"}}, False),
-        ({"steps": range(4, 8)}, False),
-        ({}, None),
+        ({}, {}, {}, (True, 3, None)),
+        ({}, {"steps": range(7, 8)}, {"begin": 7}, (False, 0, None)),  # nothing is shown without a compared step
+        (FAILED, FAILED, {}, (True, 3, True)),
+        (FAILED, {**FAILED, "used": {"error": "ValueError: another error"}}, {}, (True, 3, False)),
+        (FAILED, {"steps": range(4, 8)}, {}, (True, 3, False)),
+        (FAILED, {}, {}, (True, 3, None)),
     ],
 )
-def test_failure_of_the_run_is_repeated_or_not(tmp_path: Path, replay: dict[str, Any], expected: bool | None) -> None:
-    found = certified(tmp_path, FAILED, replay)
-    assert found.repeats_failure is expected
-    assert (found.holds, found.steps) == (True, 3)
+def test_certificate_of_equal_steps(
+    tmp_path: Path, run: dict[str, Any], replay: dict[str, Any], fields: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = certified(tmp_path, run, replay, **fields)
+    assert (found.holds, found.steps, found.repeats_failure) == expected
+    assert found.difference is None
