@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from attached_runs import train_steps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
@@ -42,15 +43,8 @@ def make_run(
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     specs = {name: {"layers": "**", "action": "record", **spec} for name, spec in (hooks or HOOKS).items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
-        for step in range(steps):
-            images = torch.randn(5, 1, 8, 8) * (np.nan if with_nan and step >= steps // 2 else 1.0)
-            loss = model(images).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+    factors = [np.nan if with_nan and step >= steps // 2 else 1.0 for step in range(steps)]
+    train_steps(model, specs, (torch.randn(5, 1, 8, 8) * factor for factor in factors), out=folder)
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(info | {"overrides": overrides or {}, "seed": seed}))
     return instrument.load(folder)

@@ -54,6 +54,7 @@ def train(
     `at_step` is called with the step index and the model before each step.
     """
     import torch
+    from attached_runs import train_step
 
     import instrument
 
@@ -62,11 +63,7 @@ def train(
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
         for step in range(steps):
             at_step(step, model)
-            loss = model(torch.randn(8, *shape)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss, samples=8)
+            train_step(model, optimizer, probe, torch.randn(8, *shape))
     return instrument.load(folder)
 
 

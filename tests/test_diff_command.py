@@ -44,9 +44,9 @@ def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, call: Cal
 
 def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, call: Call) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", 1.1)
-    assert "IDENTICAL" in call(main, one, run(tmp_path / "same")).expect(0).out
+    assert "EQUAL STATISTICS" in call(main, one, run(tmp_path / "same")).expect(0).out
     answer = call(main, one, other, "--tolerance", "0.2").expect(0)
-    assert "WITHIN THE TOLERANCE: the largest relative difference is 0.091" in answer.out
+    assert "WITHIN THE TOLERANCE: the largest decisive difference is 0.091" in answer.out
 
 
 def test_exit_code_of_another_loss(tmp_path: Path, call: Call) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import run_step, run_steps
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -189,11 +190,9 @@ def test_actions_accept_tensors_of_every_size(name: str, dtype: torch.dtype) -> 
         if name == "swap" and (shape == () or shape[0] == 1):  # an odd number of samples is an error
             continue
         tensor = torch.full(shape, 2.0, dtype=dtype, requires_grad=True)
-        model = nn.Identity()
-        with instrument.attach(model, {"x": {"layers": ".", "kind": "forward", **spec}}, rules=None) as probe:
-            output = model(tensor)
-            output.sum().backward()
-            probe.end_step()
+        output, probe = run_step(
+            nn.Identity(), {"x": {"layers": ".", "kind": "forward", **spec}}, tensor, loss=torch.sum
+        )
         torch.testing.assert_close(output.detach(), expected(tensor.detach()), equal_nan=True)
         assert probe.coverage()[0]["fired"] == 1
 
@@ -207,10 +206,12 @@ def test_penalty_has_the_gradient_of_its_formula(fn: str, shape: tuple[int, ...]
     model.weight = values[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     spec = {"layers": ".", "kind": "parameter_grad", "action": "modify", "fn": fn, "coefficient": 0.5}
-    with instrument.attach(model, {"x": spec}, optimizer=optimizer, rules=None) as probe:
+
+    def step() -> None:
         values[0].abs().sum().backward()
         optimizer.step()
-        probe.end_step()
+
+    run_steps(model, {"x": spec}, step, optimizer=optimizer)
     penalty = 0.5 * values[1].abs().sum() if fn == "l1" else 0.25 * values[1].abs().square().sum()
     (values[1].abs().sum() + penalty).backward()
     torch.testing.assert_close(values[0].grad, values[1].grad)
@@ -232,9 +233,7 @@ def test_sign_of_a_complex_gradient_has_magnitude_one() -> None:
     values = torch.tensor([3 + 4j, 0, -2j, complex(torch.nan, 1)], requires_grad=True)
     model = nn.Identity()
     spec = {"layers": ".", "kind": "tensor", "action": "modify", "fn": "sign"}
-    with instrument.attach(model, {"x": spec}, rules=None) as probe:
-        model(values).backward(values.detach())
-        probe.end_step()
+    run_steps(model, {"x": spec}, lambda: model(values).backward(values.detach()))
     torch.testing.assert_close(values.grad[:3], torch.tensor([0.6 + 0.8j, 0, -1j]))  # type: ignore[index]
     assert values.grad[3].isnan()  # type: ignore[index]
 
@@ -250,9 +249,6 @@ def test_sign_of_a_complex_gradient_has_magnitude_one() -> None:
 )
 def test_failed_action_names_dtype_and_shape_of_its_tensor(spec: dict[str, Any]) -> None:
     values = torch.ones(3, dtype=torch.complex64, requires_grad=True)
-    model = nn.Identity()
-    with (
-        pytest.raises(HookError, match=r"hook 'x' \(tensor\) .* complex types; the tensor is complex64 \[3\]"),
-        instrument.attach(model, {"x": {"layers": ".", "kind": "tensor", **spec}}, rules=None),
-    ):
-        model(values).abs().sum().backward()
+    message = r"hook 'x' \(tensor\) .* complex types; the tensor is complex64 \[3\]"
+    with pytest.raises(HookError, match=message):
+        run_step(nn.Identity(), {"x": {"layers": ".", "kind": "tensor", **spec}}, values, loss=lambda y: y.abs().sum())

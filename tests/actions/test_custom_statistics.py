@@ -13,8 +13,10 @@ import torch
 from conftest import Answer
 from device_statistics import use_device_statistics
 from fuzz import CONFIG
+from hook_runs import run_steps
 from report_fixtures import data_of
 from torch import Tensor, nn
+from training_runs import compose
 
 import instrument
 from instrument.actions.base import StepContext
@@ -24,6 +26,7 @@ from instrument.config.record import RecordSpec
 from instrument.trackers.tags import scalars
 from instrument.training.distributed.unsupported import reduce_problems
 from instrument.training.experiment import prepare
+from instrument.training.sweeps.objective import read_objective
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -42,11 +45,7 @@ def record(specs: dict[str, Any], **options: Any) -> instrument.Probe:
     """Record two steps of two layers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    with instrument.attach(model, specs, **options) as probe:
-        for _ in range(2):
-            model(torch.randn(5, 4))
-            probe.end_step()
-    return probe
+    return run_steps(model, specs, lambda: model(torch.randn(5, 4)), 2, **options)
 
 
 def test_custom_statistics_are_columns_of_every_reader(tmp_path: Path) -> None:
@@ -265,28 +264,17 @@ def test_budget_drops_custom_statistics_first() -> None:
     assert action.measurement.is_plain
 
 
-MODULE = """
-def spread(tensor):
-    return tensor.amax() - tensor.amin()
-
-def itself(tensor):
-    return tensor
-"""
 RUN = ("model=mlp", "data=digits", "data.slice.stop=64", "train.steps=2", "device=cpu", "hydra.run.dir=out")
 
 
-def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Answer], workdir: Path) -> None:
-    (workdir / "mymodule.py").write_text(MODULE)
-    hook = (
-        "+hooks.h={layers: layers.0, kind: forward, action: record, stats: [{_target_: mymodule.spread, name: Width}]}"
-    )
-    answer = cli(*RUN, hook, "objective='max(stats.width where step = 1)'", "sink.tensorboard=false")
+def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Answer]) -> None:
+    target = f"{{_target_: {__name__}.spread, name: Width}}"
+    arguments = (*RUN, f"+hooks.h={{layers: layers.0, kind: forward, action: record, stats: [{target}]}}")
+    answer = cli(*arguments, "objective='max(stats.width where step = 1)'", "sink.tensorboard=false")
     assert answer.code == 0, answer.err
-    stats = instrument.load("out").stats
-    assert stats.Width.notna().all()
-    answer = cli(*RUN, hook, "objective='max(stats.height)'", "hydra.run.dir=other")
-    assert answer.code == 2
-    assert "no numeric column of stats is named height" in answer.err
+    assert instrument.load("out").stats.Width.notna().all()
+    with pytest.raises(instrument.ConfigError, match="no numeric column of stats is named height"):
+        read_objective("max(stats.height)", compose(*arguments)[1]["hooks"])
 
 
 def itself(tensor: Tensor) -> Tensor:
@@ -305,14 +293,3 @@ def test_invalid_statistic_is_refused_when_a_run_is_prepared(statistic: str, mes
     hook = {"layers": "layers.1", "kind": kind, "action": "record", "stats": [{"_target_": f"{__name__}.{statistic}"}]}
     with pytest.raises(instrument.ConfigError, match=rf"hooks\.h\.stats[\s\S]*{message}"):
         prepare(parse_config({**CONFIG, "apply": None, "hooks": {"h": hook}}))
-
-
-def test_invalid_statistic_is_reported_before_the_first_batch(cli: Callable[..., Answer], workdir: Path) -> None:
-    (workdir / "mymodule.py").write_text(MODULE)
-    answer = cli(
-        *RUN, "+hooks.h={layers: layers.2, kind: forward, action: record, stats: [{_target_: mymodule.itself}]}"
-    )
-    assert answer.code == 2, answer.out
-    assert "hooks.h.stats" in answer.err
-    assert "'itself' must return one real number" in answer.err
-    assert not (workdir / "out").exists()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, record, run_steps, scale
 from torch import Tensor, nn
 
 import instrument
 from instrument import HookResultError
-from instrument.actions.base import Context
 
 RECORDED = {"run": "recorded", "step": 0}
 ACTIONS: dict[str, dict[str, Any]] = {
@@ -40,32 +40,9 @@ ACTIONS: dict[str, dict[str, Any]] = {
     "patch from a sample": {"fn": "patch", "from_sample": 0, "units": [0, 2]},
     "replace": {"fn": "replace", **RECORDED},
     "patch": {"fn": "patch", "slice": ":, 0:2", **RECORDED},
-    "a custom function": {"fn": {"_target_": f"{__name__}.halved"}},
-    "a function that changes nothing": {"fn": {"_target_": f"{__name__}.unchanged"}},
+    "a custom function": {"fn": lambda tensor, context: tensor / 2},
+    "a function that changes nothing": {"fn": lambda tensor, context: tensor},
 }
-
-
-def halved(tensor: Tensor, context: Context) -> Tensor:
-    return tensor / 2
-
-
-def unchanged(tensor: Tensor, context: Context) -> Tensor:
-    return tensor
-
-
-def doubled_in_place(tensor: Tensor, context: Context) -> Tensor:
-    return tensor.mul_(2)
-
-
-class NestedOutput(nn.Module):
-    """A module with a nested output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"hidden": self.inner(x), "whole": [x, 3]}
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +50,15 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a working directory with a run that recorded the tensors of `inner`."""
     folder = tmp_path_factory.mktemp("inference")
     model = make()
-    kept = {"layers": "inner", "kind": "forward", "action": "record", "tensors": True}
-    given = {**kept, "kind": "forward_pre"}
-    with instrument.attach(model, {"kept": kept, "given": given}, out=folder / "recorded") as probe:
-        model(torch.ones(4, 3))
-        probe.end_step()
+    hooks = {"kept": record("forward", "inner", tensors=True), "given": record("forward_pre", "inner", tensors=True)}
+    run_steps(model, hooks, lambda: model(torch.ones(4, 3)), out=folder / "recorded")
     return folder
 
 
-def make() -> NestedOutput:
+def make() -> nn.Module:
+    """Return a model with a nested output."""
     torch.manual_seed(0)
-    return NestedOutput()
+    return Calls(lambda inner, x: {"hidden": inner(x), "whole": [x, 3]}, inner=nn.Linear(3, 3))
 
 
 def result(spec: dict[str, Any], mode: Any, *, trained: bool = True) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -122,7 +97,7 @@ def test_interventions_equal_those_under_no_grad(
 
 def test_in_place_write_is_an_error_under_inference_mode() -> None:
     with pytest.raises(HookResultError, match="modified its tensor in place"):
-        result({"kind": "forward", "fn": {"_target_": f"{__name__}.doubled_in_place"}}, torch.inference_mode())
+        result({"kind": "forward", "fn": lambda tensor, context: tensor.mul_(2)}, torch.inference_mode())
 
 
 def test_loss_of_an_evaluation_is_changed() -> None:
@@ -147,7 +122,7 @@ def test_state_dict_of_inference_tensors_is_changed() -> None:
 def test_gradient_hooks_under_inference_mode_report_the_cause() -> None:
     model = make()
     kinds = ("full_backward_pre", "full_backward", "tensor")
-    hooks = {kind: {"layers": "**", "kind": kind, "action": "scale", "factor": 2.0} for kind in kinds}
+    hooks = {kind: scale(kind, 2.0, "**") for kind in kinds}
     batch = torch.randn(4, 3)
     with torch.inference_mode():
         wanted = model(batch)["hidden"]

@@ -33,6 +33,10 @@ def write_in_place(tensor: Tensor, context: Context) -> Tensor:
         return tensor.mul_(2)
 
 
+def draw_globally(tensor: Tensor, context: Context) -> Tensor:
+    return tensor + torch.randn_like(tensor)
+
+
 KINDS = {
     "forward_pre": "input",
     "forward": "output",
@@ -72,7 +76,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
     probe = train(kind, "raise_key_error")
     error = probe.error
     assert type(error) is instrument.HookError
-    for part in (
+    where = (
         "'mine'",
         f"({kind})",
         "layer '1'",
@@ -81,8 +85,8 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
         "gone",
         "test_intervention.py",
         "raise_key_error",
-    ):
-        assert part in str(error)
+    )
+    assert all(part in str(error) for part in where)
     assert isinstance(error.__cause__, KeyError)
     assert error.exit_code == 1
     recorded = [(row["hook"], row["layer"], row["step"]) for row in probe.sink.records("stats")]
@@ -105,8 +109,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
 def test_result_that_does_not_fit_is_reported(kind: str, what: str, message: str) -> None:
     error = train(kind, "return_invalid", what=what).error
     assert type(error) is instrument.HookResultError
-    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message):
-        assert part in str(error)
+    assert all(part in str(error) for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message))
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward"])
@@ -116,12 +119,22 @@ def test_detached_result_is_reported(kind: str) -> None:
     assert "detached from the graph" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("fn", "error_class", "message"),
+    [
+        ("write_in_place", instrument.HookResultError, "in place"),
+        (
+            "draw_globally",
+            instrument.HookError,
+            "changes the global random state, which affects the rest of the run; pass generator=context.generator",
+        ),
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_place_write_is_reported(kind: str) -> None:
-    error = train(kind, "write_in_place").error
-    assert type(error) is instrument.HookResultError
-    assert "in place" in str(error)
-    assert "'mine'" in str(error)
+def test_side_effect_is_reported(kind: str, fn: str, error_class: type[Exception], message: str) -> None:
+    error = train(kind, fn).error
+    assert type(error) is error_class
+    assert all(part in str(error) for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message))
 
 
 def test_result_without_graph_is_accepted_where_none_is_needed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import Calls, assert_equal, gradients, record, refused, run_step, run_steps, scale
 from torch import Tensor, nn
 
 import instrument
@@ -24,9 +26,6 @@ def apply_modify(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, 
     spec = {"layers": ".", "kind": "forward", "action": "modify", **fields}
     with instrument.attach(model, {"h": spec}, seed=seed):
         return model(tensor)
-
-
-# -------------------------------------------------------------------------------------- built-in functions
 
 
 @pytest.mark.parametrize(
@@ -75,27 +74,12 @@ def test_zero_and_sign_of_non_finite_values() -> None:
     assert signs[1:].tolist() == [1.0, -1.0]
 
 
-# ------------------------------------------------------------------------------------------------ noise
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Identity(), nn.Identity()
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [self.a(x), self.a(x), self.b(x)]
-
-
 def noise(seed: int = 0, name: str = "n", steps: int = 2) -> list[Tensor]:
     """Return the noise added to zeros: per step, two calls of `a` and one of `b`."""
-    model = Twice()
+    model = Calls(lambda a, b, x: [a(x), a(x), b(x)], a=nn.Identity(), b=nn.Identity())
     spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": "noise", "std": 1.0}
     drawn: list[Tensor] = []
-    with instrument.attach(model, {name: spec}, seed=seed) as probe:
-        for _ in range(steps):
-            drawn += model(torch.zeros(1000))
-            probe.end_step()
+    run_steps(model, {name: spec}, lambda: drawn.extend(model(torch.zeros(1000))), steps, seed=seed)
     return drawn
 
 
@@ -114,6 +98,13 @@ def test_noise_has_the_requested_mean_and_deviation() -> None:
     assert drawn.std().item() == pytest.approx(0.5, abs=0.01)
 
 
+def test_generator_of_the_context_leaves_the_global_state_unchanged() -> None:
+    fn = lambda tensor, context: tensor + torch.randn(3, generator=context.generator(tensor.device))  # noqa: E731
+    before = torch.get_rng_state()
+    assert apply_modify(torch.zeros(3), fn=fn).all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_noise_leaves_global_random_states_unchanged() -> None:
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     noise()
@@ -121,8 +112,6 @@ def test_noise_leaves_global_random_states_unchanged() -> None:
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
 
-
-# ----------------------------------------------------------------------------------------- custom functions
 
 contexts: list[instrument.Context] = []
 
@@ -191,9 +180,8 @@ def test_custom_gradient_function_receives_its_value(kind: str) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     x = torch.randn(1, 2, requires_grad=True)
     before = layer.weight.detach().clone()
-    with instrument.attach(
-        layer, {"h": {"layers": ".", "kind": kind, "action": "modify", "fn": target("plus")}}, optimizer=optimizer
-    ):
+    hooks = {"h": {"layers": ".", "kind": kind, "action": "modify", "fn": target("plus")}}
+    with instrument.attach(layer, hooks, optimizer=optimizer):
         output = layer(x)
         output.sum().backward()
         wanted = {"tensor": output.detach(), "full_backward": x.detach()}.get(kind, before)
@@ -270,10 +258,9 @@ def test_class_is_instantiated_once_per_hook() -> None:
 @pytest.mark.parametrize("action", ["modify", "call"])
 def test_invalid_custom_function_is_reported_before_step_0(fn: dict[str, Any], message: str, action: str) -> None:
     model = nn.Identity()
-    with pytest.raises(instrument.ConfigError, match=message) as caught:  # noqa: SIM117
-        with instrument.attach(model, {"mine": {"layers": ".", "kind": "forward", "action": action, "fn": fn}}):
-            pass
-    assert "hooks.mine.fn" in str(caught.value)
+    message_of = refused(model, {"mine": {"layers": ".", "kind": "forward", "action": action, "fn": fn}})
+    assert re.search(message, message_of)
+    assert "hooks.mine.fn" in message_of
     assert not model._forward_hooks
 
 
@@ -290,7 +277,7 @@ def test_function_gets_the_tensors_that_other_hooks_kept() -> None:
         return tensor + context.tensors["early"]["0"]
 
     hooks = {
-        "early": {"layers": "0", "kind": "forward", "action": "record", "keep_as": "early", "stop": 1},
+        "early": record("forward", "0", keep_as="early", stop=1),
         "late": {"layers": "1", "kind": "forward", "action": "modify", "fn": add_kept},
     }
     with instrument.attach(model, hooks) as probe:
@@ -298,8 +285,7 @@ def test_function_gets_the_tensors_that_other_hooks_kept() -> None:
         output.square().sum().backward()
         probe.end_step()
         assert torch.equal(output, expected)
-        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-            assert torch.equal(parameter.grad, gradient)
+        assert_equal(gradients(model), wanted)
         assert len(probe.sink.rows["stats"]) == 1
         with pytest.raises(HookError, match=r"no hook has kept a tensor as 'early' in this step .*\(kept: none\)"):
             model(x)
@@ -313,18 +299,16 @@ def test_kept_tensor_is_complete_and_changed() -> None:
 
     fields = {"layers": ".", "kind": "forward"}
     hooks = {
-        "double": {**fields, "action": "scale", "factor": 2.0, "units": [0], "keep_as": "first"},
+        "double": scale("forward", 2.0, units=[0], keep_as="first"),
         "clip": {**fields, "action": "clip", "max": 1.0, "keep_as": "second"},
         "look": {**fields, "action": "call", "fn": look},
     }
-    model = nn.Identity()
-    with instrument.attach(model, hooks):
-        model(torch.ones(2, 3))
+    run_step(nn.Identity(), hooks, torch.ones(2, 3))
     assert [tensor.tolist() for tensor in seen] == [[[2.0, 1.0, 1.0]] * 2, [[1.0] * 3] * 2]
 
 
 def test_hook_that_keeps_a_tensor_is_not_paused() -> None:
-    specs = {"h": {"layers": ".", "kind": "forward", "action": "record", "keep_as": "kept"}}
+    specs = {"h": record("forward", keep_as="kept")}
     with instrument.attach(nn.Identity(), specs) as probe:
         (attached,) = probe.attached_hooks
         attached.is_paused = True

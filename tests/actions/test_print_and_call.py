@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from device_statistics import use_device_statistics
+from hook_runs import assert_equal, run_step, run_steps
 from torch import Tensor, nn
 
 import instrument
@@ -62,7 +63,7 @@ def test_print_and_call_see_what_record_sees(kind: str, capsys: pytest.CaptureFi
         assert line == f"printed  step {row['step']}  {place}  {row['shape']} float32 cpu  {numbers}"
     fired = {row["hook"]: (row["expected"], row["fired"]) for row in probe.coverage()}
     assert fired["printed"] == fired["called"] == fired["recorded"]
-    assert all(torch.equal(a, b) for a, b in zip(weights, train({})[1], strict=True))
+    assert_equal(weights, train({})[1])
 
 
 def test_schedule_and_statistics_of_a_print_are_selectable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,9 +80,8 @@ def test_print_without_statistics_shows_the_shape(capsys: pytest.CaptureFixture[
 
 def test_print_names_call_phase_and_micro_step(capsys: pytest.CaptureFixture[str]) -> None:
     layer = nn.Identity()
-    specs = {"p": {"layers": ".", "kind": "forward", "action": "print", "stats": "none"}}
-    evaluation = {"e": {**specs["p"], "phase": "eval"}}
-    with instrument.attach(layer, {**specs, **evaluation}) as probe:
+    record = {"layers": ".", "kind": "forward", "action": "print", "stats": "none"}
+    with instrument.attach(layer, {"p": record, "e": {**record, "phase": "eval"}}) as probe:
         layer(torch.ones(1, dtype=torch.int64))
         layer(torch.ones(()))
         probe.end_micro_step()
@@ -165,14 +165,10 @@ def test_function_that_does_not_only_observe_is_an_error(kind: str, fn: Any, mes
 
 
 def test_in_place_change_of_an_inference_tensor_does_not_reach_the_model() -> None:
-    layer, inputs = nn.Identity(), torch.ones(2)
+    layer, output = nn.Identity(), torch.ones(2)
     specs = {"c": {"layers": ".", "kind": "forward", "action": "call", "fn": writes_in_place}}
-    with (
-        pytest.raises(instrument.HookError, match="in place"),
-        instrument.attach(layer, specs),
-        torch.inference_mode(),
-    ):
-        layer(output := inputs.clone())
+    with pytest.raises(instrument.HookError, match="in place"), torch.inference_mode():
+        run_step(layer, specs, output := output.clone())
     assert output.tolist() == [1.0, 1.0]
 
 
@@ -187,16 +183,15 @@ def test_writes_through_numpy_do_not_reach_the_model(kind: str) -> None:
     _, weights = train({"mine": spec(kind, action="call", fn=writes_through_numpy)})
     assert seen
     assert all((tensor == 7).all() for tensor in seen)  # the function can keep its copies
-    assert all(torch.equal(a, b) for a, b in zip(weights, train({})[1], strict=True))
+    assert_equal(weights, train({})[1])
 
 
 def test_call_does_not_try_a_function_without_a_signature() -> None:
     specs = {"mine": spec("forward", action="call", fn=torch.relu)}  # written in C; takes one argument
     model = nn.Sequential(nn.Linear(4, 3))
-    with instrument.attach(model, specs):
-        pass
-    with pytest.raises(instrument.HookError, match="relu"), instrument.attach(model, specs):
-        model(torch.ones(2, 4))
+    run_steps(model, specs, lambda: None)
+    with pytest.raises(instrument.HookError, match="relu"):
+        run_step(model, specs, torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("fields", [{}, {"fn": "zero"}, {"fn": f"{__name__}.look", "std": 1.0}])

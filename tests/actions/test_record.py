@@ -12,6 +12,7 @@ import polars as pl
 import pytest
 import torch
 from device_statistics import use_device_statistics
+from hook_runs import Calls, run_step, run_steps
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -35,10 +36,8 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 
 def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
-    model = nn.Identity()
-    with instrument.attach(model, {"h": spec(**fields)}) as probe:
-        assert model(value) is value
-        probe.end_step()
+    output, probe = run_step(nn.Identity(), {"h": spec(**fields)}, value)
+    assert output is value
     return probe.sink
 
 
@@ -105,12 +104,9 @@ def test_most_expensive_output_is_dropped_first() -> None:
 
 
 def test_tensors_only_statistics_only_or_both() -> None:
-    both = recorded(torch.ones(2), tensors=True)
-    assert (len(both.rows["stats"]), len(both.rows["tensors"])) == (1, 1)
-    values = recorded(torch.ones(2), tensors=True, stats="none")
-    assert (len(values.rows["stats"]), len(values.rows["tensors"])) == (0, 1)
-    numbers = recorded(torch.ones(2))
-    assert (len(numbers.rows["stats"]), len(numbers.rows["tensors"])) == (1, 0)
+    for fields, rows in (({"tensors": True}, (1, 1)), ({"tensors": True, "stats": "none"}, (0, 1)), ({}, (1, 0))):
+        sink = recorded(torch.ones(2), **fields)
+        assert (len(sink.rows["stats"]), len(sink.rows["tensors"])) == rows
 
 
 def test_tensor_is_copied_when_recorded() -> None:
@@ -123,9 +119,8 @@ def test_tensor_is_copied_when_recorded() -> None:
     for row in probe.sink.records("tensors"):
         assert row["values"].eq(1).all()
         assert row["values"].is_contiguous()
-        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4, (
-            "only the kept elements are held in memory"
-        )
+        # Only the kept elements are held in memory.
+        assert row["values"].untyped_storage().nbytes() == row["values"].numel() * 4
 
 
 X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)
@@ -217,16 +212,9 @@ def test_cut_is_within_the_requested_limits(
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
-    class Nesting(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.nested.nested_tensor([x[0, :2], x[1]], layout=layout)
-
+    nesting = Calls(lambda x: torch.nested.nested_tensor([x[0, :2], x[1]], layout=layout))
     batch = torch.arange(12.0).view(2, 3, 2)
-    spec = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
-    model = Nesting()
-    with instrument.attach(model, {"h": spec}) as probe:
-        model(batch)
-        probe.end_step()
+    _, probe = run_step(nesting, {"h": spec(tensors=True)}, batch)
     (row,) = probe.sink.records("tensors")
     wanted = batch.clone()
     wanted[0, 2] = torch.nan
@@ -252,11 +240,7 @@ def test_extremes_of_64_bit_integers_are_exact(
         torch.tensor([0.5, 2.0**70]),
     ]
     model = nn.Identity()
-    hook = {"layers": ".", "kind": "forward", "action": "record"}
-    with instrument.attach(model, {"ids": hook}, out=tmp_path / "run", rules=None) as probe:
-        for tensor in given:
-            model(tensor)
-        probe.end_step()
+    run_steps(model, {"ids": spec()}, lambda: [*map(model, given)], out=tmp_path / "run", rules=None)
     run = instrument.load(tmp_path / "run")
     stats = run.stats
     exact = "(max::hugeint + coalesce(max_remainder, 0)::int)"
@@ -293,11 +277,8 @@ def test_extremes_of_64_bit_integers_are_exact(
 def test_extremes_of_small_integers_are_a_float_column(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
     if on_device:
         use_device_statistics(monkeypatch)
-    model = nn.Identity()
-    with instrument.attach(model, {"ids": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
-        for given in (torch.tensor([2**53, -(2**53)]), torch.zeros(0, dtype=torch.int64)):
-            model(given)
-        probe.end_step()
+    model, given = nn.Identity(), (torch.tensor([2**53, -(2**53)]), torch.zeros(0, dtype=torch.int64))
+    probe = run_steps(model, {"ids": spec()}, lambda: [*map(model, given)])
     assert probe.stats["max"].dtype == "float64"
     assert probe.stats["max"].tolist() == [2**53, pytest.approx(math.nan, nan_ok=True)]
     assert [row["custom"] for row in probe.sink.records("stats")] == [None, None]
@@ -323,10 +304,7 @@ def test_exact_integers_support_layouts_and_conditions(monkeypatch: pytest.Monke
         "some": spec(stats=["min"], when={"stat": "max", "above": 2.0**60 + 2**20}),
         "others": spec(stats=["mean"]),
     }
-    with instrument.attach(model, hooks) as probe:
-        for tensor in given:
-            model(tensor)
-        probe.end_step()
+    probe = run_steps(model, hooks, lambda: [*map(model, given)])
     rows = probe.stats.groupby("hook")
     assert rows.get_group("all")["max"].tolist() == [large + 4, 2 * large, large, large, 1, 255]
     assert rows.get_group("some")["min"].tolist() == [0]
@@ -345,19 +323,16 @@ def trained(model: nn.Module, between: Callable[[], None] = lambda: None, **fiel
     return probe.sink
 
 
-class Holder(nn.Module):
-    """A module with one parameter."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
+def holder(weight: Tensor) -> nn.Module:
+    """Return a module with one parameter."""
+    return nn.ParameterDict({"weight": weight})
 
 
 @pytest.mark.parametrize("role", ["param", "param_grad", "update"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_spectrum_is_of_the_matrix_of_the_first_dimension_and_all_others(role: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = Holder(torch.randn(6, 5, 2, 2, dtype=dtype))
+    model = holder(torch.randn(6, 5, 2, 2, dtype=dtype))
     before = model.weight.detach().clone()
     (row,) = trained(model, spectrum=4, role=role).records("spectra")
     after = model.weight.detach()
@@ -372,7 +347,7 @@ def test_spectrum_is_of_the_matrix_of_the_first_dimension_and_all_others(role: s
 
 
 def test_spectrum_is_of_the_firing_even_if_the_parameter_changes_later() -> None:
-    model = Holder(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+    model = holder(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
     (row,) = trained(model, model.weight.data.zero_, spectrum=9).records("spectra")
     assert row["values"] == pytest.approx([2.4, 1.6, 0.8], rel=1e-6)  # the gradient is twice the weight
 
@@ -381,7 +356,7 @@ def test_singular_values_are_computed_after_the_hooks(monkeypatch: pytest.Monkey
     calls: list[str] = []
     svdvals = torch.linalg.svdvals
     monkeypatch.setattr(torch.linalg, "svdvals", lambda matrix: calls.append("svd") or svdvals(matrix))
-    trained(Holder(torch.eye(2)), lambda: calls.append("step"), spectrum=1)
+    trained(holder(torch.eye(2)), lambda: calls.append("step"), spectrum=1)
     assert calls == ["step", "svd"]
 
 
@@ -395,7 +370,7 @@ def test_singular_values_are_computed_after_the_hooks(monkeypatch: pytest.Monkey
     ],
 )
 def test_spectrum_without_a_value_is_null(weight: Tensor, expected: tuple[Any, ...]) -> None:
-    (row,) = trained(Holder(weight), spectrum=2).records("spectra")
+    (row,) = trained(holder(weight), spectrum=2).records("spectra")
     assert (row["values"], row["spectral_norm"], row["stable_rank"]) == expected
 
 
@@ -408,10 +383,8 @@ def test_tensors_of_one_dimension_have_no_spectrum() -> None:
 def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
     full = torch.randn(7, 5, 3)
     measure = Spectrum(20)
-    rows, columns = (
-        (full.split(4), full.split(1), [full, full[:0]]),
-        (full.split(3, 1), full.split(1, 2), full.split(1, 1)),
-    )
+    rows = (full.split(4), full.split(1), [full, full[:0]])
+    columns = (full.split(3, 1), full.split(1, 2), full.split(1, 1))
     for dim, shards in [(0, each) for each in rows] + list(zip((1, 2, 1), columns, strict=True)):
         largest = Shards((dim,), tuple(max(sizes) for sizes in zip(*(shard.shape for shard in shards), strict=True)))
         parts = np.stack([measure.part(shard, largest)().numpy() for shard in shards])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, assert_equal, run_step
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -147,8 +148,7 @@ def test_selection_of_parameter_gradients() -> None:
             gradient[[0, 1, 3]] *= 0.1 / (total + 1e-6)
         optimizer.step()
         probe.end_step()
-    for found, wanted in zip(gradients, expected, strict=True):
-        assert torch.equal(found, wanted)
+    assert_equal(gradients, expected)
     assert [p.grad for p in model.parameters()] == gradients, "they are changed in place"
 
 
@@ -157,10 +157,8 @@ def test_parameter_is_changed_in_place_where_selected() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     spec = {"layers": ".", "kind": "step_post", "params": "weight", "action": "scale", "factor": [0.0, 2.0], "dim": 0}
     before, weight = model.weight.detach().clone(), model.weight
-    with instrument.attach(model, {"h": {**spec, "units": [4, 1]}}, optimizer=optimizer) as probe:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        probe.end_step()
+    hooks = {"h": {**spec, "units": [4, 1]}}
+    run_step(model, hooks, torch.ones(2, 4), loss=torch.sum, optimizer=optimizer)
     before[4] *= 0.0
     before[1] *= 2.0
     assert model.weight is weight
@@ -180,10 +178,8 @@ def test_function_gets_the_selected_part() -> None:
     assert seen == [((3, 1, 12), (3, 5, 12))]
     assert torch.equal(output[:, 1], SEQUENCE[:, 1] / 2)
     assert torch.equal(output[:, 2:], SEQUENCE[:, 2:])
-    unchanged = nn.Identity()
     spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": lambda tensor, context: None, "units": [0]}
-    with instrument.attach(unchanged, {"h": spec}):
-        assert unchanged(SEQUENCE) is SEQUENCE
+    assert run_step(nn.Identity(), {"h": spec}, SEQUENCE)[0] is SEQUENCE
 
 
 def test_scaled_gradient_keeps_the_rest_bit_identical() -> None:
@@ -281,12 +277,11 @@ def test_later_tensor_without_the_selection_is_reported(
 
 
 def test_record_of_selected_rows_of_a_shard_is_refused() -> None:
-    specs = parse_hooks({"h": {"layers": "**", "kind": "parameter_grad", "action": "record", "units": [3]}})
-    (problem,) = shard_problems(specs)
+    fields = {"layers": "**", "kind": "parameter_grad", "units": [3]}
+    (problem,) = shard_problems(parse_hooks({"h": {**fields, "action": "record"}}))
     assert problem.where == "hooks.h.units"
     assert "indices differ from those of the full tensor" in problem.message
-    clip = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0, "units": [3]}
-    assert shard_problems(parse_hooks({"h": clip})) == []
+    assert shard_problems(parse_hooks({"h": {**fields, "action": "clip", "norm": 1.0}})) == []
 
 
 def test_sparse_gradient_with_a_selection_is_refused() -> None:
@@ -305,24 +300,14 @@ def test_sparse_gradient_with_a_selection_is_refused() -> None:
     ids=["softmax", "attention"],
 )
 def test_heads_of_a_tensor_with_a_dimension_of_heads_are_refused(function: Callable[[Tensor], Tensor]) -> None:
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    x = torch.randn(1, 4, 3, 8)
+    x, model = torch.randn(1, 4, 3, 8), Calls(function)
     fields = {"layers": ".", "kind": "function", "functions": "*", "action": "modify", "fn": "zero"}
-    model = Model()
     expected = model(x)
     expected[:, 1] = 0
-    with (
-        pytest.raises(
-            ConfigError, match=r"hooks\.h\.heads: .*dimension 1 contains the 4 heads(.|\n)*units: \[\.\.\.\]"
-        ),
-        instrument.attach(model, {"h": {**fields, "heads": {"of": 4, "take": [1]}}}),
-    ):
-        model(x)
-    with instrument.attach(model, {"h": {**fields, "units": [1]}}):
-        output = model(x)
+    message = r"hooks\.h\.heads: .*dimension 1 contains the 4 heads(.|\n)*units: \[\.\.\.\]"
+    with pytest.raises(ConfigError, match=message):
+        run_step(model, {"h": {**fields, "heads": {"of": 4, "take": [1]}}}, x)
+    output, _ = run_step(model, {"h": {**fields, "units": [1]}}, x)
     assert torch.equal(output, expected)
 
 

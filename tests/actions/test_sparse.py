@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, record, run_step, run_steps
 from torch import Tensor, nn
 
 import instrument
@@ -77,35 +78,14 @@ def test_function_that_needs_a_dense_tensor_is_reported(spec: dict[str, Any]) ->
         weight_after({**spec, "types": "Embedding"}, sparse=True, kind="parameter_grad")
 
 
-class Propagate(nn.Module):
-    """A layer of a graph network: the weighted adjacency matrix times the features."""
+def propagate(to_layout: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a layer of a graph network: the weighted adjacency matrix, in a layout, times the features."""
 
-    def __init__(self, to_layout: Callable[[Tensor], Tensor], weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.clone())
-        self.adjacency = Converted(to_layout)
-        self.product = Product()
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.product(self.adjacency(self.weight), features)
-
-
-class Converted(nn.Module):
-    """Converts its input to a layout."""
-
-    def __init__(self, to_layout: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.to_layout = to_layout
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return self.to_layout(weight)
-
-
-class Product(nn.Module):
-    """The product of a matrix and features."""
-
-    def forward(self, matrix: Tensor, features: Tensor) -> Tensor:
+    def forward(weight: Tensor, adjacency: nn.Module, features: Tensor) -> Tensor:
+        matrix = adjacency(weight)
         return (matrix if matrix.layout == torch.strided else matrix.to_dense()) @ features
+
+    return Calls(forward, weight=nn.Parameter(ADJACENCY.clone()), adjacency=Calls(to_layout))
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,11 +100,9 @@ ADJACENCY = torch.tensor([[0.0, 2.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0], [0.0, 0.0
 
 def result_with(spec: dict[str, Any], to_layout: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Any]:
     """Return the output and the gradient of a layer with a hook on its matrix, and the effects."""
-    model = Propagate(to_layout, ADJACENCY)
-    with instrument.attach(model, {"h": {"layers": "adjacency", **spec}}, rules=None) as probe:
-        output = model(torch.linspace(-1.0, 1.0, 12).reshape(4, 3))
-        output.square().sum().backward()
-        probe.end_step()
+    model, hooks = propagate(to_layout), {"h": {"layers": "adjacency", **spec}}
+    features = torch.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    output, probe = run_step(model, hooks, features, loss=lambda output: output.square().sum())
     assert model.weight.grad is not None
     return output.detach(), model.weight.grad[ADJACENCY != 0], probe.sink.records("effects")
 
@@ -159,11 +137,9 @@ def test_huge_sparse_input_is_recorded_and_never_dense(to_layout: Callable[[Tens
     size = 1_000_000  # 4 TB as a dense tensor
     places = torch.arange(10).expand(2, 10)
     matrix = to_layout(torch.sparse_coo_tensor(places, torch.ones(10), (size, size), check_invariants=True))
-    hook = {"layers": ".", "kind": "forward_pre", "action": "record"}
+    hook = record("forward_pre")
     model = nn.Identity()
-    with instrument.attach(model, {"h": {**hook, "stats": "all", "histogram": 2}}, rules=None) as probe:
-        model(matrix)
-        probe.end_step()
+    _, probe = run_step(model, {"h": {**hook, "stats": "all", "histogram": 2}}, matrix)
     (row,), (distribution,) = probe.sink.records("stats"), probe.sink.records("distributions")
     assert (row["numel"], row["max"], row["l1"]) == (size**2, 1.0, 10.0)
     assert row["l2"] == pytest.approx(10**0.5)
@@ -171,11 +147,8 @@ def test_huge_sparse_input_is_recorded_and_never_dense(to_layout: Callable[[Tens
     assert distribution["counts"] == [size**2 - 10, 10]
     message = r"'h' \(forward_pre\).*sparse with shape \[1000000, 1000000\].* 4 TB .*statistics"
     for fields in ({"tensors": True}, {"samples": [0]}):
-        with (
-            pytest.raises(HookError, match=message),
-            instrument.attach(model, {"h": {**hook, **fields}}, rules=None),
-        ):
-            model(matrix)
+        with pytest.raises(HookError, match=message):
+            run_step(model, {"h": {**hook, **fields}}, matrix)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
@@ -184,11 +157,9 @@ def test_first_elements_are_recorded_without_a_dense_tensor() -> None:
     size = 1_000_000
     huge = torch.sparse_coo_tensor(torch.tensor([[0, 9], [3, 9]]), torch.ones(2), (size, size), check_invariants=True)
     model = nn.Identity()
-    hook = {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "max_elements": 21}
-    with instrument.attach(model, {"h": hook}, rules=None) as probe:
-        for tensor in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), huge):
-            model(tensor)
-        probe.end_step()
+    hook = record("forward", tensors=True, max_elements=21)
+    given = (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), huge)
+    probe = run_steps(model, {"h": hook}, lambda: [*map(model, given)])
     *small, first = probe.sink.records("tensors")
     assert all(torch.equal(row["values"], dense.reshape(-1)[:21]) for row in small)
     assert first["values"].tolist() == [0.0, 0.0, 0.0, 1.0] + [0.0] * 17

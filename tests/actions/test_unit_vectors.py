@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import record
 from test_selection import IMAGES, SEQUENCE, apply
 from torch import Tensor, nn
 
@@ -27,12 +28,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "three.npy", np.arange(3.0))
     np.save(folder / "last.npy", np.eye(12)[11])
     for name, factor in (("a", 1.0), ("b", 2.0)):
-        record = {"kind": "forward", "action": "record", "tensors": True}
-        hooks = {
-            "kept": {"layers": "0", **record},
-            "other": {"layers": "1", **record},
-            "again": {"layers": "1", **record},
-        }
+        kept = {"kept": "0", "other": "1", "again": "1"}
+        hooks = {hook: record("forward", layer, tensors=True) for hook, layer in kept.items()}
         model = nn.Sequential(nn.Identity(), nn.Identity())
         with instrument.attach(model, hooks, out=folder / name) as probe:
             for batch in BATCHES:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from device_statistics import use_device_statistics
+from hook_runs import Calls, scale
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -204,24 +205,20 @@ def test_gradient_flows_only_where_the_condition_holds(path: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_pass_repeats_the_decision_without_counting(path: str, reentrant: bool) -> None:
-    """With a window of one value, a decision that was made again would differ."""
-
-    class Net(nn.Module):
-        def __init__(self, checkpointed: bool) -> None:
-            super().__init__()
-            self.layers, self.checkpointed = net(), checkpointed
-
-        def forward(self, x: Tensor) -> Tensor:
+    def network(checkpointed: bool) -> nn.Module:
+        def forward(layers: nn.Module, x: Tensor) -> Tensor:
             for _ in range(2):
-                x = checkpoint(self.layers[:2], x, use_reentrant=reentrant) if self.checkpointed else self.layers[:2](x)
+                x = checkpoint(layers[:2], x, use_reentrant=reentrant) if checkpointed else layers[:2](x)
                 x = x[:, :4]
             return x
 
+        return Calls(forward, layers=net())
+
     when = {"stat": "l2", "above": 1, "times": "median", "window": 1, "after": 1}
-    hooks = {"double": {"layers": "**.0", "kind": "forward", "action": "scale", "factor": 2.0, "when": when}}
+    hooks = {"double": scale("forward", 2.0, "**.0", when=when)}
     found = []
     for checkpointed in (False, True):
-        model = Net(checkpointed)
+        model = network(checkpointed)
         with instrument.attach(model, hooks) as probe:
             for step in range(4):
                 model(batch(step).requires_grad_()).square().sum().backward()
@@ -234,15 +231,10 @@ def test_recomputed_pass_repeats_the_decision_without_counting(path: str, reentr
 
 
 def test_each_tensor_of_a_nested_output_has_its_values() -> None:
-    class Two(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"small": x, "large": 100 * x}
-
     when = {"stat": "abs_max", "above": 5, "times": "mean", "window": 3, "after": 1}
-    model = Two()
-    with instrument.attach(
-        model, {"zero": {"layers": ".", "kind": "forward", "action": "modify", "fn": "zero", "when": when}}
-    ) as probe:
+    model = Calls(lambda x: {"small": x, "large": 100 * x})
+    hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": "zero", "when": when}
+    with instrument.attach(model, {"zero": hook}) as probe:
         for value in (1.0, 1.0, 2.0, 50.0):
             model(torch.full((2,), value))
             probe.end_step()
@@ -268,9 +260,8 @@ def test_condition_sees_unscaled_gradients() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
         when = {"stat": "l2", "above": 1.5, "times": "mean", "window": 4, "after": 2}
         spec = {"layers": "*", "action": "scale", "factor": 0.5, "when": when}
-        hooks = {
-            kind: {**spec, "kind": kind} for kind in ("parameter_grad", "parameter_grad_micro", "full_backward_pre")
-        }
+        kinds = ("parameter_grad", "parameter_grad_micro", "full_backward_pre")
+        hooks = {kind: {**spec, "kind": kind} for kind in kinds}
         with instrument.attach(model, hooks, optimizer=optimizer, scaler=scaler) as probe:
             for step in range(8):
                 optimizer.zero_grad()
@@ -284,9 +275,8 @@ def test_condition_sees_unscaled_gradients() -> None:
         rows = probe.sink.records("effects")
         held.append([(row["hook"], row["layer"], row["path"], row["step"], row["held"]) for row in rows])
     assert held[0] == held[1]
-    assert sum(row[0] == "parameter_grad_micro" for row in held[0]) == 2 * sum(
-        row[0] == "parameter_grad" for row in held[0]
-    )
+    hooks_of = [row[0] for row in held[0]]
+    assert hooks_of.count("parameter_grad_micro") == 2 * hooks_of.count("parameter_grad")
     assert {row[-1] for row in held[0]} == {True, False}
 
 

@@ -127,7 +127,7 @@ def test_equal_runs_are_identical(original: Run, same: Diff) -> None:
     assert same.is_identical
     assert same.first is None
     assert same.tolerance == pytest.approx(6e-5, rel=0.01)
-    assert "IDENTICAL: all compared numbers are equal" in str(same)
+    assert "EQUAL STATISTICS: all compared numbers are equal." in str(same)
     assert same.common_steps == (0, 2, 3)
     assert same.layers["rows"].sum() == original.count("stats")
     assert same.tensors["tensors"].sum() == original.count("tensors")
@@ -271,6 +271,58 @@ def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None
         float(np.linalg.norm(values - values[::-1]) / np.linalg.norm(values))
     )
     assert "element by element: relative difference" in str(found)
+
+
+NAN, INF = math.nan, math.inf
+VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
+    "permuted": (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([4.0, 1.0, 2.0]), "EQUAL STATISTICS", "DIFFERENT"),
+    "equal": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "source_shape [2, 3] and [3, 2]"),
+    "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "int64": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "WITHIN", "WITHIN"),
+    "dtype": (
+        torch.ones(3),
+        torch.ones(3).bfloat16(),
+        "EQUAL STATISTICS",
+        "dtype: float32 and bfloat16 at 0 (Identity)",
+    ),
+    "complex": (torch.tensor([1j, 1]), torch.ones(2), "EQUAL STATISTICS", "DIFFERENT"),
+    "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "infinite": (torch.tensor([INF]), torch.tensor([-INF]), "EQUAL STATISTICS", "DIFFERENT"),
+    "not_finite": (torch.tensor([NAN]), torch.tensor([INF]), "nan_count 1 and 0", "DIFFERENT"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_verdict_claims_only_what_was_compared(name: str) -> None:
+    model = nn.Sequential(nn.Identity())
+    for tensors, verdict in zip((False, True), VALUES[name][2:], strict=True):
+        hook = {**TENSORS["kept"], "layers": "0", "stats": "none" if tensors else "default", "tensors": tensors}
+        runs = []
+        for value in VALUES[name][:2]:
+            with instrument.attach(model, {"kept": hook}) as probe:
+                model(value)
+                probe.end_step()
+            runs.append(probe.run)
+        found = instrument.diff(*runs)
+        assert verdict in str(found)
+        assert found.is_identical is (verdict[:5] == "EQUAL")
+        assert found.is_within_tolerance is ("DIFFERENT" not in str(found))
+
+
+def test_tolerance_zero_counts_every_difference(written: Write) -> None:
+    runs = [written([{"rms": 1.0, "max": 2.0, "custom": rest}]) for rest in (None, [("max_remainder", 1.0)])]
+    assert instrument.diff(*runs).first is None
+    found = instrument.diff(*runs, tolerance=0.0).first
+    assert found is not None
+    assert (found.statistic, found.difference) == ("max", 0.5)
+
+
+def test_steps_of_one_run_are_reported(written: Write) -> None:
+    runs = [written([{"rms": 1.0, "step": step} for step in range(steps)]) for steps in (5, 2)]
+    found = instrument.diff(*runs)
+    assert found.other_steps == (3, 0)
+    assert "rows only in A, at steps that the other run did not record: 3" in str(found)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import torch._dynamo
+from hook_runs import Calls, assert_close, assert_equal, keep, record, run_step, run_steps, scale, tensors_by
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,15 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import instrument
 from instrument import ConfigError
 
-RECORD = {"action": "record", "stats": "none", "tensors": True}
-VALUES = {
-    "inputs": {"layers": "**", "kind": "forward_pre", **RECORD},
-    "outputs": {"layers": "**", "kind": "forward", **RECORD},
-}
-GRADIENTS = {
-    "grad_output": {"layers": "**", "kind": "full_backward", "role": "grad_output", **RECORD},
-    "grad_input": {"layers": "**", "kind": "full_backward", "role": "grad_input", **RECORD},
-}
+VALUES = {"inputs": keep("forward_pre", "**"), "outputs": keep("forward", "**")}
+GRADIENTS = {f"grad_{role}": keep("full_backward", "**", role=f"grad_{role}") for role in ("output", "input")}
+compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
 STEPS, WIDTH = 3, 8
 KEY = ["step", "hook", "layer", "path", "call"]
 
@@ -41,51 +37,28 @@ def reset_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-class Pair(nn.Module):
-    """Returns tensors in a tuple, or also in a dictionary. Gets a tensor by keyword."""
+def pairs(*, as_dict: bool) -> nn.Module:
+    """Return a model whose module gets a tensor by keyword, and returns tensors in a tuple, or also in a dictionary."""
 
-    def __init__(self, *, as_dict: bool) -> None:
-        super().__init__()
-        self.as_dict = as_dict
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def inner(first: nn.Module, second: nn.Module, x: Tensor, *, other: Tensor) -> Any:
+        one, two = first(x), second(other)
+        return {"first": one, "rest": (two, x.long())} if as_dict else (one, two, x.long())
 
-    def forward(self, x: Tensor, *, other: Tensor) -> Any:
-        first, second = self.first(x), self.second(other)
-        return {"first": first, "rest": (second, x.long())} if self.as_dict else (first, second, x.long())
+    def outer(pair: nn.Module, x: Tensor) -> Tensor:
+        found = pair(x, other=x.tanh())
+        return found["first"] + found["rest"][0] if as_dict else found[0] + found[1]
 
-
-class Pairs(nn.Module):
-    def __init__(self, *, as_dict: bool) -> None:
-        super().__init__()
-        self.pair = Pair(as_dict=as_dict)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.pair(x, other=x.tanh())
-        return found["first"] + found["rest"][0] if self.as_dict else found[0] + found[1]  # type: ignore[no-any-return]
-
-    @property
-    def as_dict(self) -> bool:
-        return self.pair.as_dict
+    return Calls(outer, pair=Calls(inner, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH)))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+def checkpointed() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    return Calls(lambda inner, x: checkpoint(inner, x, use_reentrant=False), inner=inner)
 
 
-class Repeated(nn.Module):
-    """Calls one layer three times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(self.layer(self.layer(x)))  # type: ignore[no-any-return]
+def repeated() -> nn.Module:
+    """Return a model that calls one layer three times."""
+    return Calls(lambda layer, x: layer(layer(layer(x))), layer=nn.Linear(WIDTH, WIDTH))
 
 
 def layers() -> nn.Module:
@@ -96,10 +69,10 @@ def layers() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "layers": layers,
-    "pairs": lambda: Pairs(as_dict=False),
-    "nested": lambda: Pairs(as_dict=True),
-    "checkpointed": Checkpointed,
-    "repeated": Repeated,
+    "pairs": lambda: pairs(as_dict=False),
+    "nested": lambda: pairs(as_dict=True),
+    "checkpointed": checkpointed,
+    "repeated": repeated,
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, dropout=0.0),
 }
 
@@ -195,8 +168,7 @@ def test_rows_are_those_of_pytorch_hooks(name: str, backend: str) -> None:
     reference = pd.DataFrame(eager.sink.records("tensors"))
     assert sorted(rows[KEY].itertuples(index=False)) == sorted(reference[KEY].itertuples(index=False))
     assert probe.coverage() == eager.coverage()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, **(close or {"rtol": 0, "atol": 0}))
+    assert_close(model.parameters(), plain.parameters(), **(close or {"rtol": 0, "atol": 0}))
 
 
 def stepwise(tensor: Tensor, ctx: Any) -> Tensor:
@@ -210,15 +182,15 @@ def damped(tensor: Tensor, ctx: Any) -> Tensor:
 
 
 CHANGES = {
-    "output": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
+    "output": scale("forward", 0.5, "*"),
     "clipped": {"layers": "*", "kind": "forward", "action": "clip", "min": -0.2, "max": 0.2},
-    "input": {"layers": "*", "kind": "forward_pre", "action": "scale", "factor": 0.5},
+    "input": scale("forward_pre", 0.5, "*"),
     "gradient": {"layers": "*", "kind": "full_backward_pre", "action": "clip", "value": 1e-3},
-    "input_gradient": {"layers": "*", "kind": "full_backward", "role": "grad_input", "action": "scale", "factor": 0.5},
+    "input_gradient": scale("full_backward", 0.5, "*", role="grad_input"),
     "function": {"layers": "*", "kind": "forward", "action": "modify", "fn": stepwise},
     "function_of_value": {"layers": "*", "kind": "full_backward_pre", "action": "modify", "fn": damped},
-    "every": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "every": 2},
-    "when": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "when": {"stat": "std", "above": 0.4}},
+    "every": scale("forward", 0.5, "*", every=2),
+    "when": scale("forward", 0.5, "*", when={"stat": "std", "above": 0.4}),
 }
 
 
@@ -239,7 +211,7 @@ def change_by_hand(module: nn.Module, name: str, step: Callable[[], int]) -> Non
         module.register_full_backward_pre_hook(lambda m, gradients: (gradients[0].clamp(-1e-3, 1e-3),))
     elif name == "input_gradient":
         module.register_full_backward_hook(
-            lambda m, given, gradients: tuple(None if g is None else g * 0.5 for g in given)
+            lambda m, given, gradients: tuple(g if g is None else g * 0.5 for g in given)
         )
     else:
         value: list[Tensor] = []
@@ -260,9 +232,8 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     specs = {change: CHANGES[change]}
-    probe = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), specs)
-    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    probe = train(model, compiled(model), specs)
+    assert_close(model.parameters(), by_hand.parameters(), rtol=0, atol=0)
     eager = train(plain, plain, specs)
     assert probe.coverage() == eager.coverage()
     order = ["step", "layer", "call"]
@@ -273,16 +244,9 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
 
 
 def test_schedules_switch_between_two_graphs() -> None:
-    model = make("layers")
-    called = torch.compile(model, backend="aot_eager", fullgraph=True)
-    specs = {
-        "often": {"layers": "*", "kind": "forward", "action": "record", "every": 2},
-        "rarely": {"layers": "*", "kind": "forward", "action": "record", "every": 4},
-    }
-    with instrument.attach(called, specs) as probe:
-        for _ in range(9):
-            called(torch.ones(4, WIDTH))
-            probe.end_step()
+    called = compiled(make("layers"))
+    specs = {"often": record("forward", "*", every=2), "rarely": record("forward", "*", every=4)}
+    probe = run_steps(called, specs, lambda: called(torch.ones(4, WIDTH)), 9)
     assert graphs() == 2
     found = {name: sorted(set(rows.step)) for name, rows in probe.stats.groupby("hook")}
     assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8]}
@@ -297,65 +261,50 @@ def test_one_operator_records_an_output_and_one_its_gradient() -> None:
             found.update(str(node.target) for node in nodes if str(node.target).startswith("instrument."))
         return graph.forward
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Repeated())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), repeated())
     model.compile(backend=count_operators, fullgraph=True)
-    specs = {
-        "outputs": {"layers": ["0", "1", "2.layer"], "kind": "forward", "action": "record"},
-        "gradients": {"layers": ["0", "1", "2.layer"], "kind": "tensor", "action": "record"},
-    }
-    with instrument.attach(model, specs) as probe:
-        model(torch.ones(2, WIDTH)).sum().backward()
-        probe.end_step()
+    layers = ["0", "1", "2.layer"]
+    specs = {"outputs": record("forward", layers), "gradients": record("tensor", layers)}
+    _, probe = run_step(model, specs, torch.ones(2, WIDTH), loss=torch.sum)
     calls = 1 + 1 + 3
     assert found == {"instrument.end": calls, "instrument.observe": calls}
     assert len(probe.stats) == 2 * calls
 
 
-class CalledByItsHook(nn.Module):
-    """A forward hook calls the layer again."""
+def called_by_its_hook() -> nn.Module:
+    """Return a model with a layer that a forward hook calls again."""
+    layer, inside = nn.Linear(WIDTH, WIDTH), []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.is_inside = False
-        self.layer.register_forward_hook(self.call_again)
-
-    def call_again(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if self.is_inside:
+    def call_again(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if inside:
             return None
-        self.is_inside = True
+        inside.append(True)
         output = module(output)
-        self.is_inside = False
+        inside.clear()
         return output
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
+    layer.register_forward_hook(call_again)
+    return Calls(lambda layer, x: layer(x), layer=layer)
 
 
 def test_calls_that_a_hook_of_other_code_makes_have_the_indices_of_the_uncompiled_model() -> None:
     rows = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = CalledByItsHook()
+        model = called_by_its_hook()
         if compiled:
             model.compile(backend="aot_eager")
-        with instrument.attach(model, {"outputs": {"layers": "layer", "kind": "forward", **RECORD}}) as probe:
-            model(torch.ones(2, WIDTH))
-            probe.end_step()
-        rows.append([(row["call"], row["values"]) for row in probe.sink.records("tensors")])
-    assert [call for call, _ in rows[0]] == [call for call, _ in rows[1]] == [1, 0]
-    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(*rows, strict=True))
+        _, probe = run_step(model, {"outputs": keep("forward", "layer")}, torch.ones(2, WIDTH))
+        rows.append(tensors_by(probe, "call"))
+    assert [*rows[0]] == [*rows[1]] == [1, 0]
+    assert_equal(rows[0].values(), rows[1].values())
 
 
 def test_compiled_blocks_share_their_graph() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(12)])
     for block in model:
         block.compile(backend="aot_eager", fullgraph=True)
-    specs = {
-        "out": {"layers": "*.*", "kind": "forward", **RECORD},
-        "flow": {"layers": "*.*", **GRADIENTS["grad_output"]},
-    }
-    specs["flow"]["layers"] = "*.*"
+    specs = {"out": keep("forward", "*.*"), "flow": {**GRADIENTS["grad_output"], "layers": "*.*"}}
     expected: dict[str, Tensor] = {}
     reference = copy.deepcopy(model)
     for name, module in reference.named_modules():
@@ -363,9 +312,7 @@ def test_compiled_blocks_share_their_graph() -> None:
         module.register_forward_hook(lambda m, args, y, name=name: expected.__setitem__(name, y.detach()))
     batch = torch.ones(2, WIDTH)
     reference(batch)
-    with instrument.attach(model, specs) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
+    _, probe = run_step(model, specs, batch, loss=torch.sum)
     assert graphs() == 2  # the input of the first block requires no gradient
     rows = [row for row in probe.sink.records("tensors") if row["hook"] == "out"]
     assert len(rows) == 24
@@ -375,7 +322,7 @@ def test_compiled_blocks_share_their_graph() -> None:
 
 def test_sizes_are_dynamic() -> None:
     model = make("layers").eval()
-    called = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    called = compiled(model, dynamic=True)
     with instrument.attach(called, VALUES) as probe:
         for size in (3, 5, 7):
             called(torch.ones(size, WIDTH))
@@ -388,7 +335,7 @@ def test_sizes_are_dynamic() -> None:
 def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
     model, plain = make("layers"), make("layers")
     results = []
-    for called in (plain, torch.compile(model, backend="aot_eager", fullgraph=True)):
+    for called in (plain, compiled(model)):
         own = getattr(called, "_orig_mod", called)
         optimizer, scaler = torch.optim.SGD(own.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
         with instrument.attach(called, GRADIENTS, optimizer=optimizer, scaler=scaler) as probe:
@@ -400,12 +347,10 @@ def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
                 scaler.update()
                 optimizer.zero_grad()
                 probe.end_step()
-        rows = probe.sink.records("tensors")
-        results.append({tuple(row[name] for name in KEY): row["values"] for row in rows})
-    eager, compiled = results
-    assert eager.keys() == compiled.keys()
-    for key, values in eager.items():
-        torch.testing.assert_close(compiled[key], values, rtol=0, atol=0)
+        results.append(tensors_by(probe, *KEY))
+    eager, found = results
+    assert eager.keys() == found.keys()
+    assert_close(found.values(), (eager[key] for key in found), rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -421,8 +366,8 @@ def test_compiled_rows_on_a_gpu_equal_uncompiled_rows(mode: str) -> None:
         if mode is not None:
             model.compile(mode=mode, fullgraph=True)
         hooks = {
-            "outputs": {"layers": "**", "kind": "forward", "action": "record"},
-            "grads": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+            "outputs": record("forward", "**"),
+            "grads": record("full_backward", "**", role="grad_output"),
             "clip": {"layers": "1.0", "kind": "forward", "action": "clip", "value": 0.2},
         }
         with instrument.attach(model, hooks, optimizer=optimizer) as probe:
@@ -451,10 +396,10 @@ def test_other_models_of_the_class_keep_their_code() -> None:
         pass  # from here on, code is compiled with guards on hooks
     bare, hooked = make("layers"), make("layers")
     batch = torch.ones(4, WIDTH)
-    compiled = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in (bare, hooked)]
-    with instrument.attach(hooked, {"half": CHANGES["output"], **VALUES}) as probe:
-        outputs = [model(batch) for model in compiled]
-        probe.end_step()
+    called = [compiled(model) for model in (bare, hooked)]
+    specs = {"half": CHANGES["output"], **VALUES}
+    outputs = []
+    probe = run_steps(hooked, specs, lambda: outputs.extend(model(batch) for model in called))
     assert graphs() == 2
     assert torch.equal(outputs[0], make("layers")(batch))
     assert {row["fired"] for row in probe.coverage()} == {1}
@@ -462,7 +407,7 @@ def test_other_models_of_the_class_keep_their_code() -> None:
 
 def test_nothing_is_left_after_detach() -> None:
     model = make("layers").eval()
-    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    called = compiled(model)
     batch = torch.ones(4, WIDTH)
     expected = make("layers").eval()(batch)
     with instrument.attach(called, {"half": CHANGES["output"]}) as probe:
@@ -477,12 +422,11 @@ def test_nothing_is_left_after_detach() -> None:
 
 def test_modules_without_tensors_have_the_reason_of_the_uncompiled_model() -> None:
     model = make("pairs").eval()
-    spec = {"layers": "pair", "kind": "forward", "path": "9", "action": "record"}
+    spec = record("forward", "pair", path="9")
     rows = []
-    for called in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
-        with pytest.warns(instrument.InstrumentWarning), instrument.attach(called, {"none": spec}) as probe:
-            called(*batches(1))
-            probe.end_step()
+    for called in (model, compiled(model)):
+        with pytest.warns(instrument.InstrumentWarning):
+            _, probe = run_step(called, {"none": spec}, *batches(1))
         rows.append(probe.coverage())
     assert rows[0] == rows[1]
     assert "no tensor" in rows[0][0]["cause"]
@@ -492,12 +436,10 @@ def test_code_from_before_the_first_hooks_notices_them() -> None:
     """Here, the hooks are attached to the model itself, so that nothing tells that other code has compiled it."""
     torch._dynamo.config.skip_nnmodule_hook_guards = True  # as in a new process
     model = make("layers").eval()
-    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    called = compiled(model)
     (batch,) = batches(1)
     called(batch)
-    with instrument.attach(model, VALUES) as probe:
-        called(batch)
-        probe.end_step()
+    probe = run_steps(model, VALUES, lambda: called(batch))
     assert {row["fired"] for row in probe.coverage()} == {1}
 
 
@@ -507,17 +449,15 @@ def test_copies_compile_without_hooks() -> None:
     (batch,) = batches(1)
     expected = make("layers").eval()(batch)
     with instrument.attach(model, {"half": CHANGES["output"]}) as probe:
-        copied = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+        copied = compiled(copy.deepcopy(model))
         assert torch.equal(copied(batch), expected)
         probe.end_step()
     assert not len(probe.effects)
 
 
 def test_evaluation_has_its_own_schedule() -> None:
-    model = make("layers")
-    called = torch.compile(model, backend="aot_eager", fullgraph=True)
-    specs = {"seen": {"layers": "0", "kind": "forward", "action": "record", "phase": "eval"}}
-    with instrument.attach(called, specs) as probe:
+    called = compiled(make("layers"))
+    with instrument.attach(called, {"seen": record("forward", "0", phase="eval")}) as probe:
         for _ in range(2):
             called(torch.ones(4, WIDTH)).sum().backward()
             probe.end_step()
@@ -527,22 +467,17 @@ def test_evaluation_has_its_own_schedule() -> None:
 
 
 REFUSED = {
-    "kept": ({"kind": "forward", "action": "record", "keep_as": "kept"}, "keep_as", "remove 'keep_as'"),
-    "total": ({"kind": "tensor", "role": "input", "action": "record"}, "role", "role: grad_input"),
-    "function": ({"kind": "function", "functions": "linear", "action": "record"}, "kind", "hook the modules instead"),
-    "module": (
-        {"kind": "full_backward", "role": "grad_output", "via": "module", "action": "record"},
-        "via",
-        "remove 'via'",
-    ),
+    "kept": (record("forward", "0", keep_as="kept"), "keep_as", "remove 'keep_as'"),
+    "total": (record("tensor", "0", role="input"), "role", "role: grad_input"),
+    "function": (record("function", "0", functions="linear"), "kind", "hook the modules instead"),
+    "module": (record("full_backward", "0", role="grad_output", via="module"), "via", "remove 'via'"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str) -> None:
     spec, key, fix = REFUSED[name]
-    called = torch.compile(make("layers"), backend="aot_eager", fullgraph=True)
-    with pytest.raises(ConfigError) as caught, instrument.attach(called, {"h": {"layers": "0", **spec}}):
+    with pytest.raises(ConfigError) as caught, instrument.attach(compiled(make("layers")), {"h": spec}):
         pass
     (problem,) = caught.value.problems
     assert problem.where == f"hooks.h.{key}"
@@ -554,10 +489,8 @@ def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str) -> 
 
 def test_hooks_break_graphs_where_that_is_allowed() -> None:
     called = torch.compile(make("layers"), backend="aot_eager")
-    specs = {"total": {"layers": "2", "kind": "tensor", "role": "input", "action": "record"}}
-    with instrument.attach(called, specs) as probe:
-        called(torch.ones(4, WIDTH)).sum().backward()
-        probe.end_step()
+    specs = {"total": record("tensor", "2", role="input")}
+    _, probe = run_step(called, specs, torch.ones(4, WIDTH), loss=torch.sum)
     assert [row["fired"] for row in probe.coverage()] == [1]
     messages = {row["rule"]: row["message"] for row in probe.sink.records("events")}
     assert "hook 'total' breaks them" in messages["compiled"]
@@ -568,31 +501,19 @@ def test_errors_of_hooks_have_their_place() -> None:
     def fails(tensor: Tensor, ctx: Any) -> Tensor:
         raise ValueError("no")
 
-    called = torch.compile(make("layers"), backend="aot_eager", fullgraph=True)
     specs = {"bad": {"layers": "2", "kind": "forward", "action": "modify", "fn": fails}}
-    with (
-        pytest.raises(
-            instrument.HookError, match=r"hook 'bad' \(forward\) on layer '2' at step 0 failed: ValueError: no"
-        ),
-        instrument.attach(called, specs),
-    ):
-        called(torch.ones(4, WIDTH))
+    message = r"hook 'bad' \(forward\) on layer '2' at step 0 failed: ValueError: no"
+    with pytest.raises(instrument.HookError, match=message):
+        run_step(compiled(make("layers")), specs, torch.ones(4, WIDTH))
 
 
 def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
-    spec = {
-        "layers": "*",
-        "kind": "forward",
-        "action": "record",
-        "stats": ["default", "l1", "kurtosis", "negative_fraction", "dead_fraction"],
-        "quantiles": [0.25, 0.5],
-        "histogram": 5,
-        "tensors": True,
-        "when": {"stat": "std", "above": 0.2},
-    }
+    stats = ["default", "l1", "kurtosis", "negative_fraction", "dead_fraction"]
+    spec = record("forward", "*", stats=stats, quantiles=[0.25, 0.5], histogram=5, tensors=True)
+    spec["when"] = {"stat": "std", "above": 0.2}
     model, plain = make("layers").eval(), make("layers").eval()
     eager = train(plain, plain, {"all": spec})
-    probe = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), {"all": spec})
+    probe = train(model, compiled(model), {"all": spec})
     for table in ("stats", "distributions"):
         rows, expected = (pd.DataFrame(each.sink.records(table)).to_dict("records") for each in (probe, eager))
         assert rows
@@ -600,54 +521,43 @@ def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
     assert len(probe.sink.records("tensors")) == len(eager.sink.records("tensors")) > 0
 
 
-class InPlaceLater(nn.Module):
-    """Modifies an output in place that is also used before."""
+def in_place_later(module: nn.Module) -> nn.Module:
+    """Return a model that modifies an output in place that it also uses before."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.first, self.module, self.last = nn.Linear(WIDTH, WIDTH), module, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        found = self.module(hidden)
-        if isinstance(self.module, nn.BatchNorm1d):
+    def forward(first: nn.Module, module: nn.Module, last: nn.Module, x: Tensor) -> Tensor:
+        hidden = first(x)
+        found = module(hidden)
+        if isinstance(module, nn.BatchNorm1d):
             found += 1.0
-        return self.last(found) + hidden  # type: ignore[no-any-return]
+        return last(found) + hidden
+
+    return Calls(forward, first=nn.Linear(WIDTH, WIDTH), module=module, last=nn.Linear(WIDTH, WIDTH))
 
 
-class Appends(nn.Module):
-    """Writes to the list or the dictionary that it gets."""
+def appends(*, to_list: bool) -> nn.Module:
+    """Return a model whose module writes to the list or the dictionary that it gets."""
 
-    def __init__(self, *, to_list: bool) -> None:
-        super().__init__()
-        self.to_list = to_list
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, values: Any) -> Any:
-        if self.to_list:
-            values.append(self.layer(values[-1]))
+    def append(layer: nn.Module, values: Any) -> Any:
+        if to_list:
+            values.append(layer(values[-1]))
             return values
-        values["new"] = self.layer(values["old"])
+        values["new"] = layer(values["old"])
         return None
 
+    def forward(first: nn.Module, appends: nn.Module, x: Tensor) -> Any:
+        hidden = first(x)
+        values: Any = [hidden] if to_list else {"old": hidden}
+        appends(values)
+        return sum(values if to_list else values.values())
 
-class CallsAppends(nn.Module):
-    def __init__(self, *, to_list: bool) -> None:
-        super().__init__()
-        self.first, self.appends = nn.Linear(WIDTH, WIDTH), Appends(to_list=to_list)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        values: Any = [hidden] if self.appends.to_list else {"old": hidden}
-        self.appends(values)
-        return sum(values if self.appends.to_list else values.values())  # type: ignore[return-value]
+    return Calls(forward, first=nn.Linear(WIDTH, WIDTH), appends=Calls(append, layer=nn.Linear(WIDTH, WIDTH)))
 
 
 WRITERS: dict[str, Callable[[], nn.Module]] = {
-    "in-place module": lambda: InPlaceLater(nn.ReLU(inplace=True)),
-    "output written later": lambda: InPlaceLater(nn.BatchNorm1d(WIDTH)),
-    "list": lambda: CallsAppends(to_list=True),
-    "dictionary": lambda: CallsAppends(to_list=False),
+    "in-place module": lambda: in_place_later(nn.ReLU(inplace=True)),
+    "output written later": lambda: in_place_later(nn.BatchNorm1d(WIDTH)),
+    "list": lambda: appends(to_list=True),
+    "dictionary": lambda: appends(to_list=False),
 }
 
 
@@ -680,13 +590,9 @@ def test_trained_tensors_of_a_function_get_their_gradient() -> None:
     for compiles in (False, True):
         shift = torch.zeros(WIDTH, requires_grad=True)
         model = make("layers").eval()
-        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
-        spec = {
-            "layers": "0",
-            "kind": "forward",
-            "action": "modify",
-            "fn": lambda tensor, ctx, shift=shift: tensor + shift,
-        }
+        called = compiled(model) if compiles else model
+        add = lambda tensor, ctx, shift=shift: tensor + shift  # noqa: E731
+        spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": add}
         with instrument.attach(called, {"shift": spec}) as probe:
             called(batches()[0]).square().mean().backward()
             probe.end_step()
@@ -699,7 +605,7 @@ def test_backward_pass_after_the_block_repeats_the_interventions() -> None:
     gradients = []
     for compiles in (False, True):
         model = make("layers").eval()
-        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        called = compiled(model) if compiles else model
         with instrument.attach(called, {"half": {**CHANGES["output"], "layers": "0", "every": 2}}) as probe:
             loss = called(batches()[0]).square().mean()
             probe.end_step()
@@ -715,18 +621,10 @@ class Result:
     values: Tensor
 
 
-class ReturnsResult(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        return Result(super().forward(x))
-
-
 def test_outputs_in_unknown_containers_are_recorded_outside_of_the_graph() -> None:
-    layer = ReturnsResult(WIDTH, WIDTH)
-    model = nn.Sequential(layer)
+    model = nn.Sequential(Calls(lambda layer, x: Result(layer(x)), layer=nn.Linear(WIDTH, WIDTH)))
     called = torch.compile(model, backend="aot_eager")
-    with instrument.attach(called, {"seen": {"layers": "0", "kind": "forward", **RECORD}}) as probe:
-        result = called(batches()[0])
-        probe.end_step()
+    result, probe = run_step(called, {"seen": keep("forward", "0")}, batches()[0])
     (row,) = probe.sink.records("tensors")
     assert row["path"] == "values"
     assert torch.equal(row["values"], result.values)

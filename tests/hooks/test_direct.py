@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import test_trap_random_graphs as random_graphs
 import torch
+from hook_runs import Calls, record, run_steps, scale
 from tiers import portions
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -34,7 +35,8 @@ from instrument.hooks import attached_hook
 from instrument.hooks.attached_hook import AttachedHook
 from instrument.hooks.clock import FIRST_CALL
 from instrument.hooks.direct import Direct, direct_of
-from instrument.hooks.module_calls import Call, Calls
+from instrument.hooks.module_calls import Call
+from instrument.hooks.module_calls import Calls as ModuleCalls
 from instrument.hooks.plain_calls import FiringCounts, update_counts
 from instrument.stats import cpu_kernel
 from instrument.stats.sums import COLUMNS
@@ -94,29 +96,10 @@ def counting() -> Iterator[list[str]]:
         yield handled
 
 
-class Outputs(nn.Module):
-    """Returns its input as a value of another type."""
-
-    def __init__(self, convert: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.convert = convert
-
-    def forward(self, x: Tensor) -> Any:
-        return self.convert(x)
-
-
-class Network(nn.Module):
-    """Linear layers around one that returns unusual tensors."""
-
-    def __init__(self, convert: Callable[[Tensor], Any], back: Callable[[Any], Tensor] = lambda value: value) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 8)
-        self.unusual = Outputs(convert)
-        self.back = back
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.back(self.unusual(self.first(x))))
+def network(convert: Callable[[Tensor], Any], back: Callable[[Any], Tensor] = lambda value: value) -> nn.Module:
+    """Return linear layers around a module that returns its input as a value of another type."""
+    parts = {"first": nn.Linear(6, 8), "unusual": Calls(convert), "last": nn.Linear(8, 3)}
+    return Calls(lambda first, unusual, last, x: last(back(unusual(first(x)))), **parts)
 
 
 class Recursive(nn.Module):
@@ -130,32 +113,23 @@ class Recursive(nn.Module):
         return self.layer(self(x, depth - 1)) if depth else x + 1
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its layer twice, by both variants of checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.layer, x, use_reentrant=False)
-        return checkpoint(self.layer, x, use_reentrant=True)
+def checkpointed() -> nn.Module:
+    """Return a module that recomputes its layer twice, by both variants of checkpointing."""
+    twice = lambda layer, x: checkpoint(layer, checkpoint(layer, x, use_reentrant=False), use_reentrant=True)  # noqa: E731
+    return Calls(twice, layer=nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
 
 
-class Fails(nn.Module):
-    """Fails at its second call."""
+def fails() -> nn.Module:
+    """Return a module that fails at its second call."""
+    calls = count(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        self.calls += 1
-        if self.calls == 2:
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        if next(calls) == 2:
             raise ArithmeticError
         return x
+
+    return Calls(forward, layer=nn.Linear(6, 6))
 
 
 def with_special_values(x: Tensor) -> Tensor:
@@ -165,38 +139,38 @@ def with_special_values(x: Tensor) -> Tensor:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": lambda: Network(lambda x: x * 2),
-    "view": lambda: Network(lambda x: x.view(-1, 8)),
-    "its input": lambda: Network(lambda x: x),
-    "transposed": lambda: Network(lambda x: x.t() * 1, lambda x: x.t()),
-    "not dense": lambda: Network(lambda x: x.repeat(1, 2)[:, ::2]),
-    "expanded": lambda: Network(lambda x: x[:1].expand(4, 8)),
-    "one element": lambda: Network(lambda x: x.sum(), lambda x: x.expand(4, 8)),
-    "no elements": lambda: Network(lambda x: x[:0], lambda x: x.sum().expand(4, 8)),
-    "negated": lambda: Network(lambda x: torch._neg_view(x * 1.0), lambda x: x.clone()),
-    "integers": lambda: Network(lambda x: (x > 0).long(), lambda x: x.float()),
-    "float16": lambda: Network(lambda x: x.half(), lambda x: x.float()),
-    "bfloat16": lambda: Network(lambda x: x.bfloat16(), lambda x: x.float()),
-    "float64": lambda: Network(lambda x: x.double(), lambda x: x.float()),
-    "huge float64": lambda: Network(lambda x: x.double() * 1e200, lambda x: x.float()),
-    "not finite": lambda: Network(with_special_values),
-    "nothing finite": lambda: Network(lambda x: x * math.nan),
-    "far from zero": lambda: Network(lambda x: x + 1e6),
-    "sparse": lambda: Network(lambda x: x.to_sparse(), lambda x: x.to_dense()),
-    "tuple": lambda: Network(lambda x: (x, x * 2), lambda pair: pair[1]),
-    "dict": lambda: Network(lambda x: {"a": x, "b": None}, lambda value: value["a"]),
-    "detached": lambda: Network(lambda x: x.detach()),
-    "parameter": lambda: Network(lambda x: nn.Parameter(x.detach())),
+    "plain": lambda: network(lambda x: x * 2),
+    "view": lambda: network(lambda x: x.view(-1, 8)),
+    "its input": lambda: network(lambda x: x),
+    "transposed": lambda: network(lambda x: x.t() * 1, lambda x: x.t()),
+    "not dense": lambda: network(lambda x: x.repeat(1, 2)[:, ::2]),
+    "expanded": lambda: network(lambda x: x[:1].expand(4, 8)),
+    "one element": lambda: network(lambda x: x.sum(), lambda x: x.expand(4, 8)),
+    "no elements": lambda: network(lambda x: x[:0], lambda x: x.sum().expand(4, 8)),
+    "negated": lambda: network(lambda x: torch._neg_view(x * 1.0), lambda x: x.clone()),
+    "integers": lambda: network(lambda x: (x > 0).long(), lambda x: x.float()),
+    "float16": lambda: network(lambda x: x.half(), lambda x: x.float()),
+    "bfloat16": lambda: network(lambda x: x.bfloat16(), lambda x: x.float()),
+    "float64": lambda: network(lambda x: x.double(), lambda x: x.float()),
+    "huge float64": lambda: network(lambda x: x.double() * 1e200, lambda x: x.float()),
+    "not finite": lambda: network(with_special_values),
+    "nothing finite": lambda: network(lambda x: x * math.nan),
+    "far from zero": lambda: network(lambda x: x + 1e6),
+    "sparse": lambda: network(lambda x: x.to_sparse(), lambda x: x.to_dense()),
+    "tuple": lambda: network(lambda x: (x, x * 2), lambda pair: pair[1]),
+    "dict": lambda: network(lambda x: {"a": x, "b": None}, lambda value: value["a"]),
+    "detached": lambda: network(lambda x: x.detach()),
+    "parameter": lambda: network(lambda x: nn.Parameter(x.detach())),
     "in place": lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
     "disabled dropout": lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Identity(), nn.Linear(8, 3)),
     "shared": lambda: nn.Sequential(*[nn.Linear(6, 6)] * 3),
     "recursive": Recursive,
-    "checkpointed": Checkpointed,
+    "checkpointed": checkpointed,
     "convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last), nn.Flatten()
     ),
-    "recurrent": lambda: Network(nn.LSTM(8, 8), lambda value: value[0]),
-    "fails": Fails,
+    "recurrent": lambda: network(nn.LSTM(8, 8), lambda value: value[0]),
+    "fails": fails,
 }
 
 
@@ -245,7 +219,7 @@ def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> None:
-    if not isinstance(MODELS[name](), Network):
+    if not hasattr(MODELS[name](), "last"):
         specs = {key: spec for key, spec in specs.items() if spec["layers"] != "last"}
     torch.manual_seed(0)
     fast = rows_of(MODELS[name](), specs)
@@ -300,36 +274,23 @@ def measured_directly(specs: dict[str, Any], *, steps: int = 2, **options: Any) 
     return handled.count("a")
 
 
-OUTPUTS = {"layers": "*", **RECORD}
+OUTPUTS = record("forward", "*", stats=RECORD["stats"])
+HALF = scale("forward", 0.5, "0")
+FAST: dict[str, tuple[dict[str, Any], int]] = {
+    "all": ({"a": OUTPUTS}, 6),
+    "every 2": ({"a": {**OUTPUTS, "every": 2}}, 3),
+    "gradients": ({"a": OUTPUTS, "b": record("full_backward", "*", role="grad_output")}, 6),
+    "quantiles": ({"a": {**OUTPUTS, "quantiles": [0.5]}}, 0),
+    "histogram": ({"a": {**OUTPUTS, "histogram": 4}}, 0),
+    "tensors": ({"a": {**OUTPUTS, "tensors": True}}, 0),
+    "dead": ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
+    "intervention": ({"a": OUTPUTS, "b": HALF}, 6),
+    "changed": ({"b": HALF, "a": OUTPUTS}, 6),
+    "input": ({"a": OUTPUTS, "b": record("forward", "0", role="input")}, 6),
+}
 
 
-@pytest.mark.parametrize(
-    ("specs", "directly"),
-    [
-        ({"a": OUTPUTS}, 6),
-        ({"a": {**OUTPUTS, "every": 2}}, 3),
-        ({"a": OUTPUTS, "b": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}}, 6),
-        ({"a": {**OUTPUTS, "quantiles": [0.5]}}, 0),
-        ({"a": {**OUTPUTS, "histogram": 4}}, 0),
-        ({"a": {**OUTPUTS, "tensors": True}}, 0),
-        ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
-        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 6),
-        ({"b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}, "a": OUTPUTS}, 6),
-        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 6),
-    ],
-    ids=[
-        "all",
-        "every 2",
-        "gradients",
-        "quantiles",
-        "histogram",
-        "tensors",
-        "dead",
-        "intervention",
-        "changed",
-        "input",
-    ],
-)
+@pytest.mark.parametrize(("specs", "directly"), FAST.values(), ids=FAST)
 def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: int) -> None:
     assert measured_directly(specs) == directly
 
@@ -347,55 +308,32 @@ def test_fast_path_measures_the_time_for_a_budget() -> None:
     assert measured_directly({"a": OUTPUTS}, budget={"time": "50%"}) == 6
 
 
-@pytest.mark.parametrize(
-    ("spec", "directly"),
-    [
-        ({"action": "clip", "norm": 0.1}, 6),
-        ({"action": "scale", "factor": 0.5, "reverse": True}, 6),
-        ({"action": "modify", "fn": "zero"}, 0),
-        ({"action": "clip", "value": 0.1, "when": {"stat": "l2", "above": 0.0}}, 0),
-        ({"action": "scale", "factor": 0.5, "path": "0"}, 0),
-    ],
-    ids=["clip", "reverse", "modify", "condition", "path"],
-)
-def test_interventions_take_the_fast_path_where_it_applies(spec: dict[str, Any], directly: int) -> None:
-    model = nn.Identity()
-    with (
-        pytest.warns() if "path" in spec else nullcontext(),
-        counting() as handled,
-        instrument.attach(model, {"a": {"layers": ".", "kind": "forward", **spec}}) as probe,
-    ):
-        for _ in range(6):
-            model(torch.ones(4, 6, requires_grad=True))
-            probe.end_step()
-    assert len(handled) == directly
-    assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
+BACKWARD: dict[str, Any] = {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}
+FORWARD: dict[str, Any] = {"kind": "forward", "action": "scale", "factor": 0.5}
+INTERVENED: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
+    "clip": (nn.Identity(), {"kind": "forward", "action": "clip", "norm": 0.1}, 6),
+    "reverse": (nn.Identity(), {**FORWARD, "reverse": True}, 6),
+    "modify": (nn.Identity(), {"kind": "forward", "action": "modify", "fn": "zero"}, 0),
+    "condition": (nn.Identity(), {**FORWARD, "when": {"stat": "l2", "above": 0.0}}, 0),
+    "path": (nn.Identity(), {**FORWARD, "path": "0"}, 0),
+    "tensor": (nn.Linear(6, 6), BACKWARD, 6),
+    "full_backward_pre": (nn.Linear(6, 6), {**FORWARD, "kind": "full_backward_pre"}, 6),
+    "modified gradient": (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "modify", "fn": "zero"}, 0),
+    "its input": (nn.Identity(), BACKWARD, 6),
+    "in place": (nn.ReLU(inplace=True), BACKWARD, 6),
+    "view": (nn.Flatten(0), BACKWARD, 6),
+}
 
 
-@pytest.mark.parametrize(
-    ("module", "spec", "directly"),
-    [
-        (nn.Linear(6, 6), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
-        (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "scale", "factor": 0.5}, 6),
-        (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "modify", "fn": "zero"}, 0),
-        (nn.Identity(), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
-        (nn.ReLU(inplace=True), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
-        (nn.Flatten(0), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
-    ],
-    ids=["tensor", "full_backward_pre", "modify", "its input", "in place", "view"],
-)
-def test_interventions_on_gradients_take_the_fast_path_where_it_applies(
+@pytest.mark.parametrize(("module", "spec", "directly"), INTERVENED.values(), ids=INTERVENED)
+def test_interventions_take_the_fast_path_where_it_applies(
     module: nn.Module, spec: dict[str, Any], directly: int
 ) -> None:
-    with (
-        counting() as handled,
-        instrument.attach(module, {"a": {"layers": ".", **spec}}) as probe,
-    ):
-        for _ in range(6):
-            module(torch.ones(4, 6, requires_grad=True) * 1.0).sum().backward()
-            probe.end_step()
+    step = lambda: module(torch.ones(4, 6, requires_grad=True) * 1.0).sum().backward()  # noqa: E731
+    with pytest.warns() if "path" in spec else nullcontext(), counting() as handled:
+        probe = run_steps(module, {"a": {"layers": ".", **spec}}, step, 6)
     assert len(handled) == directly
-    assert len(probe.sink.rows["effects"]) == 6
+    assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
 
 
 @pytest.mark.parametrize(
@@ -443,7 +381,7 @@ def test_budget_counts_each_firing_once() -> None:
 @pytest.mark.parametrize("kind", ["full_backward", "tensor", "parameter_grad_micro"])
 def test_scaled_gradients_are_measured_directly(kind: str) -> None:
     role = {"role": "grad_output"} if kind == "full_backward" else {}
-    gradients = {"layers": "*", "kind": kind, **role, "action": "record"}
+    gradients = record(kind, "*", **role)
     scaler = torch.amp.GradScaler("cpu")
     assert measured_directly({"a": gradients}, scaler=scaler) == measured_directly({"a": gradients}) > 0
     assert measured_directly({"a": OUTPUTS}, scaler=scaler) == 6
@@ -455,11 +393,10 @@ def test_scaled_gradients_are_measured_directly(kind: str) -> None:
 def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
     """In the second step, the scale changes between two backward passes."""
     names = ["min", "max", "mean", "std", "l1", "l2", "abs_max", "numel", "zero_fraction", "nan_count", "inf_count"]
-    record = {"action": "record", "stats": names}
     specs = {
-        "flow": {"layers": "*", "kind": "tensor", **record},
-        "weights": {"layers": "*", "kind": "post_accumulate_grad", **record},
-        "outputs": {"layers": "*", "kind": "forward", **record},
+        "flow": record("tensor", "*", stats=names),
+        "weights": record("post_accumulate_grad", "*", stats=names),
+        "outputs": record("forward", "*", stats=names),
     }
 
     def rows(enabled: bool) -> list[dict[str, Any]]:
@@ -493,15 +430,12 @@ def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, -8.0, math.nan, 2.0**-149])
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_gradients_under_an_unusual_scale_are_those_of_a_division(scale: float) -> None:
     """A scaler whose steps are all skipped reaches 0."""
     names = ["min", "max", "mean", "std", "l1", "l2", "zero_fraction", "nan_count", "inf_count"]
     model, scaler = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), torch.amp.GradScaler("cpu")
     gradients: list[Tensor] = []
-    with instrument.attach(
-        model, {"h": {"layers": "1", "kind": "tensor", "action": "record", "stats": names}}, scaler=scaler
-    ) as probe:
+    with instrument.attach(model, {"h": record("tensor", "1", stats=names)}, scaler=scaler) as probe:
         output = model(torch.randn(4, 6))
         output.register_hook(gradients.append)
         scaler.scale(output.sum())
@@ -585,17 +519,12 @@ def test_threads_record_at_the_same_time(size: int) -> None:
     }
 
 
-class Double(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 2
-
-
 def test_class_of_a_parametrized_module_is_that_of_its_layer() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     with instrument.attach(model, {"seen": {"layers": "0", **RECORD}}) as probe:
         for change in (None, register_parametrization, remove_parametrizations):
             if change is register_parametrization:
-                change(model[0], "weight", Double())
+                change(model[0], "weight", Calls(lambda weight: weight * 2))
             elif change is not None:
                 change(model[0], "weight")
             model(torch.ones(2, 4))
@@ -663,18 +592,18 @@ class Branches(nn.Module):
 
 
 def test_plain_calls_create_no_call_objects() -> None:
-    """`Calls.enter` runs only for calls that a backward pass may repeat, calls without gradients, and every second call of a recursion."""
+    """`Calls.enter` runs only for calls that a backward pass may repeat, or without gradients, and every second call of a recursion."""
     entered: Counter[str] = Counter()
     model = Branches()
     names = {module: name for name, module in model.named_modules()}
 
-    def enter(calls: Calls, group: Any, *given: Any, **options: Any) -> Call:
+    def enter(calls: ModuleCalls, group: Any, *given: Any, **options: Any) -> Call:
         entered[names[group.module]] += 1
         return original(calls, group, *given, **options)
 
-    original = Calls.enter
+    original = ModuleCalls.enter
     specs = {name: {**SPECS[name], "layers": "**"} for name in ("outputs", "gradients")}
-    with mock.patch.object(Calls, "enter", enter), instrument.attach(model, specs) as probe:
+    with mock.patch.object(ModuleCalls, "enter", enter), instrument.attach(model, specs) as probe:
         for _ in range(2):
             model(torch.randn(4, 6)).sum().backward()
             probe.end_step()

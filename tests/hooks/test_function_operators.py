@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from hook_runs import Calls
+from torch import Tensor
 
 import instrument
-
-
-class Calls(nn.Module):
-    """Calls a function with its arguments."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 def assign(x: Tensor, value: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import hook_runs
 import pytest
 import torch
 import torch.nn.functional as F
 from device_statistics import use_general_path
+from hook_runs import Calls, assert_equal, gradients, keep, run_step
 from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
@@ -33,18 +35,6 @@ from instrument.tables.reasons import (
     RAISED,
     TRANSFORMED,
 )
-
-
-class Calls(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, function: Callable[..., Any], *children: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.parts = nn.ModuleList(children)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*self.parts, *args)
 
 
 class Attention(nn.Module):
@@ -76,22 +66,16 @@ class Block(nn.Module):
 
 
 def record(functions: Any, layers: str = ".", **more: Any) -> dict[str, Any]:
-    spec = {"layers": layers, "kind": "function", "functions": functions, "action": "record"}
-    return {**spec, "stats": "none", "tensors": True, **more}
+    return keep("function", layers, functions=functions, **more)
 
 
 def scale(functions: Any, factor: float = 0.0, layers: str = ".", **more: Any) -> dict[str, Any]:
-    spec = {"layers": layers, "kind": "function", "functions": functions, "action": "scale", "factor": factor}
-    return {**spec, **more}
+    return hook_runs.scale("function", factor, layers, functions=functions, **more)
 
 
 def run(model: nn.Module, specs: Any, *args: Any, backward: bool = False) -> tuple[Any, Any]:
     """Run one step of a model and return its output and the probe."""
-    with instrument.attach(model, specs) as probe:
-        output = model(*args)
-        if backward:
-            output.sum().backward()
-        probe.end_step()
+    output, probe = run_step(model, specs, *args, loss=torch.sum if backward else None)
     assert _get_current_function_mode_stack() == []
     return output, probe
 
@@ -103,9 +87,6 @@ def recorded(probe: Any, hook: str = "h") -> dict[tuple[str, str], Tensor]:
 
 def causes(probe: Any) -> dict[str, str]:
     return {row["hook"]: row["cause"] for row in probe.sink.records("coverage")}
-
-
-# ---------------------------------------------------------------------------------------------- recorded values
 
 
 def test_recorded_attention_equals_the_computation_of_the_module() -> None:
@@ -149,7 +130,7 @@ def test_arguments_are_recorded_with_their_positions_and_names() -> None:
     def function(linear: nn.Linear, x: Tensor) -> Tensor:
         return torch.cat([torch.softmax(input=F.linear(x, linear.weight, linear.bias), dim=-1), x], 1)
 
-    _, probe = run(Calls(function, linear), {"h": record(["linear", "softmax", "cat"], role="input")}, x)
+    _, probe = run(Calls(function, linear=linear), {"h": record(["linear", "softmax", "cat"], role="input")}, x)
     seen = {path: values for (_, path), values in recorded(probe).items()}
     assert [*seen] == ["linear.0.0", "linear.0.1", "linear.0.2", "softmax.0.input", "cat.0.0.0", "cat.0.0.1"]
     assert torch.equal(seen["linear.0.1"], linear.weight)
@@ -167,15 +148,8 @@ def test_plain_and_general_records_have_the_same_rows(monkeypatch: pytest.Monkey
             use_general_path(monkeypatch)
         _, probe = run(model, {"h": spec, "two": {**spec, "path": "chunk.0.1"}}, x)
         rows.append(probe.sink.records("stats"))
-    assert [row["path"] for row in rows[0]] == [
-        "chunk.0.0",
-        "chunk.0.1",
-        "chunk.0.1",
-        "neg.0",
-        "new_ones.0",
-        "sum.0",
-        "add.0",
-    ]
+    paths = ["chunk.0.0", "chunk.0.1", "chunk.0.1", "neg.0", "new_ones.0", "sum.0", "add.0"]
+    assert [row["path"] for row in rows[0]] == paths
     assert repr(rows[0]) == repr(rows[1])
 
 
@@ -199,17 +173,17 @@ def test_numbers_do_not_depend_on_other_specs() -> None:
 
 def test_calls_belong_to_the_innermost_matched_module() -> None:
     inner = Calls(lambda x: x + 1)
-    model = Calls(lambda inner, x: inner(F.relu(x)) + 2, inner)
+    model = Calls(lambda inner, x: inner(F.relu(x)) + 2, inner=inner)
     specs = {"both": record("*", "**"), "outer": record("*"), "own": record("*", own=True)}
     _, probe = run(model, specs, torch.zeros(2))
-    assert [*recorded(probe, "both")] == [("", "relu.0"), ("parts.0", "add.0"), ("", "add.0")]
+    assert [*recorded(probe, "both")] == [("", "relu.0"), ("inner", "add.0"), ("", "add.0")]
     assert [*recorded(probe, "outer")] == [("", "relu.0"), ("", "add.0"), ("", "add.1")]
     assert [*recorded(probe, "own")] == [("", "relu.0"), ("", "add.0")]
 
 
 def test_calls_of_a_module_in_one_step_have_their_number() -> None:
     inner = Calls(lambda x: x + 1)
-    _, probe = run(Calls(lambda inner, x: inner(inner(x)), inner), {"h": record("add", "parts.*")}, torch.zeros(1))
+    _, probe = run(Calls(lambda inner, x: inner(inner(x)), inner=inner), {"h": record("add", "inner")}, torch.zeros(1))
     rows = [(row["path"], row["call"], row["values"].item()) for row in probe.sink.records("tensors")]
     assert rows == [("add.0", 0, 1.0), ("add.0", 1, 2.0)]
 
@@ -231,12 +205,18 @@ def test_operations_of_our_own_hooks_are_not_seen() -> None:
         "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
         "norm": {"layers": "*", "kind": "forward_pre", "action": "clip", "norm": 1.0, "scope": "sample"},
         "seen": {"layers": "*", "kind": "forward", "action": "record", "stats": "all", "quantiles": True},
-        "inside": {**scale("linear", 0.5, "0"), "action": "modify", "fn": "noise", "std": 1.0},
+        "inside": {
+            "layers": "0",
+            "kind": "function",
+            "functions": "linear",
+            "action": "modify",
+            "fn": "noise",
+            "std": 1.0,
+        },
     }
-    specs["inside"].pop("factor")
     other = {"other": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5}, "too": scale("relu", 0.5)}
     with instrument.attach(model, other) as first:
-        _, probe = run_inside(model, specs, torch.randn(2, 3))
+        _, probe = run_step(model, specs, torch.randn(2, 3))
         first.end_step()
     assert [path for _, path in recorded(probe)] == ["linear.0", "relu.0"]
 
@@ -244,18 +224,10 @@ def test_operations_of_our_own_hooks_are_not_seen() -> None:
 def test_operations_of_another_probe_are_not_seen() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
     with instrument.attach(model, {"h": record("*")}) as probe:
-        run_inside(
-            model, {"half": scale("*", 0.5), "mean": record("*", stats=["mean"], quantiles=True)}, torch.ones(1, 3)
-        )
+        inner = {"half": scale("*", 0.5), "mean": record("*", stats=["mean"], quantiles=True)}
+        run_step(model, inner, torch.ones(1, 3))
         probe.end_step()
     assert [path for _, path in recorded(probe)] == ["linear.0", "relu.0"]
-
-
-def run_inside(model: nn.Module, specs: Any, *args: Any) -> tuple[Any, Any]:
-    with instrument.attach(model, specs) as probe:
-        output = model(*args)
-        probe.end_step()
-    return output, probe
 
 
 def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,9 +279,6 @@ def test_functions_that_code_creates_do_not_fill_the_memory(monkeypatch: pytest.
     assert [path for _, path in recorded(probe)] == [path for pair in numbers for path in pair]
 
 
-# ------------------------------------------------------------------------------------------------ interventions
-
-
 def test_removed_residual_branch_equals_the_edited_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
@@ -320,8 +289,7 @@ def test_removed_residual_branch_equals_the_edited_model() -> None:
     wanted = edited(x)
     wanted.sum().backward()
     assert torch.equal(output, wanted)
-    for (name, parameter), other in zip(model.named_parameters(), edited.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad), name
+    assert_equal(gradients(model), gradients(edited))
     (effect,) = probe.sink.records("effects")
     assert (effect["path"], effect["norm_after"]) == ("add.0.1", 0.0)
 
@@ -437,9 +405,6 @@ def test_hooks_on_one_function_run_in_order() -> None:
     assert (values, output.item()) == ({"a": 2.0, "b": 4.0, "all": 4.0}, 4.0)
 
 
-# ---------------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -488,9 +453,7 @@ def test_changed_gradient_reaches_the_arguments(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)],
-    ids=["new", "in_place", "then_in_place"],
+    "function", [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)], ids=["new", "in_place", "then_in_place"]
 )
 def test_gradient_hooks_act_in_the_written_order(function: Callable[..., Tensor]) -> None:
     on_gradient = {"kind": "function_grad"}
@@ -536,20 +499,17 @@ def test_double_backward_is_recorded_and_changed() -> None:
         assert torch.allclose(penalty(changed, x.clone().requires_grad_()), wanted)
 
 
-# ----------------------------------------------------------------------------------------------------- coverage
-
-
 def test_coverage_gives_the_cause() -> None:
     inner = Calls(lambda x: x + 1)
-    model = Calls(lambda inner, x: inner(x) if x.sum() > 0 else x, inner)
+    model = Calls(lambda inner, x: inner(x) if x.sum() > 0 else x, inner=inner)
     specs = {
-        "absent": record("softmax", "parts.0", stop=1),
+        "absent": record("softmax", "inner", stop=1),
         "elsewhere": record("add", "**", stop=1, own=True),
-        "no_tensor": record("add", "parts.0", path="add.7", stop=1),
-        "uncalled": record("add", "parts.0", start=2),
-        "gradient": {**record("add", "parts.0"), "kind": "function_grad", "stop": 1},
-        "absent_gradient": {**record("tanh", "parts.0"), "kind": "function_grad"},
-        "fine": record("add", "parts.0", stop=1),
+        "no_tensor": record("add", "inner", path="add.7", stop=1),
+        "uncalled": record("add", "inner", start=2),
+        "gradient": {**record("add", "inner"), "kind": "function_grad", "stop": 1},
+        "absent_gradient": {**record("tanh", "inner"), "kind": "function_grad"},
+        "fine": record("add", "inner", stop=1),
     }
     with pytest.warns(instrument.InstrumentWarning) as warned, instrument.attach(model, specs) as probe:
         for step in range(3):
@@ -562,14 +522,14 @@ def test_coverage_gives_the_cause() -> None:
         for key, row in found.items()
     }
     assert counts == {
-        ("absent", "parts.0"): (0, 0, NO_FUNCTION),
+        ("absent", "inner"): (0, 0, NO_FUNCTION),
         ("elsewhere", ""): (0, 0, ONLY_IN_OTHER_MODULES),
-        ("elsewhere", "parts.0"): (1, 1, ""),
-        ("no_tensor", "parts.0"): (0, 1, NO_TENSOR),
-        ("uncalled", "parts.0"): (0, 1, AT_OTHER_STEPS),
-        ("gradient", "parts.0"): (0, 0, NO_INPUT_GRAPH),
-        ("absent_gradient", "parts.0"): (0, 2, NOT_CALLED),
-        ("fine", "parts.0"): (1, 1, ""),
+        ("elsewhere", "inner"): (1, 1, ""),
+        ("no_tensor", "inner"): (0, 1, NO_TENSOR),
+        ("uncalled", "inner"): (0, 1, AT_OTHER_STEPS),
+        ("gradient", "inner"): (0, 0, NO_INPUT_GRAPH),
+        ("absent_gradient", "inner"): (0, 2, NOT_CALLED),
+        ("fine", "inner"): (1, 1, ""),
     }
     messages = "".join(str(warning.message) for warning in warned)
     assert [hook for hook in specs if f"'{hook}'" in messages] == ["absent", "no_tensor", "uncalled", "absent_gradient"]
@@ -582,24 +542,20 @@ def test_mode_is_left_after_an_exception(error: type[BaseException]) -> None:
             raise error("in forward")
         return x + 1
 
-    class Nothing(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
     model = nn.Sequential(Calls(lambda x: x + 0), Calls(fail))
     warned = pytest.warns(instrument.InstrumentWarning) if error is ValueError else nullcontext()
     with warned, instrument.attach(model, {"h": record("add", "**")}) as probe:
-        with pytest.raises(error), Nothing():
+        with pytest.raises(error), Spy():
             model(-torch.ones(1))
         if error is ValueError:
             assert _get_current_function_mode_stack() == []
         model(torch.ones(1))
         assert _get_current_function_mode_stack() == []
-        with pytest.raises(error), Nothing():
+        with pytest.raises(error), Spy():
             model(-torch.ones(1))
         probe.end_step()
         assert _get_current_function_mode_stack() == []
-        with pytest.raises(error), Nothing():
+        with pytest.raises(error), Spy():
             model(-torch.ones(1))
     assert _get_current_function_mode_stack() == []
     rows = [(row["layer"], row["path"]) for row in probe.sink.records("tensors")]
@@ -612,17 +568,10 @@ def test_exception_of_an_action_names_the_function() -> None:
     def fail(tensor: Tensor, context: instrument.Context) -> Tensor:
         raise ValueError("no")
 
-    spec = {**scale("add"), "action": "modify", "fn": fail}
-    del spec["factor"]
-    with (
-        instrument.attach(Calls(lambda x: x + 1), {"h": spec}) as probe,
-        pytest.raises(instrument.HookError, match=r"hook 'h' \(function\) on layer '.', output 'add.0'"),
-    ):
-        probe.plan.layers.model(torch.ones(1))
+    spec = {"layers": ".", "kind": "function", "functions": "add", "action": "modify", "fn": fail}
+    with pytest.raises(instrument.HookError, match=r"hook 'h' \(function\) on layer '.', output 'add.0'"):
+        run_step(Calls(lambda x: x + 1), {"h": spec}, torch.ones(1))
     assert _get_current_function_mode_stack() == []
-
-
-# -------------------------------------------------------------------------------------- other features of PyTorch
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -631,9 +580,8 @@ def test_recomputation_repeats_interventions_and_records_once(reentrant: bool) -
     specs = {
         "h": record("*", "**"),
         "noise": {"layers": "1", "kind": "function", "functions": "add", "action": "modify", "fn": "noise", "std": 1.0},
-        "gradient": {**record("relu", "1"), "kind": "function_grad", "recompute": None},
+        "gradient": {**record("relu", "1"), "kind": "function_grad"},
     }
-    del specs["gradient"]["recompute"]
     x = torch.randn(2, 4, requires_grad=True)
     results = []
     for segments in (False, True):
@@ -652,11 +600,8 @@ def test_recomputation_repeats_interventions_and_records_once(reentrant: bool) -
 def test_change_inside_a_segment_that_the_module_starts_is_refused() -> None:
     model = Calls(lambda x: checkpoint(lambda x: x.exp() + 1, x, use_reentrant=False))
     x = torch.ones(2, requires_grad=True)
-    with (
-        instrument.attach(model, {"h": scale("exp")}),
-        pytest.raises(instrument.HookError, match="activation checkpoint"),
-    ):
-        model(x)
+    with pytest.raises(instrument.HookError, match="activation checkpoint"):
+        run_step(model, {"h": scale("exp")}, x)
     _, probe = run(model, {"h": record("*")}, x, backward=True)
     assert [path for _, path in recorded(probe)] == ["exp.0", "add.0"]
 
@@ -737,9 +682,9 @@ def test_mode_that_outlives_the_module_stays_active() -> None:
 
 def test_transforms_of_torch_func_are_not_entered() -> None:
     inner = Calls(lambda x: F.relu(x + 1))
-    model = Calls(lambda inner, x: torch.func.vmap(inner)(x), inner)
+    model = Calls(lambda inner, x: torch.func.vmap(inner)(x), inner=inner)
     with pytest.warns(instrument.InstrumentWarning, match="torch.func"):
-        output, probe = run(model, {"h": record("*", "parts.*"), "outer": record("relu")}, torch.zeros(2))
+        output, probe = run(model, {"h": record("*", "inner"), "outer": record("relu")}, torch.zeros(2))
     assert output.tolist() == [1.0, 1.0]
     assert causes(probe) == {"h": TRANSFORMED, "outer": TRANSFORMED}
     assert probe.sink.records("tensors") == []
@@ -792,9 +737,9 @@ def test_padded_encoder_computes_the_same(layers: str, grad: bool) -> None:
 
 def test_compiled_parts_of_a_module_are_left_out() -> None:
     compiled_gelu = torch.compile(lambda x: F.gelu(x) * 0.5, backend="eager", fullgraph=True)
-    model = Calls(lambda linear, x: compiled_gelu(linear(x)) + x, nn.Linear(4, 4))
+    model = Calls(lambda linear, x: compiled_gelu(linear(x)) + x, linear=nn.Linear(4, 4))
     x = torch.randn(2, 4)
-    expected = F.gelu(model.parts[0](x)) * 0.5 + x
+    expected = F.gelu(model.linear(x)) * 0.5 + x
     for _ in range(2):  # it compiles in the first pass
         output, probe = run(model, {"h": record("*"), "gelu": record("gelu")}, x)
         assert torch.equal(output, expected)
@@ -805,7 +750,7 @@ def test_compiled_parts_of_a_module_are_left_out() -> None:
 
 def test_branch_of_a_condition_is_left_out() -> None:
     double, negate = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = Calls(lambda a, b, x: torch.cond(x.sum() > 0, a, b, (x,)), double, negate)
+    model = Calls(lambda a, b, x: torch.cond(x.sum() > 0, a, b, (x,)), a=double, b=negate)
     x = torch.ones(2, 4)
     with torch.no_grad():
         expected = double(x)
@@ -818,7 +763,9 @@ def test_branch_of_a_condition_is_left_out() -> None:
 def test_attention_backends_and_python_functions_are_one_call() -> None:
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     x = torch.randn(2, 5, 8, requires_grad=True)
-    _, probe = run(Calls(lambda attention, x: attention(x, x, x)[0], attention), {"h": record("multi_head*")}, x)
+    _, probe = run(
+        Calls(lambda attention, x: attention(x, x, x)[0], attention=attention), {"h": record("multi_head*")}, x
+    )
     assert [path for _, path in recorded(probe)] == [f"multi_head_attention_forward.0.{i}" for i in range(2)]
     backends = torch.nn.attention.SDPBackend
     for backend in (backends.MATH, backends.FLASH_ATTENTION):

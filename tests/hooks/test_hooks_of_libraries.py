@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 import transformers
+from hook_runs import run_steps
 from torch import Tensor, nn
 
 import instrument
@@ -137,9 +138,6 @@ def test_intervention_does_not_reorder_the_hooks_of_others() -> None:
     model, ran = nn.Identity(), []
     for name in "abc":
         model.register_forward_hook(lambda module, args, output, name=name: ran.append(name))
-    with instrument.attach(model, {"ablate": {**ZERO, "layers": ".", "every": 2}}, rules=None) as probe:
-        for _ in range(4):
-            model(torch.ones(1))
-            probe.end_step()
+    run_steps(model, {"ablate": {**ZERO, "layers": ".", "every": 2}}, lambda: model(torch.ones(1)), 4, rules=None)
     model(torch.ones(1))
     assert "".join(ran) == "abc" * 5

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import assert_close, run_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,23 +81,19 @@ def test_tensor_of_the_same_checkpoint_gives_the_gradients_without_it(
     expected = gradients(model, None, hooks)
     found = gradients(model, reentrant, hooks)
     assert len(found) == len(expected) == 12
-    for gradient, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)
+    assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 def test_second_backward_pass_recomputes_the_kept_tensor() -> None:
     model, hooks = Checkpointed(), hooks_at(0, 3)
-    for gradient, wanted in zip(gradients(model, False, hooks, 2), gradients(model, None, hooks, 2), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)
+    assert_close(gradients(model, False, hooks, 2), gradients(model, None, hooks, 2), rtol=1e-12, atol=1e-13)
 
 
 @REENTRANT
 def test_record_hook_that_keeps_writes_no_second_row(reentrant: bool) -> None:
     model = Checkpointed()
     model.reentrant = reentrant
-    with instrument.attach(model, hooks_at(0, 3)) as probe:
-        model(torch.ones(3, 4).double().requires_grad_()).sum().backward()
-        probe.end_step()
+    _, probe = run_step(model, hooks_at(0, 3), torch.ones(3, 4).double().requires_grad_(), loss=torch.sum)
     (row,) = probe.sink.records("stats")
     assert not row["recompute"]
     assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(1, 1)] * 2
@@ -114,8 +111,7 @@ def test_use_after_a_reentrant_checkpoint_is_refused() -> None:
     model, hooks = Checkpointed(stop=2), hooks_at(0, 3)
     with pytest.raises(HookError, match=CANNOT):
         gradients(model, True, hooks)
-    for gradient, wanted in zip(gradients(model, False, hooks), gradients(model, None, hooks), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)
+    assert_close(gradients(model, False, hooks), gradients(model, None, hooks), rtol=1e-12, atol=1e-13)
 
 
 def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
@@ -124,8 +120,7 @@ def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
         "use": {"layers": "layers.0", "kind": "tensor", "action": "modify", "fn": use_gradient},
     }
     model = Checkpointed()
-    for gradient, wanted in zip(gradients(model, True, hooks), gradients(model, False, hooks), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)
+    assert_close(gradients(model, True, hooks), gradients(model, False, hooks), rtol=1e-12, atol=1e-13)
 
 
 def use_gradient(tensor: Tensor, context: Context) -> Tensor:
@@ -144,5 +139,4 @@ def test_result_of_a_function_in_the_same_checkpoint_is_kept(reentrant: bool, ke
         "use": {**function, "functions": "sigmoid", "action": "modify", "fn": use_relu},
     }
     model = Checkpointed()
-    for gradient, wanted in zip(gradients(model, reentrant, hooks), gradients(model, None, hooks), strict=True):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)
+    assert_close(gradients(model, reentrant, hooks), gradients(model, None, hooks), rtol=1e-12, atol=1e-13)

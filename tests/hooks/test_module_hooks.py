@@ -9,31 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, counts, keep, record, run_step, run_steps, scale, tensors_by
 from torch import Tensor, nn
 
 import instrument
 from instrument.tables.reasons import NO_TENSOR
-
-
-def record(kind: str, layers: str = "**", **more: Any) -> dict[str, Any]:
-    return {"layers": layers, "kind": kind, "action": "record", "stats": "none", "tensors": True, **more}
-
-
-def scale(kind: str, factor: float, layers: str = ".", **more: Any) -> dict[str, Any]:
-    return {"layers": layers, "kind": kind, "action": "scale", "factor": factor, **more}
-
-
-def run(model: nn.Module, specs: Any, *args: Any, backward: bool = False, **kwargs: Any) -> tuple[Any, Any]:
-    """Run one step of a model and return its output and the sink."""
-    with instrument.attach(model, specs) as probe:
-        output = model(*args, **kwargs)
-        if backward:
-            output.sum().backward()
-        probe.end_step()
-    return output, probe.sink
-
-
-# ---------------------------------------------------------------------------------------------- recorded values
 
 
 def test_forward_hooks_record_what_pytorch_hooks_see() -> None:
@@ -47,16 +27,12 @@ def test_forward_hooks_record_what_pytorch_hooks_see() -> None:
             lambda m, args, out, n=name: wanted.update({("out", n): out.clone(), ("in", n): args[0].clone()})
         )
     reference(batch)
-    specs = {
-        "pre": record("forward_pre"),
-        "out": record("forward"),
-        "in": record("forward", role="input"),
-    }
-    _, sink = run(model, specs, batch)
-    seen = {(row["hook"], row["layer"]): row["values"] for row in sink.records("tensors")}
+    specs = {"pre": keep("forward_pre", "**"), "out": keep("forward", "**"), "in": keep("forward", "**", role="input")}
+    _, probe = run_step(model, specs, batch)
+    seen = tensors_by(probe, "hook", "layer")
     assert seen.keys() == wanted.keys()
     assert all(torch.equal(seen[key], wanted[key]) for key in wanted)
-    roles = {(row["hook"], row["kind"], row["role"], row["path"]) for row in sink.records("tensors")}
+    roles = {(row["hook"], row["kind"], row["role"], row["path"]) for row in probe.sink.records("tensors")}
     assert roles == {
         ("pre", "forward_pre", "input", "0"),
         ("out", "forward", "output", ""),
@@ -69,19 +45,18 @@ def test_recorded_tensor_survives_in_place_overwrite() -> None:
     batch = torch.randn(4, 3)
     before = model[0](batch)
     assert (before < 0).any()
-    _, sink = run(model, {"h": record("forward", "0", stats=["min"])}, batch)
-    assert torch.equal(sink.records("tensors")[0]["values"], before)
-    assert sink.records("stats")[0]["min"] == before.min().item()
+    _, probe = run_step(model, {"h": keep("forward", "0", stats=["min"])}, batch)
+    assert torch.equal(probe.sink.records("tensors")[0]["values"], before)
+    assert probe.sink.records("stats")[0]["min"] == before.min().item()
 
 
 def test_in_place_input_is_recorded_before_and_after() -> None:
-    specs = {"pre": record("forward_pre"), "after": record("forward", role="input")}
-    _, sink = run(nn.ReLU(inplace=True), specs, torch.tensor([-1.0, 2.0]))
-    seen = {row["hook"]: row["values"].tolist() for row in sink.records("tensors")}
-    assert seen == {"pre": [-1.0, 2.0], "after": [0.0, 2.0]}
-
-
-# ------------------------------------------------------------------------------------------------ interventions
+    specs = {"pre": keep("forward_pre"), "after": keep("forward", role="input")}
+    _, probe = run_step(nn.ReLU(inplace=True), specs, torch.tensor([-1.0, 2.0]))
+    assert {hook: x.tolist() for hook, x in tensors_by(probe, "hook").items()} == {
+        "pre": [-1.0, 2.0],
+        "after": [0.0, 2.0],
+    }
 
 
 @pytest.fixture
@@ -120,10 +95,10 @@ def chain() -> nn.Sequential:
 def test_intervention_gives_the_expected_output_and_gradients(
     chain: nn.Sequential, spec: dict[str, Any], output: float, gradients: tuple[float, float]
 ) -> None:
-    given, sink = run(chain, {"h": spec}, torch.tensor([[7.0]]), backward=True)
+    given, probe = run_step(chain, {"h": spec}, torch.tensor([[7.0]]), loss=torch.sum)
     assert given.item() == output
     assert (chain[0].weight.grad.item(), chain[1].weight.grad.item()) == gradients
-    assert len(sink.rows["effects"]) == 1
+    assert len(probe.sink.rows["effects"]) == 1
 
 
 def add_one(tensor: Tensor, context: instrument.Context) -> Tensor:
@@ -138,11 +113,11 @@ ADD = {"action": "modify", "fn": {"_target_": f"{__name__}.add_one"}}
 def test_specs_at_one_module_act_in_the_written_order(kind: str, first: str) -> None:
     both = {"scale": scale(kind, 3.0), "add": {"layers": ".", "kind": kind, **ADD}}
     order = [first, *(name for name in both if name != first)]
-    specs = {"before": record(kind), order[0]: both[order[0]], "between": record(kind), order[1]: both[order[1]]}
-    specs["after"] = record(kind)
+    specs = {"before": keep(kind), order[0]: both[order[0]], "between": keep(kind), order[1]: both[order[1]]}
+    specs["after"] = keep(kind)
     x = torch.tensor([2.0], requires_grad=True)
-    output, sink = run(nn.Tanhshrink(), specs, x, backward=True)
-    seen = {row["hook"]: row["values"] for row in sink.records("tensors")}
+    output, probe = run_step(nn.Tanhshrink(), specs, x, loss=torch.sum)
+    seen = tensors_by(probe, "hook")
     between = {"scale": lambda t: t * 3, "add": lambda t: t + 1}
     assert torch.equal(seen["between"], between[order[0]](seen["before"]))
     assert torch.equal(seen["after"], between[order[1]](seen["between"]))
@@ -154,29 +129,24 @@ def test_specs_at_one_module_act_in_the_written_order(kind: str, first: str) -> 
 
 def test_full_backward_sees_the_gradient_after_earlier_hooks() -> None:
     specs = {
-        "seen": record("full_backward", role="grad_output"),
+        "seen": keep("full_backward", role="grad_output"),
         "arrives": scale("full_backward_pre", 2.0),
         "leaves": scale("full_backward", 5.0),
     }
     x = torch.ones(1, requires_grad=True)
-    _, sink = run(nn.Identity(), specs, x, backward=True)
-    assert sink.records("tensors")[0]["values"].item() == 2.0
+    _, probe = run_step(nn.Identity(), specs, x, loss=torch.sum)
+    assert probe.sink.records("tensors")[0]["values"].item() == 2.0
     assert x.grad.item() == 10.0
 
 
 def test_interventions_skip_integer_tensors() -> None:
-    class Both(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x, x.argmax(-1)
-
-    (x, best), sink = run(Both(), {"s": scale("forward", 2.0), "r": record("forward")}, torch.eye(2))
+    both = Calls(lambda x: (x, x.argmax(-1)))
+    (x, best), probe = run_step(both, {"s": scale("forward", 2.0), "r": keep("forward")}, torch.eye(2))
     assert torch.equal(x, 2 * torch.eye(2))
     assert torch.equal(best, torch.tensor([0, 1]))
-    assert [row["path"] for row in sink.records("effects")] == ["0"]
-    assert [(row["path"], row["dtype"]) for row in sink.records("tensors")] == [("0", "float32"), ("1", "int64")]
+    assert [row["path"] for row in probe.sink.records("effects")] == ["0"]
+    assert [(row["path"], row["dtype"]) for row in probe.sink.records("tensors")] == [("0", "float32"), ("1", "int64")]
 
-
-# ------------------------------------------------------------------------------------------------ nested values
 
 Point = namedtuple("Point", "x y")
 
@@ -201,15 +171,6 @@ class ModelOutput(OrderedDict):
 @dataclass(frozen=True)
 class Frozen:
     value: Tensor
-
-
-class Returns(nn.Module):
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(x)
 
 
 VALUES: dict[str, tuple[Any, dict[str, float]]] = {
@@ -241,10 +202,10 @@ def test_every_tensor_of_a_nested_output_has_a_row(name: str) -> None:
     make, paths = VALUES[name]
     x = torch.randn(3, 2)
     kept: list[Any] = []
-    model = Returns(make)
+    model = Calls(make)
     model.register_forward_hook(lambda module, args, output: kept.append(output))
-    output, sink = run(model, {"h": record("forward")}, x)
-    rows = {row["path"]: row["values"] for row in sink.records("tensors") if row["dtype"] == "float32"}
+    output, probe = run_step(model, {"h": keep("forward")}, x)
+    rows = {row["path"]: row["values"] for row in probe.sink.records("tensors") if row["dtype"] == "float32"}
     assert rows.keys() == paths.keys()
     if name != "return type":
         assert all(torch.equal(rows[path], times * x) for path, times in paths.items())
@@ -256,52 +217,45 @@ def test_intervention_keeps_the_type_of_a_nested_output(name: str) -> None:
     make, paths = VALUES[name]
     x = torch.randn(3, 2, requires_grad=True)
     plain = make(x)
-    output, sink = run(Returns(make), {"h": scale("forward", 10.0)}, x)
+    output, probe = run_step(Calls(make), {"h": scale("forward", 10.0)}, x)
     assert type(output) is type(plain)
     for new, old in zip(tensors_of(output), tensors_of(plain), strict=True):
         assert torch.equal(new, 10 * old)
-    assert [row["path"] for row in sink.records("effects")] == list(paths)
+    assert [row["path"] for row in probe.sink.records("effects")] == list(paths)
     assert getattr(output, "note", "n") == "n"
 
 
 @pytest.mark.parametrize(("path", "changed"), [("logits", [10, 1]), ("states.*", [1, 10]), ("**", [10, 10])])
 def test_path_selects_inside_a_nested_output(path: str, changed: list[int]) -> None:
     x = torch.ones(2)
-    output, sink = run(Returns(lambda x: Result(x, "n", (x,))), {"h": scale("forward", 10.0, path=path)}, x)
+    output, probe = run_step(Calls(lambda x: Result(x, "n", (x,))), {"h": scale("forward", 10.0, path=path)}, x)
     assert [output.logits[0].item(), output.states[0][0].item()] == changed
-    assert len(sink.rows["effects"]) == sum(factor == 10 for factor in changed)
+    assert len(probe.sink.rows["effects"]) == sum(factor == 10 for factor in changed)
 
 
 def test_gradients_of_a_nested_output_have_paths() -> None:
-    model = Returns(lambda x: Result(x * 1, "n", (2 * x, 3 * x)))
+    model = Calls(lambda x: Result(x * 1, "n", (2 * x, 3 * x)))
     x = torch.ones(2, requires_grad=True)
-    specs = {"all": record("full_backward_pre"), "one": scale("full_backward_pre", 10.0, path="states.1")}
-    with instrument.attach(model, specs) as probe:
-        output = model(x)
-        (output.logits + 5 * output.states[1]).sum().backward()  # states.0 is not used
-        probe.end_step()
-    rows = {row["path"]: row["values"].tolist() for row in probe.sink.records("tensors")}
-    assert rows == {"logits": [1.0, 1.0], "states.1": [5.0, 5.0]}
+    specs = {"all": keep("full_backward_pre"), "one": scale("full_backward_pre", 10.0, path="states.1")}
+    _, probe = run_step(model, specs, x, loss=lambda output: (output.logits + 5 * output.states[1]).sum())
+    rows = {path: values.tolist() for path, values in tensors_by(probe, "path").items()}
+    assert rows == {"logits": [1.0, 1.0], "states.1": [5.0, 5.0]}  # states.0 is not used
     assert x.grad.tolist() == [151.0, 151.0]  # 1 + 3 * 5 * 10
     assert [row["cause"] for row in probe.coverage()] == ["", ""]
-
-
-class Named(nn.Module):
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, extra: Any = None) -> Tensor:
-        return x if mask is None else x * mask
 
 
 def test_keyword_arguments_are_recorded_and_changed() -> None:
     x, mask = torch.ones(2, requires_grad=True), torch.full((2,), 2.0)
     specs = {
-        "seen": record("forward_pre"),
-        "after": record("forward", role="input"),
-        "grad": record("full_backward"),
+        "seen": keep("forward_pre"),
+        "after": keep("forward", role="input"),
+        "grad": keep("full_backward"),
         "mask": scale("forward_pre", 5.0, path="mask"),
     }
-    output, sink = run(Named(), specs, x=x, mask=mask, extra={"k": [mask]}, backward=True)
+    named = Calls(lambda *, x, mask, extra: x * mask)
+    output, probe = run_step(named, specs, x=x, mask=mask, extra={"k": [mask]}, loss=torch.sum)
     assert output.tolist() == [10.0, 10.0]
-    rows = [(row["hook"], row["path"]) for row in sink.records("tensors")]
+    rows = [(row["hook"], row["path"]) for row in probe.sink.records("tensors")]
     assert rows == [
         *[("seen", path) for path in ("x", "mask", "extra.k.0")],
         *[("after", path) for path in ("x", "mask", "extra.k.0")],
@@ -310,36 +264,29 @@ def test_keyword_arguments_are_recorded_and_changed() -> None:
 
 
 def test_path_without_tensor_is_reported_in_coverage() -> None:
-    _, sink = run(Returns(lambda x: (x, x)), {"h": record("forward", path="logits")}, torch.ones(1))
-    (row,) = sink.records("coverage")
+    _, probe = run_step(Calls(lambda x: (x, x)), {"h": keep("forward", path="logits")}, torch.ones(1))
+    (row,) = probe.sink.records("coverage")
     assert (row["expected"], row["fired"]) == (1, 0)
     assert "path" in row["cause"]
-    assert len(sink.rows["events"]) == 1
+    assert len(probe.sink.rows["events"]) == 1
 
 
 @pytest.mark.parametrize("value", [None, 3, "words", {}, ()], ids=repr)
 def test_output_without_tensor_is_reported_in_coverage(value: Any) -> None:
-    output, sink = run(Returns(lambda x: value), {"h": record("forward"), "g": record("tensor")}, torch.ones(1))
+    output, probe = run_step(Calls(lambda x: value), {"h": keep("forward"), "g": keep("tensor")}, torch.ones(1))
     assert output == value
-    assert all((row["fired"], row["cause"]) != (1, "") for row in sink.records("coverage"))
-    assert all("no tensor" in row["cause"] for row in sink.records("coverage"))
+    assert all((row["fired"], row["cause"]) != (1, "") for row in probe.sink.records("coverage"))
+    assert all("no tensor" in row["cause"] for row in probe.sink.records("coverage"))
 
 
-# ------------------------------------------------------------------------------------------ calls and micro steps
-
-
-class Thrice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(2, 2)
-        self.alias = self.shared
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.alias(self.shared(self.shared(x)))
+def thrice() -> nn.Module:
+    """Return a model that calls one layer three times, by two names."""
+    layer = nn.Linear(2, 2)
+    return Calls(lambda shared, alias, x: alias(shared(shared(x))), shared=layer, alias=layer)
 
 
 def test_backward_calls_match_the_forward_calls() -> None:
-    model = Thrice()
+    model = thrice()
     x = torch.randn(1, 2, requires_grad=True)
     wanted = {}
     hidden = x
@@ -348,21 +295,23 @@ def test_backward_calls_match_the_forward_calls() -> None:
         hidden.retain_grad()
         wanted[call] = hidden
     hidden.sum().backward()
-    specs = {"out": record("forward", "shared"), "grad": record("full_backward_pre", "shared")}
-    specs["module"] = record("full_backward_pre", "shared", via="module")
-    _, sink = run(model, specs, x, backward=True)
-    rows = sink.records("tensors")
+    specs = {"out": keep("forward", "shared"), "grad": keep("full_backward_pre", "shared")}
+    specs["module"] = keep("full_backward_pre", "shared", via="module")
+    _, probe = run_step(model, specs, x, loss=torch.sum)
+    rows = probe.sink.records("tensors")
     assert [(row["hook"], row["call"]) for row in rows if row["hook"] == "out"] == [("out", i) for i in range(3)]
     assert [row["call"] for row in rows if row["hook"] == "grad"] == [2, 1, 0]
     for row in rows:
         tensor = wanted[row["call"]]
         assert torch.equal(row["values"], tensor if row["hook"] == "out" else tensor.grad)
-    assert {(row["layer"], row["expected"], row["fired"]) for row in sink.records("coverage")} == {("shared", 3, 3)}
+    assert {(row["layer"], row["expected"], row["fired"]) for row in probe.sink.records("coverage")} == {
+        ("shared", 3, 3)
+    }
 
 
 def test_call_and_micro_step_numbers_restart() -> None:
-    model = Thrice()
-    with instrument.attach(model, {"h": record("forward", "shared"), "g": record("full_backward", "shared")}) as probe:
+    model = thrice()
+    with instrument.attach(model, {"h": keep("forward", "shared"), "g": keep("full_backward", "shared")}) as probe:
         for _ in range(2):
             for _ in range(3):
                 model(torch.randn(1, 2, requires_grad=True)).sum().backward()
@@ -372,20 +321,14 @@ def test_call_and_micro_step_numbers_restart() -> None:
     for hook in ("h", "g"):
         seen = table[table.hook == hook][["step", "micro_step", "call"]].values.tolist()
         assert sorted(seen) == [[s, m, c] for s in range(2) for m in range(3) for c in range(3)]
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(18, 18), (18, 18)]
+    assert counts(probe) == [(18, 18), (18, 18)]
 
 
 def test_two_calls_of_the_model_in_one_step_are_numbered() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"h": record("forward")}) as probe:
-        for _ in range(2):
-            model(torch.ones(1, 2))
-            model(torch.ones(1, 2))
-            probe.end_step()
-    assert [(row["step"], row["call"]) for row in probe.sink.records("tensors")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    probe = run_steps(model, {"h": keep("forward")}, lambda: [model(x), model(x)], 2)
+    assert [*tensors_by(probe, "step", "call")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
-
-# ------------------------------------------------------------------------------------------------ schedule
 
 counted_calls: list[tuple[str, int, str]] = []
 
@@ -417,9 +360,8 @@ def test_action_runs_at_the_scheduled_steps_only(kind: str, schedule: dict[str, 
     counted_calls.clear()
     model = nn.Linear(2, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(
-        model, {"h": {"layers": ".", "kind": kind, **COUNTING, **schedule}}, optimizer=optimizer
-    ) as probe:
+    hooks = {"h": {"layers": ".", "kind": kind, **COUNTING, **schedule}}
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
         for _ in range(6):
             model(torch.ones(1, 2, requires_grad=True)).sum().backward()
             optimizer.step()
@@ -450,15 +392,12 @@ def test_evaluation_has_the_number_of_completed_steps() -> None:
 
 def test_unscheduled_hook_adds_nothing_to_the_graph() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    specs = {kind: {"layers": "**", "kind": kind, "action": "record", "start": 1} for kind in MODULE_KINDS}
+    specs = {kind: record(kind, "**", start=1) for kind in MODULE_KINDS}
     outputs: list[Tensor] = []
     model[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     handed: list[Tensor] = []
     model[1].register_forward_pre_hook(lambda module, args: handed.append(args[0]))
-    with instrument.attach(model, specs) as probe:
-        for _ in range(2):
-            model(torch.ones(1, 2, requires_grad=True))
-            probe.end_step()
+    run_steps(model, specs, lambda: model(torch.ones(1, 2, requires_grad=True)), 2)
     unscheduled, scheduled = outputs[0], outputs[1]
     assert unscheduled._backward_hooks is None
     assert handed[0] is unscheduled
@@ -469,17 +408,8 @@ def test_unscheduled_hook_adds_nothing_to_the_graph() -> None:
 def test_hooks_fire_in_train_and_eval_mode(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).train(training)
     with torch.no_grad():
-        _, sink = run(layer, {"h": record("forward", exclude="self_attn.out_proj")}, torch.randn(1, 3, 4))
-    assert {row["cause"] for row in sink.records("coverage")} == {""}
-
-
-def test_later_hook_of_other_code_sees_the_changed_output() -> None:
-    model = nn.Identity()
-    seen: list[float] = []
-    with instrument.attach(model, {"h": scale("forward", 2.0)}):
-        model.register_forward_hook(lambda module, args, output: seen.append(output.item()))
-        model(torch.tensor(3.0))
-    assert seen == [6.0]
+        _, probe = run_step(layer, {"h": keep("forward", "**", exclude="self_attn.out_proj")}, torch.randn(1, 3, 4))
+    assert {row["cause"] for row in probe.coverage()} == {""}
 
 
 @pytest.mark.parametrize("always_call", [True, False])
@@ -491,7 +421,7 @@ def test_always_call_runs_after_another_hook_raised(always_call: bool) -> None:
 
     model[0].register_forward_hook(raising)
     batch = torch.ones(1, 2)
-    with instrument.attach(model, {"seen": record("forward", "0", always_call=always_call)}) as probe:
+    with instrument.attach(model, {"seen": keep("forward", "0", always_call=always_call)}) as probe:
         with pytest.raises(KeyError, match="another's"):
             model(batch)
         probe.end_step()
@@ -499,18 +429,17 @@ def test_always_call_runs_after_another_hook_raised(always_call: bool) -> None:
         model(batch)
         probe.end_step()
     wanted = nn.functional.linear(batch, model[0].weight, model[0].bias)
-    rows = probe.sink.records("tensors")
-    assert [(row["step"], row["call"]) for row in rows] == ([(0, 0)] if always_call else []) + [(1, 0)]
-    assert all(torch.equal(row["values"], wanted) for row in rows)
+    rows = tensors_by(probe, "step", "call")
+    assert [*rows] == ([(0, 0)] if always_call else []) + [(1, 0)]
+    assert all(torch.equal(values, wanted) for values in rows.values())
 
 
 def test_always_call_after_a_failed_module_reports_the_cause() -> None:
-    class Failing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("no")
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("no")
 
-    model = nn.Sequential(Failing())
-    with instrument.attach(model, {"seen": record("forward", "0", always_call=True)}) as probe:
+    model = nn.Sequential(Calls(fail))
+    with instrument.attach(model, {"seen": keep("forward", "0", always_call=True)}) as probe:
         with pytest.raises(ValueError, match="no"):
             model(torch.ones(1))
         probe.end_step()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import tensors_by
 from torch import nn
 
 import instrument
@@ -39,11 +40,8 @@ def train(make: Callable[[Any], torch.optim.Optimizer], specs: Any, by_name: boo
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by name"])
 @pytest.mark.parametrize(("kind", "role"), [("parameter_grad", "param_grad"), ("step_pre", "param_grad")])
 def test_every_lbfgs_gradient_is_recorded_and_numbered(kind: str, role: str, by_name: bool) -> None:
-    probe, gradients, _ = train(
-        lambda parameters: torch.optim.LBFGS(parameters, max_iter=4),
-        {"g": {**KEEP, "kind": kind, "role": role}},
-        by_name,
-    )
+    specs = {"g": {**KEEP, "kind": kind, "role": role}}
+    probe, gradients, _ = train(lambda parameters: torch.optim.LBFGS(parameters, max_iter=4), specs, by_name)
     rows = probe.sink.records("tensors")
     assert len(rows) == len(gradients) > 4
     assert all(torch.equal(row["values"], wanted) for row, wanted in zip(rows, gradients, strict=True))
@@ -61,15 +59,10 @@ def test_gradient_changed_after_a_closure_reaches_the_optimizer() -> None:
 
 
 def test_step_pre_records_the_parameter_before_the_closure() -> None:
-    probe, _, _ = train(
-        lambda parameters: torch.optim.LBFGS(parameters, max_iter=2),
-        {
-            "before": {**KEEP, "kind": "step_pre", "role": "param"},
-            "after": {**KEEP, "kind": "step_post", "role": "param"},
-            "update": {**KEEP, "kind": "step_post", "role": "update"},
-        },
-    )
-    rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
+    kinds = {"before": ("step_pre", "param"), "after": ("step_post", "param"), "update": ("step_post", "update")}
+    specs = {name: {**KEEP, "kind": kind, "role": role} for name, (kind, role) in kinds.items()}
+    probe, _, _ = train(lambda parameters: torch.optim.LBFGS(parameters, max_iter=2), specs)
+    rows = tensors_by(probe, "hook", "step")
     assert len(rows) == 6
     assert torch.equal(rows["before", 1], rows["after", 0])
     for step in range(2):

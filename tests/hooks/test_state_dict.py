@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import record, run_steps, scale
 from torch import nn
 
 import instrument
@@ -22,8 +23,7 @@ def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def stats(probe: Probe, hook: str) -> dict[str, float]:
-    probe.end_step()
+def stats(probe: Probe, hook: str = "seen") -> dict[str, float]:
     rows = [row for row in probe.sink.records("stats") if row["hook"] == hook]
     return {".".join([row["layer"], row["path"]]): row["mean"] for row in rows}
 
@@ -31,15 +31,12 @@ def stats(probe: Probe, hook: str) -> dict[str, float]:
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_every_state_dict_entry_is_recorded(kind: str) -> None:
     model, _ = make()
-    hook = {"layers": "**", "kind": kind, "action": "record"}
-    with instrument.attach(model, {"seen": hook}) as probe:
-        model.load_state_dict(model.state_dict())
-        seen = stats(probe, "seen")
+    seen = stats(run_steps(model, {"seen": record(kind, "**")}, lambda: model.load_state_dict(model.state_dict())))
     assert seen == pytest.approx({name: value.double().mean().item() for name, value in model.state_dict().items()})
 
 
 def scaled(kind: str, **more: Any) -> dict[str, Any]:
-    return {"s": {"layers": "0", "params": "weight", "kind": kind, "action": "scale", "factor": 2.0, **more}}
+    return {"s": scale(kind, 2.0, "0", params="weight", **more)}
 
 
 def test_saved_state_is_changed_and_live_weights_are_not() -> None:
@@ -57,10 +54,8 @@ def test_saved_state_is_changed_and_live_weights_are_not() -> None:
 def test_loaded_state_is_changed_and_the_argument_is_not() -> None:
     model, _ = make()
     state = copy.deepcopy(model.state_dict())
-    with instrument.attach(model, scaled("load_state_dict_pre")) as probe:
-        passed = dict(state)
-        model.load_state_dict(passed)
-        probe.end_step()
+    passed = dict(state)
+    run_steps(model, scaled("load_state_dict_pre"), lambda: model.load_state_dict(passed))
     assert torch.equal(model[0].weight, 2 * state["0.weight"])
     assert passed["0.weight"] is state["0.weight"]
 
@@ -69,43 +64,38 @@ def test_optimizer_state_is_recorded_when_saved_and_loaded() -> None:
     model, optimizer = make()
     live = optimizer.state[model[0].weight]["exp_avg"].clone()
     hooks = {
-        "seen": {"layers": "**", "kind": "state_dict_pre", "role": "state.exp_avg", "action": "record"},
+        "seen": record("state_dict_pre", "**", role="state.exp_avg"),
         **scaled("state_dict_post", role="state.exp_avg"),
     }
     with instrument.attach(model, hooks, optimizer=optimizer) as probe:
         saved = optimizer.state_dict()
-        assert set(stats(probe, "seen")) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        probe.end_step()
+    assert set(stats(probe)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert torch.equal(saved["state"][0]["exp_avg"], 2 * live)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], live)
-    with instrument.attach(model, scaled("load_state_dict_pre", role="state.exp_avg"), optimizer=optimizer) as probe:
-        optimizer.load_state_dict(saved)
-        probe.end_step()
+    loading = scaled("load_state_dict_pre", role="state.exp_avg")
+    run_steps(model, loading, lambda: optimizer.load_state_dict(saved), optimizer=optimizer)
     assert torch.equal(optimizer.state[model[0].weight]["exp_avg"], 4 * live)
     assert torch.equal(saved["state"][0]["exp_avg"], 2 * live)
 
 
 def test_missing_state_dict_call_is_reported() -> None:
     model, _ = make()
-    with instrument.attach(model, scaled("state_dict_post")) as probe:
-        probe.end_step()
-    (row,) = probe.coverage()
+    (row,) = run_steps(model, scaled("state_dict_post"), lambda: None).coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
     assert row["cause"] == "no state dict was created while the hook was scheduled"
 
 
 def test_copy_of_the_model_saves_its_own_weights() -> None:
     model, _ = make()
-    with instrument.attach(model, scaled("state_dict_post")) as probe:
+    with instrument.attach(model, scaled("state_dict_post")):
         other = copy.deepcopy(model)
         assert torch.equal(other.state_dict()["0.weight"], model[0].weight)
-        probe.end_step()
 
 
 def test_state_dict_hooks_are_removed() -> None:
     model, optimizer = make()
-    hooks = {
-        kind: {"layers": "**", "kind": kind, "action": "record"} for kind in ("state_dict_post", "load_state_dict_pre")
-    }
+    hooks = {kind: record(kind, "**") for kind in ("state_dict_post", "load_state_dict_pre")}
     with instrument.attach(model, hooks, optimizer=optimizer):
         pass
     for module in model.modules():

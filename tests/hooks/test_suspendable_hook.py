@@ -85,16 +85,6 @@ def test_code_that_was_compiled_without_a_suspended_hook_is_compiled_again() -> 
     ]
 
 
-def test_hooks_stay_registered_after_any_compilation() -> None:
-    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "start": 5}}) as probe:
-        for _ in range(2):
-            model(torch.ones(1, 2))
-            probe.end_step()
-            assert registered(model) == (1, 1)
-
-
 class Recorder:
     """Registers hooks on a module and lists which ones a call runs."""
 
@@ -134,7 +124,8 @@ def test_resumed_hook_has_its_place_among_the_others(removed: str) -> None:
     )
 
 
-@pytest.mark.parametrize("later", ["n", "np", "npq", "nop", "npoq"])
+# A module whose only hook was prepended is equal to one whose only hook was not.
+@pytest.mark.parametrize("later", ["p", "n", "np", "npq", "nop", "npoq"])
 def test_resumed_hook_without_others_follows_prepended_ones(later: str) -> None:
     recorder = Recorder()
     hook = recorder.register("b")
@@ -143,27 +134,30 @@ def test_resumed_hook_without_others_follows_prepended_ones(later: str) -> None:
         recorder.register(name, prepend=name in "pq")
     others = recorder.order()
     hook.resume()
-    assert recorder.order() == others.replace("n", "bn")
+    assert recorder.order() == (others.replace("n", "bn") if "n" in later else f"b{others}")
 
 
-def test_resumed_hook_precedes_the_only_prepended_one() -> None:
-    # A module whose only hook was prepended is equal to one whose only hook was not.
-    recorder = Recorder()
-    hook = recorder.register("b")
-    hook.suspend()
-    recorder.register("p", prepend=True)
-    hook.resume()
-    assert recorder.order() == "bp"
-
-
-def test_hooks_in_an_encoder_layer_stay_registered() -> None:
-    # Without hooks, evaluations would take PyTorch's fast path, which rounds differently.
-    model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "layers": "linear1", "start": 5}}) as probe:
+@pytest.mark.parametrize(
+    ("model", "layer", "options", "compiles"),
+    [
+        # Without hooks, evaluations would take PyTorch's fast path, which rounds differently.
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(), "linear1", {}, False),
+        (nn.Identity(), ".", {"prepend": True}, False),
+        (nn.Identity(), ".", {}, True),
+    ],
+    ids=["encoder layer", "prepended", "after any compilation"],
+)
+def test_hooks_that_code_may_rely_on_stay_registered(
+    model: nn.Module, layer: str, options: dict[str, Any], compiles: bool
+) -> None:
+    if compiles:
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    hooked = model.get_submodule(layer.strip("."))
+    with instrument.attach(model, {"h": {**EVERY_SECOND, "layers": layer, "start": 5, **options}}) as probe:
         for _ in range(2):
             model(torch.ones(1, 3, 4))
             probe.end_step()
-            assert registered(model.linear1) == (1, 1)
+            assert registered(hooked) == (1, 1)
 
 
 def test_resumed_probe_suspends_the_same_hooks() -> None:
@@ -185,14 +179,6 @@ def test_resumed_probe_suspends_the_same_hooks() -> None:
     second, _ = train(6, state)
     assert first + second == complete
     assert (0, 0) in complete
-
-
-def test_prepended_hooks_stay_registered() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "start": 5, "prepend": True}}) as probe:
-        model(torch.ones(1, 2))
-        probe.end_step()
-        assert registered(model) == (1, 1)
 
 
 @pytest.mark.parametrize("order", list(permutations("abc")), ids="".join)

@@ -6,15 +6,14 @@ import copy
 import gc
 import resource
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from architectures import of_torchvision
-from tiers import tiered
+from hook_runs import Calls, assert_equal, counts, gradients, keep, record, run_step, run_steps, scale, tensors_by
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument.hooks.tensor_gradients import OutputGradients
@@ -23,22 +22,9 @@ from instrument.stats.cpu_kernel import is_connected
 Gradients = dict[tuple[str, str], Tensor]
 
 RECORDS = {
-    "grad_input": {"layers": "**", "kind": "full_backward", "action": "record", "stats": "none", "tensors": True},
-    "grad_output": {
-        "layers": "**",
-        "kind": "full_backward",
-        "role": "grad_output",
-        "action": "record",
-        "stats": "none",
-        "tensors": True,
-    },
-    "on_the_way_in": {
-        "layers": "**",
-        "kind": "full_backward_pre",
-        "action": "record",
-        "stats": "none",
-        "tensors": True,
-    },
+    "grad_input": keep("full_backward", "**"),
+    "grad_output": keep("full_backward", "**", role="grad_output"),
+    "on_the_way_in": keep("full_backward_pre", "**"),
 }
 
 
@@ -48,24 +34,19 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3)
+        self.norm, self.inplace = nn.BatchNorm2d(3), True
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm(self.conv(x))
+        if not self.inplace:
+            return out + x
         out += x
         return out
 
 
-class OutOfPlaceResidual(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) + x
-
-
-class First(nn.Module):
-    """The first two columns: a view of a slice of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :2]
+def first_columns() -> nn.Module:
+    """Return a module that returns a view of a slice of its input."""
+    return Calls(lambda x: x[:, :2])
 
 
 class DenseLayer(nn.Module):
@@ -93,16 +74,20 @@ def small_vit() -> nn.Module:
     return model
 
 
-CASES: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {}
+def in_place(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 1), *layers)
 
 
-def case(shape: tuple[int, ...], name: str, build: Callable[[], nn.Module], plain: Any = None) -> None:
-    def make() -> tuple[nn.Module, nn.Module, tuple[int, ...]]:
-        model = build()
-        reference = out_of_place(copy.deepcopy(model) if plain is None else plain(model))
-        return model, reference, shape
-
-    CASES[name] = make
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "vit": small_vit,
+    "dense": lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)),
+    "residual": lambda: in_place(Residual(), nn.ReLU(inplace=True)),
+    "in place first in a block": lambda: in_place(in_place_first(), in_place_first()),
+    "identity before in place": lambda: in_place(nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
+    "view before in place": lambda: in_place(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
+    "nested identities": lambda: in_place(nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
+    "dropout in place": lambda: in_place(nn.Dropout(0.5, inplace=True), nn.Tanh()),
+}
 
 
 def out_of_place(model: nn.Module) -> nn.Module:
@@ -112,126 +97,60 @@ def out_of_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain_residual(model: nn.Module) -> nn.Module:
-    """Return a copy with the same weights, without `+=`."""
-    plain = copy.deepcopy(model)
-    for name, module in model.named_children():
-        if isinstance(module, Residual):
-            new = OutOfPlaceResidual()
-            new.load_state_dict(module.state_dict())
-            setattr(plain, name, new)
-    return plain
-
-
-class PlainBlock(nn.Module):
-    """torchvision's BasicBlock without `+=`, with the same children."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        for name, child in block.named_children():
-            self.add_module(name, child)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(self._relu_once(self.bn1(self.conv1(x)))))
-        return self.relu(out + (self.downsample(x) if hasattr(self, "downsample") else x))
-
-    def _relu_once(self, x: Tensor) -> Tensor:
-        return self.relu(x)
-
-
-def plain_resnet(model: nn.Module) -> nn.Module:
-    plain = copy.deepcopy(model)
-    for stage in (plain.layer1, plain.layer2, plain.layer3, plain.layer4):
-        for i, block in enumerate(stage):
-            stage[i] = PlainBlock(block)
-    return plain
-
-
-IMAGE = (2, 3, 8, 8)
-case((2, 3, 64, 64), "resnet18", lambda: of_torchvision("resnet18").make(), plain_resnet)
-case((2, 3, 16, 16), "vit", small_vit)
-case(IMAGE, "dense", lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)))
-case(IMAGE, "residual", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), Residual(), nn.ReLU(inplace=True)), plain_residual)
-case(IMAGE, "in place first in a block", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), in_place_first(), in_place_first()))
-case(
-    IMAGE,
-    "identity before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
-)
-case(
-    IMAGE,
-    "view before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
-)
-case(
-    IMAGE,
-    "nested identities before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
-)
-case(IMAGE, "dropout in place", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5, inplace=True), nn.Tanh()))
-
-
 def call_loss(model: nn.Module, batch: Tensor) -> Tensor:
     torch.manual_seed(5)  # for dropout
     output = model(batch)
     return (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
 
 
-def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
-    """Return what PyTorch's full backward hooks see, by layer and call: grad_input, grad_output, pre-hook."""
-    seen: tuple[Gradients, Gradients, Gradients] = ({}, {}, {})
-    calls: dict[str, int] = {}
+def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> dict[str, Gradients]:
+    """Return what PyTorch's full backward hooks see, by hook of `RECORDS`, and by layer and call."""
+    seen: dict[str, Gradients] = {hook: {} for hook in RECORDS}
+    calls: Counter[tuple[str, str]] = Counter()
 
-    def keep(into: Gradients, name: str, count: str, gradients: Any) -> None:
-        n = calls[count] = calls.get(count, 0) + 1
-        for i, gradient in enumerate(gradients):
+    def see(hook: str, name: str, found: Any) -> None:
+        calls[hook, name] += 1
+        for i, gradient in enumerate(found):
             if gradient is not None:
-                into[name, f"{n}.{i}"] = gradient.detach().clone()
+                seen[hook][name, f"{calls[hook, name]}.{i}"] = gradient.detach().clone()
 
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             continue  # they split query, key and value where these are one tensor, which changes the rounding
-        module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
-        module.register_full_backward_hook(
-            lambda m, into, out, name=name: (
-                (
-                    keep(seen[0], name, f"in {name}", into),
-                    keep(seen[1], name, f"out {name}", out),
-                )[2:]
-                or None
-            )
-        )
+
+        def after(_: nn.Module, into: Any, out: Any, name: str = name) -> None:
+            see("grad_input", name, into)
+            see("grad_output", name, out)
+
+        module.register_full_backward_pre_hook(lambda m, out, name=name: see("on_the_way_in", name, out))
+        module.register_full_backward_hook(after)
     call_loss(model, batch).backward()
     return seen
 
 
-def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
+def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[dict[str, Gradients], instrument.Probe]:
     """Return the same from recorded tensors; calls are counted in the order of PyTorch's hooks, last call first."""
-    with instrument.attach(model, RECORDS) as probe:
-        call_loss(model, batch).backward()
-        probe.end_step()
+    probe = run_steps(model, RECORDS, lambda: call_loss(model, batch).backward())
     seen: dict[str, Gradients] = {name: {} for name in RECORDS}
-    rows = probe.sink.records("tensors")
+    rows = [row for row in probe.sink.records("tensors") if row["module_type"] != "MultiheadAttention"]
     last = {row["layer"]: max(r["call"] for r in rows if r["layer"] == row["layer"]) for row in rows}
     for row in rows:
-        if row["module_type"] == "MultiheadAttention":
-            continue
         nth = last[row["layer"]] - row["call"] + 1
         seen[row["hook"]][row["layer"], f"{nth}.{row['path'] or 0}"] = row["values"]
-    return seen["grad_input"], seen["grad_output"], seen["on_the_way_in"], probe
+    return seen, probe
 
 
-@pytest.mark.parametrize("name", tiered(CASES, CASES.keys() - {"resnet18"}))
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
     torch.manual_seed(0)
-    model, reference, shape = CASES[name]()
-    batch = torch.randn(shape, requires_grad=True)
-    *reference_gradients, _ = *gradients_from_pytorch(reference, batch), None
-    *recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
-    for role, actual, wanted in zip(RECORDS, recorded, reference_gradients, strict=True):
-        assert actual.keys() == wanted.keys(), role
-        for key, gradient in wanted.items():
-            assert torch.equal(actual[key], gradient), (role, key)
+    model = CASES[name]()
+    reference = out_of_place(copy.deepcopy(model))
+    batch = torch.randn((2, 3, 16, 16) if name == "vit" else (2, 3, 8, 8), requires_grad=True)
+    wanted = gradients_from_pytorch(reference, batch)
+    recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
+    for hook, found in recorded.items():
+        assert found.keys() == wanted[hook].keys(), hook
+        assert all(torch.equal(gradient, wanted[hook][key]) for key, gradient in found.items()), hook
     silent = [row["layer"] for row in probe.coverage() if row["fired"] != row["expected"]]
     assert all(layer.endswith("out_proj") for layer in silent), "attention never calls its output projection"
     for (where, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -240,24 +159,11 @@ def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
 
 
 def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.one(x) + 2 * self.two(x)
-
-    model, batch = Shared(), torch.randn(2, 3, requires_grad=True)
-    specs = {
-        "share": {"layers": "*", "kind": "full_backward", "action": "record", "tensors": True},
-        "total": {"layers": "*", "kind": "tensor", "role": "input", "action": "record", "tensors": True},
-    }
-    with instrument.attach(model, specs) as probe:
-        hidden = batch * 1.0
-        model(hidden).sum().backward()
-        probe.end_step()
-    seen = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    model = Calls(lambda one, two, x: one(x) + 2 * two(x), one=nn.Linear(3, 3), two=nn.Linear(3, 3))
+    batch = torch.randn(2, 3, requires_grad=True)
+    specs = {"share": keep("full_backward", "*"), "total": keep("tensor", "*", role="input")}
+    _, probe = run_step(model, specs, batch * 1.0, loss=torch.sum)
+    seen = tensors_by(probe, "hook", "layer")
     ones = torch.ones(2, 3)
     assert torch.equal(seen["share", "one"], ones @ model.one.weight)
     assert torch.equal(seen["share", "two"], 2 * ones @ model.two.weight)
@@ -265,18 +171,16 @@ def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
         assert torch.equal(seen["total", layer], batch.grad)
 
 
-class ReturnsInput(nn.Module):
-    """A module that returns its input, which is also used next to it."""
+def returns_input(inner: nn.Module) -> nn.Module:
+    """Return a model with a module that returns its input, which is also used next to it."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.inner = nn.Linear(64, 64), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x)
+    def forward(linear: nn.Module, inner: nn.Module, x: Tensor) -> Tensor:
+        hidden = linear(x)
         first = hidden * 0.3
-        same = self.inner(hidden)
+        same = inner(hidden)
         return first + same.sin() + 3 * hidden + same.exp()
+
+    return Calls(forward, linear=nn.Linear(64, 64), inner=inner)
 
 
 PASS_THROUGH = pytest.mark.parametrize(
@@ -287,16 +191,13 @@ PASS_THROUGH = pytest.mark.parametrize(
 @PASS_THROUGH
 def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) -> None:
     torch.manual_seed(0)
-    model = ReturnsInput(inner)
+    model = returns_input(inner)
     batch = torch.randn(32, 64)
     baseline = copy.deepcopy(model)
     baseline(batch).sum().backward()
-    with instrument.attach(model, RECORDS) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
-    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(actual.grad, wanted.grad)
-    rows = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    _, probe = run_step(model, RECORDS, batch, loss=torch.sum)
+    assert_equal(gradients(model), gradients(baseline))
+    rows = tensors_by(probe, "hook", "layer")
     full = rows["grad_output", "linear"]
     for hook in RECORDS:
         assert torch.equal(rows[hook, "inner"], full), "one tensor has one gradient"
@@ -305,11 +206,9 @@ def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) 
 @PASS_THROUGH
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
 def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind: str) -> None:
-    model = ReturnsInput(inner)
+    model = returns_input(inner)
     batch = torch.randn(2, 64)
-    with instrument.attach(model, {"h": {"layers": "inner", "kind": kind, "action": "scale", "factor": 5.0}}) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
+    run_step(model, {"h": scale(kind, 5.0, "inner")}, batch, loss=torch.sum)
     hidden = model.linear(batch).detach().requires_grad_()
     (hidden * 0.3 + 5 * hidden.sin() + 3 * hidden + 5 * hidden.exp()).sum().backward()
     assert torch.allclose(model.linear.bias.grad, hidden.grad.sum(0), rtol=1e-5)
@@ -319,69 +218,54 @@ def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind:
     "view", [lambda x: x.view(2, 8), lambda x: x[:, :5], lambda x: x.t()], ids=["all", "part", "turned"]
 )
 def test_grad_input_of_a_module_that_writes_to_a_view(view: Any) -> None:
-    class Writing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2.0
-            x.mul_(3.0)
-            return y.sum() + (x * x).sum()
+    def write(x: Tensor) -> Tensor:
+        y = x * 2.0
+        x.mul_(3.0)
+        return y.sum() + (x * x).sum()
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.writing = nn.Linear(4, 8), Writing()
+    def forward(linear: nn.Module, writing: nn.Module, x: Tensor) -> Tensor:
+        hidden = linear(x)
+        before = hidden * 0.5
+        return writing(view(hidden)) + before.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.linear(x)
-            before = hidden * 0.5
-            return self.writing(view(hidden)) + before.sum()
-
-    model = Outer()
+    model = Calls(forward, linear=nn.Linear(4, 8), writing=Calls(write))
     batch = torch.randn(2, 4)
     baseline = copy.deepcopy(model)
     baseline(batch).backward()
-    with instrument.attach(model, {"share": RECORDS["grad_input"]}) as probe:
-        model(batch).backward()
-        probe.end_step()
+    _, probe = run_step(model, {"share": RECORDS["grad_input"]}, batch, loss=torch.sum)
     given = view(model.linear(batch)).detach().requires_grad_()
     (2 * given + (3 * given).square()).sum().backward()
-    (values,) = [row["values"] for row in probe.sink.records("tensors") if row["layer"] == "writing"]
-    assert torch.allclose(values, given.grad, rtol=1e-6)
-    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(actual.grad, wanted.grad)
+    assert torch.allclose(tensors_by(probe, "layer")["writing"], given.grad, rtol=1e-6)
+    assert_equal(gradients(model), gradients(baseline))
 
 
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
-@pytest.mark.parametrize("between", [nn.Identity, nn.Flatten, First], ids=["identity", "flatten", "part of a tensor"])
+@pytest.mark.parametrize(
+    "between", [nn.Identity, nn.Flatten, first_columns], ids=["identity", "flatten", "part of a tensor"]
+)
 def test_gradient_is_changed_where_a_view_is_written_in_place(kind: str, between: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=True))
     plain = out_of_place(copy.deepcopy(model))
     batch = torch.randn(3, 4)
-    spec = {"layers": "1", "kind": kind, "action": "scale", "factor": 3.0}
-    with instrument.attach(model, {"h": spec}) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
+    _, probe = run_step(model, {"h": scale(kind, 3.0, "1")}, batch, loss=torch.sum)
     plain(batch).sum().backward()
     assert len(probe.sink.rows["effects"]) == 1
     assert plain[0].weight.grad.any()
     torch.testing.assert_close(model[0].weight.grad, 3 * plain[0].weight.grad)
 
 
-class Last(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, 2:]
+def last_columns() -> nn.Module:
+    return Calls(lambda x: x[:, 2:])
 
 
-class LastRows(nn.Module):
-    """Returns all rows of its input but the first one: a contiguous view."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[1:]
+def last_rows() -> nn.Module:
+    """Return a module that returns all rows of its input but the first one: a contiguous view."""
+    return Calls(lambda x: x[1:])
 
 
 def test_view_hook_fires_once_after_a_write_to_its_base() -> None:
-    view, x = First(), torch.ones(2, 4, requires_grad=True)
-    spec = {"layers": ".", "kind": "tensor", "action": "scale", "factor": 3.0}
-    with instrument.attach(view, {"h": spec}) as probe:
+    view, x = first_columns(), torch.ones(2, 4, requires_grad=True)
+    with instrument.attach(view, {"h": scale("tensor", 3.0)}) as probe:
         full = x * 1.0
         used = view(full) * 1.0
         full += 1.0  # the memory of the view changes after the view was used
@@ -392,40 +276,34 @@ def test_view_hook_fires_once_after_a_write_to_its_base() -> None:
 
 
 def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Last(), nn.ReLU(inplace=True))
-    with instrument.attach(model, {"h": {**RECORDS["grad_output"], "layers": "1"}}) as probe:
-        output = model(torch.randn(3, 4))
-        (output * torch.arange(6.0).view(3, 2)).sum().backward()
-        probe.end_step()
+    model = nn.Sequential(nn.Linear(4, 4), last_columns(), nn.ReLU(inplace=True))
+    hooks = {"h": {**RECORDS["grad_output"], "layers": "1"}}
+    weights = torch.arange(6.0).view(3, 2)
+    output, probe = run_step(model, hooks, torch.randn(3, 4), loss=lambda output: (output * weights).sum())
     (row,) = probe.sink.records("tensors")
-    assert torch.equal(row["values"], torch.arange(6.0).view(3, 2) * (output > 0))
+    assert torch.equal(row["values"], weights * (output > 0))
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "tensor"])
 @pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
-@pytest.mark.parametrize("between", [Last, LastRows, nn.Flatten], ids=["columns", "rows", "all"])
+@pytest.mark.parametrize("between", [last_columns, last_rows, nn.Flatten], ids=["columns", "rows", "all"])
 def test_gradient_statistics_of_a_view_cover_only_the_view(between: Any, written: bool, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=written))
     weights = torch.arange(1.0, 13).view(3, 4)
     batch = torch.randn(3, 4)
     role = {} if kind == "tensor" else {"role": "grad_output"}
-    spec = {"layers": "1", "kind": kind, **role, "action": "record", "stats": ["l1", "numel"]}
-    with instrument.attach(model, {"h": spec}) as probe:
-        output = model(batch)
-        used = weights[: len(output), : output.shape[1]]
-        (output * used).sum().backward()
-        probe.end_step()
+    used = weights[: len(between()(batch)), : between()(batch).shape[1]]
+    hooks = {"h": record(kind, "1", **role, stats=["l1", "numel"])}
+    output, probe = run_step(model, hooks, batch, loss=lambda output: (output * used).sum())
     expected = (used * (output > 0)).sum().item()
     assert [(row["l1"], row["numel"]) for row in probe.sink.records("stats")] == [(expected, output.numel())]
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, 1)]
+    assert counts(probe) == [(1, 1)]
 
 
 @pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
 def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=written))
-    with instrument.attach(
-        model, {"h": {"layers": "0", "kind": "tensor", "action": "record", "stats": ["l1"]}}
-    ) as probe:
+    with instrument.attach(model, {"h": record("tensor", "0", stats=["l1"])}) as probe:
         output = model(torch.randn(2, 3, 4))
         for factor in range(1, 4):
             (factor * output[0]).sum().backward(retain_graph=True)
@@ -440,8 +318,7 @@ def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
 def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int, ...], stats: list[str]) -> None:
     """Each pass reaches the view either as it was before the write, or after it."""
     view, x = nn.Flatten(), torch.randn(2, 2, 3, requires_grad=True)
-    spec = {"layers": ".", "kind": "tensor", "action": "record", "stats": stats}
-    with instrument.attach(view, {"h": spec}) as probe:
+    with instrument.attach(view, {"h": record("tensor", stats=stats)}) as probe:
         y = view(x * 1.0)
         before = 2 * y
         y += 1.0
@@ -452,15 +329,13 @@ def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int
     assert sorted((row["backward"], row["l1"]) for row in probe.sink.records("stats")) == expected
 
 
-@pytest.mark.parametrize("view", [Last(), LastRows()], ids=["columns", "rows"])
+@pytest.mark.parametrize("view", [last_columns(), last_rows()], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
 )
 def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_used: bool, count: int) -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with instrument.attach(
-        view, {"h": {"layers": ".", "kind": "tensor", "action": "record", "stats": ["l1"]}}
-    ) as probe:
+    with instrument.attach(view, {"h": record("tensor", stats=["l1"])}) as probe:
         full = x * 1.0
         used = view(full) * 1.0
         if is_used:
@@ -470,50 +345,27 @@ def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_u
             full[:1, :2].sum().backward()
         probe.end_step()
     assert [row["l1"] for row in probe.sink.records("stats")] == [4.0] * count
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, count)]
+    assert counts(probe) == [(1, count)]
 
 
 @pytest.mark.skipif(not is_connected, reason="without the compiled kernel, all calls need Python code")
 def test_calls_that_return_views_need_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = (
-        nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
-        torch.randn(2, 3, 4),
-    )  # a linear layer returns a view of a matrix
+    # A linear layer returns a view of a matrix.
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)
     assert model[0](batch)._base is not None
     monkeypatch.setattr(OutputGradients, "register", None)
-    specs = {kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l1"]} for kind in ("forward", "tensor")}
-    with instrument.attach(model, specs) as probe:
-        output = model(batch)
-        output.sum().backward()
-        probe.end_step()
+    specs = {kind: record(kind, "*", stats=["l1"]) for kind in ("forward", "tensor")}
+    output, probe = run_step(model, specs, batch, loss=torch.sum)
     found = {(row["layer"], row["kind"]): row["l1"] for row in probe.sink.records("stats")}
     assert found["1", "tensor"] == output.numel()
     assert found["0", "tensor"] == pytest.approx((1 - output**2).sum().item(), rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ leaves
-
-
-class Prompt(nn.Module):
-    """A model that passes a parameter to a module, and has a module that returns its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = nn.Parameter(torch.ones(3))
-        self.give = ReturnsParameter()
-        self.head = nn.Linear(3, 1)
-
-    def forward(self) -> Tensor:
-        return self.head(self.prompt) + self.give().sum()
-
-
-class ReturnsParameter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-    def forward(self) -> Tensor:
-        return self.weight
+def prompt() -> nn.Module:
+    """Return a model that passes a parameter to a module, and has a module that returns its parameter."""
+    give = Calls(lambda weight: weight, weight=nn.Parameter(torch.ones(3)))
+    parts = {"prompt": nn.Parameter(torch.ones(3)), "give": give, "head": nn.Linear(3, 1)}
+    return Calls(lambda prompt, give, head: head(prompt) + give().sum(), **parts)
 
 
 @pytest.mark.parametrize(
@@ -527,7 +379,7 @@ class ReturnsParameter(nn.Module):
     ids=str,
 )
 def test_parameter_passed_through_modules_is_hooked_each_step(spec: dict[str, Any], of: str) -> None:
-    model = Prompt()
+    model = prompt()
     hook = {**spec, "action": "scale", "factor": 4.0, "stop": 3}
     wanted = 4 * model.head.weight.detach().view(-1) if of == "prompt" else torch.full((3,), 4.0)
     with instrument.attach(model, {"h": hook}) as probe:
@@ -543,8 +395,7 @@ def test_parameter_passed_through_modules_is_hooked_each_step(spec: dict[str, An
 
 
 def test_two_passes_in_one_step_do_not_share_leaf_hooks() -> None:
-    model = Prompt()
-    spec = {"layers": "head", "kind": "tensor", "role": "input", "action": "scale", "factor": 3.0}
+    model, spec = prompt(), scale("tensor", 3.0, "head", role="input")
     with instrument.attach(model, {"h": spec}) as probe:
         for _ in range(2):
             model().backward()
@@ -553,109 +404,15 @@ def test_two_passes_in_one_step_do_not_share_leaf_hooks() -> None:
     assert [row["call"] for row in probe.sink.records("effects")] == [0, 1]
 
 
-# ----------------------------------------------------------------------------------------- one tensor at two paths
-
-
-class Pair(nn.Module):
-    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        total = a + a
-        return total, total
-
-
 @pytest.mark.parametrize("path", [None, "0", "1"])
 def test_tensor_at_two_paths_has_its_gradient_changed_once(path: str | None) -> None:
     x = torch.ones(2, requires_grad=True)
-    hook = {"layers": ".", "kind": "full_backward_pre", "path": path, "action": "scale", "factor": 3.0}
-    with instrument.attach(Pair(), {"h": hook}) as probe:
-        left, right = probe.plan.layers.model(x * 1.0)
-        assert left is right
-        (left + right).sum().backward()
-        probe.end_step()
+    pair = Calls(lambda a: (total := a + a, total))
+    hook = scale("full_backward_pre", 3.0, path=path)
+    (left, right), probe = run_step(pair, {"h": hook}, x * 1.0, loss=lambda both: (both[0] + both[1]).sum())
+    assert left is right
     assert x.grad.tolist() == [12.0, 12.0]  # 2 uses of 2 outputs, times 3
     assert [row["path"] for row in probe.sink.records("effects")] == [path or "0"]
-
-
-# ------------------------------------------------------------------------------------------------ checkpointing
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.5))
-        self.head = nn.Linear(4, 1)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.block, x, use_reentrant=self.reentrant))
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-def test_checkpoint_recomputation_is_not_recorded_again(reentrant: bool) -> None:
-    records = {
-        f"{kind}_{role}": {"layers": "block.*", "kind": kind, "role": role, "action": "record"}
-        for kind, role in [
-            ("forward_pre", "input"),
-            ("forward", "output"),
-            ("forward", "input"),
-            ("full_backward_pre", "grad_output"),
-            ("full_backward", "grad_input"),
-            ("full_backward", "grad_output"),
-            ("tensor", "output"),
-            ("tensor", "input"),
-        ]
-    }
-    torch.manual_seed(0)
-    model = Checkpointed(reentrant)
-    batch = torch.randn(3, 4, requires_grad=True)
-    baseline = copy.deepcopy(model)
-    torch.manual_seed(1)
-    baseline(batch).sum().backward()
-    torch.manual_seed(1)
-    with instrument.attach(model, records) as probe:
-        for _ in range(2):
-            model.zero_grad()
-            torch.manual_seed(1)
-            model(batch).sum().backward()
-            probe.end_step()
-    table = probe.sink.frame("stats")
-    assert (table.groupby(["hook", "layer", "step"]).size() == 1).all()
-    assert len(table) == len(records) * 3 * 2
-    assert set(table.call) == {0}
-    again = set(table[table.recompute].kind)
-    assert again == ({"full_backward_pre", "full_backward", "tensor"} if reentrant else set())
-    assert all(row["fired"] == row["expected"] == 2 and not row["cause"] for row in probe.coverage())
-    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(actual.grad, wanted.grad)
-
-
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(
-    "change",
-    [{"action": "modify", "fn": "noise", "std": 0.5}, {"action": "scale", "factor": 0.5}],
-    ids=["noise", "scale"],
-)
-@pytest.mark.parametrize("kind", ["forward", "full_backward"])
-def test_intervention_under_checkpointing_equals_plain_training(
-    kind: str, change: dict[str, Any], reentrant: bool
-) -> None:
-    torch.manual_seed(0)
-    model = Checkpointed(reentrant).eval()
-    plain = copy.deepcopy(model)
-    plain.forward = lambda x: plain.head(plain.block(x))
-    batch = torch.randn(3, 4, requires_grad=True)
-    rows = []
-    for each in (model, plain):
-        with instrument.attach(each, {"h": {"layers": "block.0", "kind": kind, **change}}, seed=7) as probe:
-            each(batch).sum().backward()
-            probe.end_step()
-        rows.append([(row["layer"], row["call"], row["norm_after"]) for row in probe.sink.records("effects")])
-    assert len(rows[0]) == 1
-    assert rows[0] == rows[1]
-    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(actual.grad, wanted.grad)
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 class Leaky(nn.Module):
@@ -666,7 +423,7 @@ class Leaky(nn.Module):
         self.body = nn.Sequential(
             nn.Linear(256, 256), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(256, 256), nn.Unflatten(1, (16, 16))
         )
-        self.view = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(256, 256), First())
+        self.view = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(256, 256), first_columns())
         self.tail = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:

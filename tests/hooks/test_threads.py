@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, keep, record, scale
 from torch import Tensor, nn
 
 import instrument
@@ -40,27 +41,23 @@ def in_threads(function: Callable[[int], object], threads: int = THREADS) -> Non
         list(pool.map(started, range(threads)))
 
 
-class Meeting(nn.Module):
-    """Doubles its input. All threads meet inside of a call."""
+def meeting(threads: int) -> nn.Module:
+    """Return a module that doubles its input. All threads meet inside of a call."""
+    barrier = threading.Barrier(threads, timeout=60)
 
-    def __init__(self, threads: int) -> None:
-        super().__init__()
-        self.barrier = threading.Barrier(threads, timeout=60)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.barrier.wait()
+    def forward(x: Tensor) -> Tensor:
+        barrier.wait()
         y = x * 2
-        self.barrier.wait()
+        barrier.wait()
         return y
+
+    return Calls(forward)
 
 
 @pytest.mark.parametrize("options", [{}, {"action": "record", "stats": ["mean"]}], ids=["general", "plain"])
 def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> None:
-    model = Meeting(THREADS)
-    specs = {
-        "before": {"layers": ".", "kind": "forward_pre", **RECORD, **options},
-        "after": {"layers": ".", "kind": "forward", **RECORD, **options},
-    }
+    model = meeting(THREADS)
+    specs = {"before": {**keep("forward_pre"), **options}, "after": {**keep("forward"), **options}}
     with instrument.attach(model, specs) as probe:
         in_threads(lambda index: [model(torch.full((3,), float(index * 5 + i))) for i in range(5)])
         probe.end_step()
@@ -77,13 +74,12 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     """An intervention and a hook on functions have hook groups of their own."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 2.0)
-    record = {"layers": ".", "action": "record", "stats": ["mean"]}
     specs = {
-        "input": {**record, "kind": "forward_pre"},
-        "output": {**record, "kind": "forward"},
-        "half": {"layers": ".", "kind": "forward", "action": "scale", "factor": 0.5},
-        "function": {**record, "kind": "function", "functions": "linear"},
-        "module": {**record, "kind": "full_backward", "role": "grad_output", "via": "module"},
+        "input": record("forward_pre", stats=["mean"]),
+        "output": record("forward", stats=["mean"]),
+        "half": scale("forward", 0.5),
+        "function": record("function", functions="linear", stats=["mean"]),
+        "module": record("full_backward", role="grad_output", via="module", stats=["mean"]),
     }
     with instrument.attach(model, specs) as probe:
 
@@ -105,16 +101,10 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
 def test_counters_hold_while_steps_end(only_records: bool) -> None:
     """One thread ends steps while the others call the model. Some hooks only record outputs and their gradients."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    specs = {
-        "plain": {"layers": "*", "kind": "forward", "action": "record"},
-        "grads": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"},
-    }
+    specs = {"plain": record("forward", "*"), "grads": record("full_backward", "*", role="grad_output")}
     if not only_records:
-        specs |= {
-            "general": {"layers": "*", "kind": "forward_pre", "action": "record"},
-            "flow": {"layers": "*", "kind": "full_backward", "action": "record"},
-            "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
-        }
+        specs |= {"general": record("forward_pre", "*"), "flow": record("full_backward", "*")}
+        specs |= {"half": scale("forward", 0.5, "*")}
     with instrument.attach(model, specs, rules=None) as probe:
 
         def call(index: int) -> None:
@@ -152,9 +142,7 @@ class BlockingModule(nn.Module):
 
 def test_call_across_a_step_in_another_thread_is_recorded() -> None:
     model = BlockingModule()
-    with instrument.attach(
-        model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}, rules=None
-    ) as probe:
+    with instrument.attach(model, {"seen": record("forward")}, rules=None) as probe:
         thread = threading.Thread(target=model, args=(torch.full((2, 3), 5.0),), kwargs={"wait": True})
         thread.start()
         assert model.is_inside.wait(10)
@@ -176,8 +164,7 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
         with suppress(ArithmeticError):
             model(torch.ones(2, 3), fail=True)
 
-    hooks = {"grads": {"layers": ".", "kind": "tensor", "role": "output", "action": "record"}}
-    with instrument.attach(model, hooks, rules=None) as probe:
+    with instrument.attach(model, {"grads": record("tensor")}, rules=None) as probe:
         thread = threading.Thread(target=fail)
         thread.start()
         thread.join()
@@ -193,17 +180,8 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
 @pytest.mark.parametrize("shared", [False, True], ids=["own leaves", "shared leaf"])
 def test_gradient_of_a_leaf_belongs_to_its_call(shared: bool) -> None:
     """Each thread runs its own backward pass. A hook of PyTorch on the same module gives the gradient of each call."""
-
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, factor: float) -> Tensor:
-            return x * factor
-
-    model, leaf = Scaled(), torch.ones(3, requires_grad=True)
-    specs = {
-        "factor": {"layers": ".", "kind": "forward", "action": "record"},
-        "flow": {"layers": ".", "kind": "full_backward", "action": "record"},
-        "total": {"layers": ".", "kind": "tensor", "role": "input", "action": "record"},
-    }
+    model, leaf = Calls(lambda x, factor: x * factor), torch.ones(3, requires_grad=True)
+    specs = {"factor": record("forward"), "flow": record("full_backward"), "total": record("tensor", role="input")}
     with instrument.attach(model, specs, rules=None) as probe:
 
         def call(index: int) -> None:
@@ -261,17 +239,10 @@ def test_gradients_of_batches_in_flight_belong_to_their_calls(kind: str, ends_mi
 @pytest.mark.parametrize("via", ["tensor", "module"])
 def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
     """The same leaf is in flight twice. The factor of each call is its gradient."""
-
-    class Scaled(nn.Module):
-        factor = 1.0
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.factor
-
-    model, leaf = Scaled(), torch.ones(3, requires_grad=True)
-    specs: dict[str, Any] = {"flow": {"layers": ".", "kind": "full_backward", "via": via, **RECORD}}
+    model, leaf = Calls(lambda x: x * model.factor), torch.ones(3, requires_grad=True)
+    specs = {"flow": keep("full_backward", via=via)}
     if via == "tensor":
-        specs["total"] = {"layers": ".", "kind": "tensor", "role": "input", "action": "scale", "factor": 10.0}
+        specs["total"] = scale("tensor", 10.0, role="input")
     with instrument.attach(model, specs) as probe:
         losses = []
         for factor in (2.0, 3.0, 5.0):
@@ -288,8 +259,7 @@ def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
 
 def test_hook_on_a_leaf_ends_with_its_graph() -> None:
     model, leaf = nn.Linear(3, 3), torch.ones(3, requires_grad=True)
-    spec = {"layers": ".", "kind": "tensor", "role": "input", "action": "record"}
-    with instrument.attach(model, {"total": spec}) as probe:
+    with instrument.attach(model, {"total": record("tensor", role="input")}) as probe:
         for _ in range(20):
             model(leaf)  # no backward pass
             probe.end_step()

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, counts, keep, record, run_step, scale
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instrument
-
-RECORD = {"action": "record", "stats": "none", "tensors": True}
 
 
 class Feedback(torch.autograd.Function):
@@ -109,10 +108,10 @@ def test_records_equal_those_of_forward_hooks(name: str) -> None:
     model, calls = MAKE[name]()
     x, seen = batch_of(model), []
     specs = {
-        "plain": {"layers": "net.0", "kind": "forward", "action": "record"},
-        "seen": {"layers": "net", "kind": "forward", **RECORD},
-        "before": {"layers": "net", "kind": "forward_pre", **RECORD},
-        "functions": {"layers": "net.0", "kind": "function", "functions": "linear", "action": "record"},
+        "plain": record("forward", "net.0"),
+        "seen": keep("forward", "net"),
+        "before": keep("forward_pre", "net"),
+        "functions": record("function", "net.0", functions="linear"),
     }
     with instrument.attach(model, specs) as probe:
         handle = model.net.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
@@ -126,7 +125,7 @@ def test_records_equal_those_of_forward_hooks(name: str) -> None:
         assert torch.equal(rows["before", call]["values"], given.detach())
         assert torch.equal(rows["seen", call]["values"], output.detach())
     assert not any(row["recompute"] for row in rows.values())
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(calls, calls)] * len(specs)
+    assert counts(probe) == [(calls, calls)] * len(specs)
     assert not probe.warnings
     assert len(probe.stats.query("hook == 'plain'")) == calls
 
@@ -146,9 +145,7 @@ def test_intervention_equals_a_forward_hook(name: str, change: dict[str, Any]) -
         if not is_instrumented:
             model.net.register_forward_hook(by_hand)
         hooks = {"change": {"layers": "net", "kind": "forward", **change}} if is_instrumented else {}
-        with instrument.attach(model, hooks) as probe:
-            model(x).square().sum().backward()
-            probe.end_step()
+        _, probe = run_step(model, hooks, x, loss=lambda output: output.square().sum())
         gradients.append([x.grad, *(parameter.grad for parameter in model.parameters())])
         if is_instrumented:
             assert [row["call"] for row in probe.sink.records("effects")] == [*range(calls)]
@@ -160,7 +157,7 @@ def test_gradients_of_calls_in_a_backward_pass_are_recorded() -> None:
     torch.manual_seed(0)
     model, _ = MAKE["adjoint"]()
     wanted: list[Tensor] = []
-    with instrument.attach(model, {"flow": {"layers": "net", "kind": "full_backward", **RECORD}}) as probe:
+    with instrument.attach(model, {"flow": keep("full_backward", "net")}) as probe:
         model.net[0].register_full_backward_hook(lambda module, into, out: wanted.append(into[0].clone()))
         model(batch_of(model)).square().sum().backward()
         probe.end_step()
@@ -178,10 +175,7 @@ def test_caller_inside_a_checkpoint_counts_its_calls(name: str, reentrant: bool)
     torch.manual_seed(0)
     model, calls = MAKE[name]()
     in_forward = {"feedback": 0, "adjoint": 4, "reversible": 2}[name]
-    specs = {
-        "seen": {"layers": "net", "kind": "forward", "action": "record"},
-        "half": {"layers": "net", "kind": "forward", "action": "scale", "factor": 0.5},
-    }
+    specs = {"seen": record("forward", "net"), "half": scale("forward", 0.5, "net")}
     seen: list[Tensor] = []
     model.net.register_forward_hook(lambda module, args, output: seen.append(output))
     with instrument.attach(model, specs) as probe:
@@ -190,24 +184,15 @@ def test_caller_inside_a_checkpoint_counts_its_calls(name: str, reentrant: bool)
     assert len(seen) in (calls, calls + in_forward)  # a recomputation ends when all tensors that it saves exist
     assert sorted(probe.stats.call) == [*range(calls)]
     assert sorted(row["call"] for row in probe.sink.records("effects")) == [*range(calls)]
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(calls, calls)] * 2
+    assert counts(probe) == [(calls, calls)] * 2
 
 
 def test_checkpoint_inside_a_backward_pass_is_recomputed_once() -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.linear, x, use_reentrant=False)
-
     torch.manual_seed(0)
     model = Caller(Adjoint)
-    model.net = nn.Sequential(Inside(), nn.Tanh())
-    specs = {"seen": {"layers": "net.0.linear", "kind": "forward", "action": "record"}}
-    with instrument.attach(model, specs) as probe:
-        model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-        probe.end_step()
+    inside = Calls(lambda linear, x: checkpoint(linear, x, use_reentrant=False), linear=nn.Linear(3, 3))
+    model.net = nn.Sequential(inside, nn.Tanh())
+    x = torch.randn(2, 3, requires_grad=True)
+    _, probe = run_step(model, {"seen": record("forward", "net.0.linear")}, x, loss=torch.sum)
     assert sorted(probe.stats.call) == [*range(10)]
-    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(10, 10)]
+    assert counts(probe) == [(10, 10)]

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from hook_locations import LOCATIONS
+from hook_runs import Calls, assert_equal, counts, gradients, record, run_step
 from tiers import portions, tiered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -31,9 +33,9 @@ DROPOUT = {"action": "modify", "fn": "dropout", "p": 0.5}
 class Segments(nn.Module):
     """One block, called in several segments, twice in one of them, inside another one, and outside of all."""
 
-    def __init__(self, runner: Callable[..., Tensor]) -> None:
+    def __init__(self, runner: Callable[..., Tensor], activation: nn.Module | None = None) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.block = nn.Sequential(nn.Linear(5, 5), activation or nn.Tanh())
         self.runner = runner
 
     def twice(self, x: Tensor) -> Tensor:
@@ -196,14 +198,9 @@ def test_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
     """Records are bit-identical, and noise in every block equals that of the model without checkpointing."""
     import transformers
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
-    if name == "GPT2LMHeadModel":
-        sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    wide = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    narrow = {"n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16}
+    sizes: dict[str, Any] = narrow if name == "GPT2LMHeadModel" else wide
     model_class = getattr(transformers, name)
     torch.manual_seed(0)
     plain = model_class(model_class.config_class(vocab_size=32, use_cache=False, **sizes)).train()
@@ -217,9 +214,7 @@ def test_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
         with instrument.attach(each, specs, seed=3) as probe:
             each(input_ids=tokens, labels=tokens).loss.backward()
             probe.end_step()
-        assert not [
-            message for message in probe.warnings if "not called" not in message and "no gradient" not in message
-        ]
+        assert not [each for each in probe.warnings if "not called" not in each and "no gradient" not in each]
         return [parameter.grad.clone() for parameter in each.parameters()]
 
     kinds = ("forward_pre", "forward", "full_backward", "full_backward_pre", "tensor")
@@ -273,50 +268,35 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
 
 @VARIANTS
 def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) -> None:
-    model = Segments(checkpointed(reentrant))
-    kinds = {"forward": False, "forward_pre": False, "full_backward": reentrant, "tensor": reentrant}
-    specs = {kind: {"layers": "block.0", "kind": kind, "action": "record"} for kind in kinds}
-    batch = torch.randn(4, 5, requires_grad=True)
-    with instrument.attach(model, specs) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
-    table = probe.sink.frame("stats")
-    for kind, inside in kinds.items():
-        rows = table[table.kind == kind]
-        assert sorted(rows.call) == list(range(CALLS))
-        assert rows.recompute.sum() == (CALLS - 1 if inside else 0)
-    assert not probe.warnings
-    assert all(row["fired"] == row["expected"] for row in probe.coverage())
-
-
-@VARIANTS
-def test_module_hooks_count_each_checkpointed_call_once(reentrant: bool) -> None:
-    model = Segments(checkpointed(reentrant))
-    specs = {"own": {"layers": "block.0", "kind": "full_backward", "via": "module", "action": "record"}}
-    with instrument.attach(model, specs) as probe:
-        model(torch.randn(4, 5, requires_grad=True)).sum().backward()
-        probe.end_step()
-    table = probe.sink.frame("stats")
-    assert sorted(table.call) == list(range(CALLS))
-    assert table.recompute.sum() == (CALLS - 1 if reentrant else 0)
-    assert [(row["fired"], row["expected"]) for row in probe.coverage()] == [(CALLS, CALLS)]
-    assert not probe.warnings
+    locations = [*LOCATIONS, ("forward", "input")]
+    records = {f"{kind}_{role}": record(kind, "block.*", role=role) for kind, role in locations}
+    own = {"module": record("full_backward", "block.*", via="module")}
+    for specs, activation in ((records, nn.ELU(inplace=True)), (own, nn.Tanh())):
+        model = Segments(checkpointed(reentrant), activation)
+        baseline = copy.deepcopy(model)
+        batch = torch.randn(4, 5, requires_grad=True)
+        baseline(batch).sum().backward()
+        _, probe = run_step(model, specs, batch, loss=torch.sum)
+        assert_equal(gradients(model), gradients(baseline))
+        groups = dict([*probe.sink.frame("stats").groupby(["hook", "layer"])])
+        assert groups.keys() == {(hook, layer) for hook in specs for layer in ("block.0", "block.1")}
+        for (hook, _), rows in groups.items():
+            assert sorted(rows.call) == list(range(CALLS))
+            assert rows.recompute.sum() == (CALLS - 1 if reentrant and not hook.startswith("forward") else 0)
+        assert not probe.warnings
+        assert counts(probe) == [(CALLS, CALLS)] * len(groups)
 
 
 def test_checkpointed_graph_is_freed_while_hooked() -> None:
     """An aborted recomputation leaves calls that never return; nothing of their graph is kept."""
-    specs = {
-        "own": {"layers": "**", "kind": "full_backward", "action": "record"},
-        "flow": {"layers": "**", "kind": "tensor", "action": "record"},
-    }
+    specs = {kind: record(kind, "**") for kind in ("full_backward", "tensor")}
     kept: list[weakref.ref[Tensor]] = []
 
-    class Sine(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            kept.append(weakref.ref(x))  # the graph saves it, so it lives as long as the graph
-            return x.sin()
+    def sine(x: Tensor) -> Tensor:
+        kept.append(weakref.ref(x))  # the graph saves it, so it lives as long as the graph
+        return x.sin()
 
-    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Sine())
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), Calls(sine))
     with instrument.attach(model, specs) as probe:
         batch = torch.randn(4, 5, requires_grad=True)
         checkpoint(model, batch, use_reentrant=False).sum().backward()

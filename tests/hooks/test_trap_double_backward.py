@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from hook_locations import GRADIENT_LOCATIONS, record_hooks
+from hook_runs import keep, scale
 from torch import Tensor, nn
 
 import instrument
 
-KEEP = {"action": "record", "stats": "none", "tensors": True}
-RECORDS: dict[str, Any] = record_hooks(GRADIENT_LOCATIONS)
-RECORDS |= {
-    "forward": {"layers": "**", "kind": "forward", **KEEP},
-    "micro": {"layers": "**", "kind": "parameter_grad_micro", **KEEP},
-    "sums": {"layers": "**", "kind": "post_accumulate_grad", **KEEP},
+RECORDS: dict[str, Any] = {
+    **record_hooks(GRADIENT_LOCATIONS),
+    "forward": keep("forward", "**"),
+    "micro": keep("parameter_grad_micro", "**"),
+    "sums": keep("post_accumulate_grad", "**"),
 }
 
 
@@ -80,7 +80,7 @@ def test_both_backward_passes_are_recorded_in_order() -> None:
     hidden = plain[0](points())
     (slope,) = torch.autograd.grad(plain[1](hidden).sum(), hidden, create_graph=True)
     (second,) = torch.autograd.grad(slope.square().sum(), hidden)
-    with instrument.attach(model, {"flow": {"layers": "0", "kind": "tensor", **KEEP}}) as probe:
+    with instrument.attach(model, {"flow": keep("tensor", "0")}) as probe:
         x = points()
         out = model[0](x)
         (actual,) = torch.autograd.grad(model[1](out).sum(), out, create_graph=True)
@@ -127,7 +127,7 @@ def test_change_has_the_derivative_of_the_changed_function(kind: str, factor: fl
     model, wanted = smooth(), smooth()
     (slope,) = torch.autograd.grad(changed(wanted, x).sum(), x, create_graph=True)
     slope.square().sum().backward()
-    with instrument.attach(model, {"h": {"layers": "1", "kind": kind, "action": "scale", "factor": factor}}) as probe:
+    with instrument.attach(model, {"h": scale(kind, factor, "1")}) as probe:
         (actual,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         actual.square().sum().backward()
         probe.end_step()

@@ -21,7 +21,7 @@ from tiers import tiered
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from instrument import Probe
+from instrument import MemorySink, Probe
 from instrument.config.parse import parse_hooks
 from instrument.plan.hook_plan import make_plan
 from instrument.tables.schemas import TABLES
@@ -31,10 +31,11 @@ STEPS = 2
 Digest = bytes
 
 
-class DigestSink:
+class DigestSink(MemorySink):
     """Keep a digest of each recorded tensor, since the gradients of full models do not fit in memory."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.digests: dict[tuple[Any, ...], Digest] = {}
 
     def write(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -48,12 +49,6 @@ class DigestSink:
         assert location not in self.digests
         self.digests[location] = digest(tensor)
         return True
-
-    def end_step(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class OutOfPlace(TorchFunctionMode):

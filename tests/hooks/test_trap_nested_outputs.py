@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, keep, run_steps, tensors_by
 from tiers import tiered
 from torch import Tensor, nn
 
 import instrument
 
-KEEP = {"layers": "**", "action": "record", "stats": "none", "tensors": True}
 HOOKS = {
-    "output": {**KEEP, "kind": "forward"},
-    "input": {**KEEP, "kind": "forward_pre"},
-    "grad_output": {**KEEP, "kind": "tensor"},
-    "grad_input": {**KEEP, "kind": "tensor", "role": "input"},
-    "own_grad_output": {**KEEP, "kind": "full_backward_pre"},
+    "output": keep("forward", "**"),
+    "input": keep("forward_pre", "**"),
+    "grad_output": keep("tensor", "**"),
+    "grad_input": keep("tensor", "**", role="input"),
+    "own_grad_output": keep("full_backward_pre", "**"),
 }
 Key = tuple[str, str, str, int]  # hook, layer, path, call
 Parts = Iterator[tuple[str, Tensor]]
@@ -39,37 +39,27 @@ class Pair:
     nothing: None = None
 
 
-class Mixed(nn.Module):
-    """A mix of nested values; its submodule takes only keyword arguments."""
+def mixed() -> nn.Module:
+    """Return a model with a mix of nested values; its submodule takes only keyword arguments."""
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def inner(linear: nn.Module, *, values: dict[str, Tensor], scale: float) -> Pair:
+        hidden = linear(values["x"]) * scale
+        return Pair(hidden.mean(0), {"deep": [hidden.sin(), None, (hidden.cos(),)], "count": 3})
 
-        def forward(self, *, values: dict[str, Tensor], scale: float) -> Pair:
-            hidden = self.linear(values["x"]) * scale
-            return Pair(hidden.mean(0), {"deep": [hidden.sin(), None, (hidden.cos(),)], "count": 3})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = self.Part()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
-        pair = self.part(values={"x": x, "unused": torch.ones(2)}, scale=2.0)
+    def outer(part: nn.Module, x: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
+        pair = part(values={"x": x, "unused": torch.ones(2)}, scale=2.0)
         deep = pair.rest["deep"]
         return pair.mean + deep[0].sum(0), None, {"cos": deep[2][0] * 3}
 
+    return Calls(outer, part=Calls(inner, linear=nn.Linear(4, 4)))
 
-class AttentionModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
-    def forward(self, x: Tensor, memory: Tensor) -> Any:
-        memory = self.linear(memory)
-        return self.attention(x, memory, value=memory * 2, need_weights=True)
+def attention() -> nn.Module:
+    def forward(linear: nn.Module, attention: nn.Module, x: Tensor, memory: Tensor) -> Any:
+        memory = linear(memory)
+        return attention(x, memory, value=memory * 2, need_weights=True)
+
+    return Calls(forward, linear=nn.Linear(8, 8), attention=nn.MultiheadAttention(8, 2, batch_first=True))
 
 
 def transformers_model(name: str, **more: Any) -> Callable[[], nn.Module]:
@@ -91,8 +81,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "LSTM": (lambda: nn.LSTM(5, 6, 2, bidirectional=True), lambda: {"input": torch.randn(7, 2, 5)}),
     "GRU": (lambda: nn.GRU(5, 6), lambda: {"input": torch.randn(7, 2, 5), "hx": torch.randn(1, 2, 6)}),
     "LSTMCell": (lambda: nn.LSTMCell(5, 6), lambda: {"input": torch.randn(2, 5)}),
-    "MultiheadAttention": (AttentionModel, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
-    "dataclass": (Mixed, lambda: {"x": torch.randn(3, 4)}),
+    "MultiheadAttention": (attention, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
+    "dataclass": (mixed, lambda: {"x": torch.randn(3, 4)}),
     "GPT-2": (
         transformers_model("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
         lambda: {"input_ids": TOKENS, "labels": TOKENS, "output_hidden_states": True, "use_cache": False},
@@ -114,11 +104,7 @@ PATHS = {  # some that have to exist: hook, layer, path
     "LSTM": [("output", "", "1.0"), ("output", "", "1.1"), ("grad_output", "", "1.1")],
     "GRU": [("output", "", "1"), ("input", "", "hx")],
     "LSTMCell": [("output", "", "0"), ("grad_output", "", "1")],
-    "MultiheadAttention": [
-        ("output", "attention", "1"),
-        ("input", "attention", "value"),
-        ("grad_input", "attention", "value"),
-    ],
+    "MultiheadAttention": [("output", "attention", "1"), *[(f, "attention", "value") for f in ("input", "grad_input")]],
     "dataclass": [
         ("output", "part", "rest.deep.2.0"),
         ("input", "part", "values.unused"),
@@ -196,12 +182,7 @@ def test_every_nested_tensor_is_recorded_with_its_gradient(name: str) -> None:
     model = make().train()
     given = inputs()
     values, gradients = reference(copy.deepcopy(model), given)
-    with instrument.attach(model, HOOKS) as probe:
-        step(model, given)
-        probe.end_step()
-    seen = {
-        (row["hook"], row["layer"], row["path"], row["call"]): row["values"] for row in probe.sink.records("tensors")
-    }
+    seen = tensors_by(run_steps(model, HOOKS, lambda: step(model, given)), "hook", "layer", "path", "call")
     own = {key: seen.pop(key) for key in list(seen) if key[0] == "own_grad_output"}
     assert seen.keys() == values.keys() | gradients.keys()
     for key, wanted in (values | gradients).items():
@@ -229,7 +210,7 @@ def test_attention_functions_of_transformers_are_recorded(name: str, implementat
     model = getattr(transformers, name)._from_config(config, attn_implementation=implementation).eval()
     given = {"pixel_values": torch.randn(2, 1, 8, 8)} if is_vision else {"input_ids": TOKENS, "use_cache": False}
     function = "softmax" if implementation == "eager" else "scaled_dot_product_attention"
-    spec = {**KEEP, "layers": "**", "types": "*Attention", "kind": "function", "functions": function}
+    spec = keep("function", "**", types="*Attention", functions=function)
     inputs = {**spec, "role": "input"}
     with instrument.attach(model, {"results": spec, "arguments": inputs}) as probe, torch.no_grad():
         attentions = model(**given, output_attentions=implementation == "eager").attentions

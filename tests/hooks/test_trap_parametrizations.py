@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, run_steps, scale, tensors_by
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.nn.utils.parametrize import register_parametrization
@@ -20,9 +22,7 @@ from instrument.plan.modules import Layers
 RECORD = {"action": "record", "stats": "none", "tensors": True}
 
 
-class Symmetric(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight.triu() + weight.triu(1).T
+symmetric = functools.partial(Calls, lambda weight: weight.triu() + weight.triu(1).T)
 
 
 class LowRank(nn.Module):
@@ -37,7 +37,7 @@ class LowRank(nn.Module):
 
 
 def several(layer: nn.Module) -> nn.Module:
-    for parametrization in (Symmetric(), LowRank()):
+    for parametrization in (symmetric(), LowRank()):
         register_parametrization(layer, "weight", parametrization)
     return register_parametrization(layer, "bias", nn.Softplus())
 
@@ -155,10 +155,8 @@ def test_one_part_of_a_parametrized_weight_has_several_names(model: nn.Module, f
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_state_dict_hooks_of_a_layer_have_its_entries(model: nn.Module, kind: str) -> None:
     hook = {"layers": "0", "kind": kind, **RECORD}
-    with instrument.attach(model, {"seen": hook}, rules=None) as probe:
-        model.load_state_dict(model.state_dict())
-        probe.end_step()
-    found = {f"0.{row['path']}": row["values"] for row in probe.sink.records("tensors")}
+    probe = run_steps(model, {"seen": hook}, lambda: model.load_state_dict(model.state_dict()), rules=None)
+    found = {f"0.{path}": values for path, values in tensors_by(probe, "path").items()}
     wanted = {key: value for key, value in model.state_dict().items() if key.startswith("0.")}
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[key], value) for key, value in wanted.items())
@@ -167,10 +165,8 @@ def test_state_dict_hooks_of_a_layer_have_its_entries(model: nn.Module, kind: st
 @pytest.mark.parametrize("name", ["weight_norm"])
 def test_state_dict_intervention_changes_a_parametrized_entry(model: nn.Module) -> None:
     before = model[0].parametrizations.weight.original0.detach().clone()
-    scale = {"layers": "0", "params": "weight.original0", "kind": "load_state_dict_pre", "action": "scale", "factor": 2}
-    with instrument.attach(model, {"scale": scale}, rules=None) as probe:
-        model.load_state_dict(model.state_dict())
-        probe.end_step()
+    hook = scale("load_state_dict_pre", 2, "0", params="weight.original0")
+    run_steps(model, {"scale": hook}, lambda: model.load_state_dict(model.state_dict()), rules=None)
     assert torch.equal(model[0].parametrizations.weight.original0, 2 * before)
 
 

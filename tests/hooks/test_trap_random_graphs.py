@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hook_locations import INTERVENTION_LOCATIONS, LOCATIONS, record_hooks
+from hook_runs import run_step, scale
 from tiers import portions
 from torch import Tensor, nn
 
@@ -105,10 +106,7 @@ def train(network: Network, hooks: dict[str, Any]) -> tuple[list[Tensor], instru
     """Run a step; return the loss and all gradients, zeros where a gradient is missing."""
     batch = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(9))
     network.zero_grad()
-    with instrument.attach(network, hooks) as probe:
-        loss = network(batch)
-        loss.backward()
-        probe.end_step()
+    loss, probe = run_step(network, hooks, batch, loss=torch.sum)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
     return [loss.detach().clone(), *gradients], probe
 
@@ -121,8 +119,8 @@ def train_uninstrumented(network: Network) -> list[Tensor] | None:
         return None
 
 
-def check(seeds: range) -> tuple[int, int]:
-    """Return how many networks were compared, and how many rows they recorded."""
+@pytest.mark.parametrize("seeds", portions(20, 4_000, 664))
+def test_recording_is_bit_identical_on_random_networks(seeds: range) -> None:
     compared = rows = 0
     for seed in seeds:
         network = Network(seed, list(OPERATIONS))
@@ -135,33 +133,20 @@ def check(seeds: range) -> tuple[int, int]:
         table = probe.sink.frame("tensors")
         assert not table.duplicated(["hook", "layer", "path", "call", "backward"]).any(), (seed, operations)
         compared, rows = compared + 1, rows + len(table)
-    return compared, rows
-
-
-def check_changes(seeds: range) -> int:
-    """Return how many networks were compared; returned leaves are excluded (views of them are read-only)."""
-    compared = 0
-    for seed in seeds:
-        network = Network(seed, [name for name in OPERATIONS if name != "parameter"])
-        wanted = train_uninstrumented(network)
-        if wanted is None:
-            continue
-        for kind, role in INTERVENTION_LOCATIONS:
-            once = {"layers": "**", "kind": kind, "role": role, "action": "scale", "factor": 1.0}
-            actual, _ = train(network, {"once": once})
-            for got, value in zip(actual, wanted, strict=True):
-                torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5, msg=f"seed {seed}, {kind} {role}")
-        compared += 1
-    return compared
-
-
-@pytest.mark.parametrize("seeds", portions(20, 4_000, 664))
-def test_recording_is_bit_identical_on_random_networks(seeds: range) -> None:
-    compared, rows = check(seeds)
     assert compared > 0.7 * len(seeds)
     assert rows > 20 * compared
 
 
 @pytest.mark.parametrize("seeds", portions(12, 2_000, 398))
 def test_scaling_by_one_is_neutral_on_random_networks(seeds: range) -> None:
-    assert check_changes(seeds) > 0.7 * len(seeds)
+    """Returned leaves are excluded: views of them are read-only."""
+    compared = 0
+    for seed in seeds:
+        network = Network(seed, [name for name in OPERATIONS if name != "parameter"])
+        wanted = train_uninstrumented(network)
+        for kind, role in INTERVENTION_LOCATIONS if wanted is not None else ():
+            actual, _ = train(network, {"once": scale(kind, 1.0, "**", role=role)})
+            for got, value in zip(actual, wanted, strict=True):
+                torch.testing.assert_close(got, value, rtol=1e-5, atol=1e-5, msg=f"seed {seed}, {kind} {role}")
+        compared += wanted is not None
+    assert compared > 0.7 * len(seeds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hook_locations import LOCATIONS, record_hooks
+from hook_runs import counts, record, run_step, scale, tensors_by
 from torch import Tensor, nn
 
 import instrument
@@ -34,10 +35,13 @@ class Nested(nn.Module):
 def test_recursive_module_has_rows_of_every_call() -> None:
     torch.manual_seed(0)
     model = Nested()
-    with instrument.attach(model, record_hooks(LOCATIONS, ".")) as probe:
-        model(torch.randn(2, 3, requires_grad=True)).square().sum().backward()
-        probe.end_step()
-    rows = {(row["hook"], row["call"]): row["values"] for row in probe.sink.records("tensors")}
+    _, probe = run_step(
+        model,
+        record_hooks(LOCATIONS, "."),
+        torch.randn(2, 3, requires_grad=True),
+        loss=lambda output: output.square().sum(),
+    )
+    rows = tensors_by(probe, "hook", "call")
     wanted = {}
     for call, call_input in enumerate(model.call_inputs):
         result = model.call_outputs[call]
@@ -53,7 +57,7 @@ def test_recursive_module_has_rows_of_every_call() -> None:
     assert rows.keys() == wanted.keys()
     assert len(rows) == 7 * 4
     assert all(torch.equal(rows[key], wanted[key]) for key in wanted)
-    assert all((row["fired"], row["expected"]) == (4, 4) for row in probe.coverage())
+    assert counts(probe) == [(4, 4)] * len(LOCATIONS)
     assert not probe.warnings
 
 
@@ -62,11 +66,9 @@ def test_intervention_on_a_recursive_module_applies_to_every_call(kind: str) -> 
     torch.manual_seed(0)
     model = Nested()
     batch = torch.randn(2, 3, requires_grad=True)
-    specs = {"double": {"layers": ".", "kind": kind, "action": "scale", "factor": 2.0}}
+    specs = {"double": scale(kind, 2.0)}
     baseline = torch.autograd.grad(model(batch).sum(), batch)[0]
-    with instrument.attach(model, specs) as probe:
-        model(batch).sum().backward()
-        probe.end_step()
+    _, probe = run_step(model, specs, batch, loss=torch.sum)
     assert torch.equal(batch.grad, baseline * 2.0**4)
     assert sorted(row["call"] for row in probe.sink.records("effects")) == [0, 1, 2, 3]
 
@@ -74,9 +76,8 @@ def test_intervention_on_a_recursive_module_applies_to_every_call(kind: str) -> 
 def test_module_with_two_names_is_hooked_once() -> None:
     shared = nn.Linear(3, 3)
     model = nn.Sequential(shared, nn.Tanh(), shared)
-    with instrument.attach(model, record_hooks(LOCATIONS, "2")) as probe:
-        model(torch.randn(2, 3, requires_grad=True)).sum().backward()
-        probe.end_step()
+    x = torch.randn(2, 3, requires_grad=True)
+    _, probe = run_step(model, record_hooks(LOCATIONS, "2"), x, loss=torch.sum)
     table = probe.sink.frame("tensors")
     assert (table.groupby(["hook", "call"]).size() == 1).all()
     assert table.groupby("hook").call.apply(sorted).tolist() == [[0, 1]] * len(LOCATIONS)
@@ -89,15 +90,9 @@ def test_tied_weights_match_all_their_names() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
     model[2].weight = model[0].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    specs = {
-        kind: {"layers": "2", "kind": kind, "action": "record"}
-        for kind in ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
-    }
-    with instrument.attach(
-        model,
-        {**specs, "half": {"layers": ["0", "2"], "kind": "parameter_grad", "action": "scale", "factor": 0.5}},
-        optimizer=optimizer,
-    ) as probe:
+    specs = {kind: record(kind, "2") for kind in ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")}
+    half = {"half": scale("parameter_grad", 0.5, ["0", "2"])}
+    with instrument.attach(model, specs | half, optimizer=optimizer) as probe:
         model(torch.randn(2, 3)).sum().backward()
         gradient = model[0].weight.grad.clone()
         optimizer.step()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from geometric import Data
+from hook_runs import Calls, assert_close, record, scale
 from torch import Tensor, nn
 
 import instrument
@@ -57,29 +58,20 @@ def write(container: Any, key: str, value: Tensor) -> None:
         setattr(container, key, value)
 
 
-class Embed(nn.Module):
-    def __init__(self, returned: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.returned = RETURNED[returned]
+def model_of(returned: str) -> nn.Module:
+    """Return a model that reads what its first module wrote, and not what it returned."""
 
-    def forward(self, batch: Any) -> Any:
-        h = self.linear(read(batch, "x"))
+    def write_output(linear: nn.Module, batch: Any) -> Any:
+        h = linear(read(batch, "x"))
         write(batch, "h", h)
-        return self.returned(batch, h)
+        return RETURNED[returned](batch, h)
 
+    def forward(embed: nn.Module, out: nn.Module, batch: Any) -> Tensor:
+        embed(batch)
+        return out(read(batch, "h"))
 
-class Model(nn.Module):
-    """A model that reads what its first module wrote, and not what it returned."""
-
-    def __init__(self, returned: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.out = Embed(returned), nn.Linear(4, 1)
-
-    def forward(self, batch: Any) -> Tensor:
-        self.embed(batch)
-        return self.out(read(batch, "h"))
+    torch.manual_seed(0)
+    return Calls(forward, embed=Calls(write_output, linear=nn.Linear(3, 4)), out=nn.Linear(4, 1))
 
 
 class Result:
@@ -98,9 +90,7 @@ class Result:
         assert read(self.batch, "x") is x, "the input of the caller is unchanged"
 
     def assert_equals(self, output: Tensor, weight: Tensor, x: Tensor) -> None:
-        assert all(
-            torch.allclose(found, wanted) for found, wanted in zip(self.tensors, (output, weight, x), strict=True)
-        )
+        assert_close(self.tensors, (output, weight, x), rtol=1e-5, atol=1e-8)
         assert all((row["expected"], row["fired"]) == (1, 1) for row in self.probe.coverage())
 
 
@@ -117,7 +107,7 @@ HALF = {"layers": "embed", "action": "scale", "factor": 0.5}
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_interventions_reach_the_container_of_the_caller(given: str, returned: str) -> None:
-    model = Model(returned)
+    model = model_of(returned)
     output, weight, x = Result(model, given, {}).tensors
     path = {"list": {"x": "0", "h": "1"}}.get(given, {"x": "x", "h": "h"})
     Result(model, given, {"g": {**HALF, "kind": "full_backward"}}).assert_equals(output, weight, x * 0.5)
@@ -142,7 +132,7 @@ def test_interventions_reach_the_container_of_the_caller(given: str, returned: s
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_record_hooks_change_nothing(given: str, returned: str) -> None:
-    model = Model(returned)
+    model = model_of(returned)
     expected = Result(model, given, {}).tensors
     record = {"layers": "**", "action": "record"}
     kinds = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor")
@@ -151,22 +141,18 @@ def test_record_hooks_change_nothing(given: str, returned: str) -> None:
 
 
 def test_module_without_a_result_has_the_containers_of_its_arguments() -> None:
-    class Write(nn.Module):
-        def forward(self, one: dict[str, Tensor], sizes: list[int], *, other: dict[str, Tensor]) -> None:
-            one["sum"] = other["sum"] = one["x"] + other["x"] + len(sizes)
+    def write(one: dict[str, Tensor], sizes: list[int], *, other: dict[str, Tensor]) -> None:
+        one["sum"] = other["sum"] = one["x"] + other["x"] + len(sizes)
 
     given = [torch.ones(2), torch.ones(2)]
-    module = Write()
+    module = Calls(write)
 
     def run() -> tuple[Tensor, Tensor]:
         one, other = ({"x": x} for x in given)
         assert module(one, [1, 2], other=other) is None
         return one["sum"], other["sum"]
 
-    hooks = {
-        "r": {"layers": ".", "kind": "forward", "action": "record"},
-        "s": {"layers": ".", "kind": "forward", "path": "other.sum", "action": "scale", "factor": 0.0},
-    }
+    hooks = {"r": record("forward"), "s": scale("forward", 0.0, path="other.sum")}
     with instrument.attach(module, hooks, rules=None) as probe:
         assert [each.tolist() for each in run()] == [[4.0, 4.0], [0.0, 0.0]]
         probe.end_step()
@@ -184,14 +170,9 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         children: list[Any] = dataclasses.field(default_factory=list)
         h: Tensor | None = None
 
-    class Tree(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, node: Node) -> Tensor:
-            node.h = self.linear(node.x) + sum(self(child) for child in node.children)
-            return node.h
+    def forward(linear: nn.Module, node: Node) -> Tensor:
+        node.h = linear(node.x) + sum(model(child) for child in node.children)
+        return node.h
 
     def tree() -> Node:
         root = Node(torch.ones(1, 3))
@@ -199,7 +180,7 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         return root
 
     torch.manual_seed(0)
-    model, root = Tree(), tree()
+    model, root = Calls(forward, linear=nn.Linear(3, 3)), tree()
     expected = model(tree()).detach()
     kinds = ("forward", "forward_pre", "full_backward", "tensor")
     hooks = {kind: {"layers": ".", "kind": kind, "action": "record"} for kind in kinds}
@@ -209,8 +190,8 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         probe.end_step()
     paths = probe.stats.query("kind == 'forward_pre' and call == 0")["path"].tolist()
     assert paths == ["0.x", "0.children.0.x", "0.children.1.x"]
-    scale = {"layers": ".", "kind": "forward_pre", "path": "0.x", "action": "scale", "factor": 0.0}
-    with instrument.attach(model, {"s": scale}, rules=None) as probe:
+    scaled = scale("forward_pre", 0.0, path="0.x")
+    with instrument.attach(model, {"s": scaled}, rules=None) as probe:
         root = tree()
         assert torch.allclose(model(root), 3 * model.linear.bias)
         probe.end_step()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, record, run_step
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,17 +36,6 @@ class WithoutStorage(Tensor):
 
 class WithStorage(Tensor):
     """A foreign tensor subclass with ordinary storage."""
-
-
-class ReturnsValue(nn.Module):
-    """A module that returns the value it was created with."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.value
 
 
 def plain() -> Tensor:
@@ -84,15 +74,10 @@ READABLE: dict[str, Callable[[], Tensor]] = {
 
 
 def recorded(value: Any, **fields: Any) -> Probe:
-    module = ReturnsValue(value)
-    hook = {"layers": ".", "kind": "forward", "action": "record", **EVERYTHING, **fields}
-    with instrument.attach(module, {"h": hook}) as probe:
-        module(torch.zeros(1))
-        probe.end_step()
-    return probe
+    return run_step(Calls(lambda x: value), {"h": record("forward", **EVERYTHING, **fields)}, torch.zeros(1))[1]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning", "ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_unreadable_tensor_is_reported_in_coverage(kind: str) -> None:
     make, cause = UNREADABLE[kind]
@@ -115,7 +100,6 @@ def test_every_readable_layout_is_recorded(kind: str) -> None:
     assert [row["cause"] for row in probe.coverage()] == [""]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
 @pytest.mark.parametrize("action", [{"action": "record"}, {"action": "clip", "value": 1.0}], ids=["record", "clip"])
 def test_training_on_the_meta_device_continues(action: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to("meta")

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hook_runs import keep, record
 from torch import nn
 
 import instrument
@@ -20,29 +21,10 @@ def spread(tensor: torch.Tensor) -> torch.Tensor:
 
 
 HOOKS: dict[str, Any] = {
-    "seen": {"layers": "**", "kind": "forward", "action": "record", "quantiles": True},
-    "custom": {
-        "layers": "1",
-        "kind": "forward",
-        "action": "record",
-        "stats": ["mean", {"_target_": f"{__name__}.spread"}],
-    },
-    "kept": {
-        "layers": "0",
-        "kind": "forward",
-        "action": "record",
-        "stats": "none",
-        "tensors": True,
-        "dtype": "float64",
-    },
-    "half": {
-        "layers": "1",
-        "kind": "forward",
-        "action": "record",
-        "tensors": True,
-        "dtype": "float16",
-        "phase": "eval",
-    },
+    "seen": record("forward", "**", quantiles=True),
+    "custom": record("forward", "1", stats=["mean", {"_target_": f"{__name__}.spread"}]),
+    "kept": keep("forward", "0", dtype="float64"),
+    "half": record("forward", "1", tensors=True, dtype="float16", phase="eval"),
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01},
 }
 TABLES = ("stats", "distributions", "effects", "metrics", "layers", "events", "samples")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from clipped_gradients import check_recorded, keep_gradients
+from hook_runs import assert_equal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -49,14 +50,8 @@ def callback_of(hooks: dict[str, Any] = HOOKS, **more: Any) -> LightningCallback
 def fit(module: nn.Module, *callbacks: Any, data: Any = None, ckpt_path: Path | None = None, **more: Any) -> Any:
     import lightning.pytorch as L
 
-    settings: dict[str, Any] = {
-        "max_epochs": 1,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {"max_epochs": 1, "accelerator": "cpu", **dict.fromkeys(quiet, False)}
     trainer = L.Trainer(callbacks=[each for each in callbacks if each is not None], **{**settings, **more})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -97,8 +92,7 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(recorded: tuple
 def test_recording_keeps_weights_bit_identical(recorded: tuple[nn.Module, LightningCallback]) -> None:
     baseline = module_of()
     fit(baseline, None, accumulate_grad_batches=2, gradient_clip_val=0.01)
-    for ours, theirs in zip(recorded[0].parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(recorded[0].parameters(), baseline.parameters())
 
 
 def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
@@ -122,8 +116,7 @@ def test_several_optimizers_are_recorded_at_their_own_steps() -> None:
     baseline, recorded, callback = Gan(), Gan(), callback_of(hooks)
     fit(baseline, None)
     fit(recorded, callback)
-    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(recorded.parameters(), baseline.parameters())
     counts = {(row["hook"], row["layer"]): (row["expected"], row["fired"]) for row in callback.probe.coverage()}
     for hook in hooks:
         assert [counts[hook, layer] for layer in ("net.0", "net.2", "critic")] == [(4, 4), (4, 4), (8, 8)]
@@ -133,7 +126,6 @@ def test_several_optimizers_are_recorded_at_their_own_steps() -> None:
     assert (stats.l2 > 0).all()
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     rule = {"watch": "raw", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
     callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
@@ -142,8 +134,6 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert instrument.load(tmp_path / "run").info["status"] == "stopped"
     assert (tmp_path / "run" / "checkpoints" / "step-00000002.ckpt").is_file()
 
-
-# ---------------------------------------------------------------------------- phases
 
 CALLS: dict[str, Any] = {
     "train": {"layers": "net", "kind": "forward", "action": "record"},
@@ -162,14 +152,6 @@ def evaluate(module: Any, call: Callable[[torch.Tensor], object]) -> None:
     with torch.no_grad():
         call(torch.zeros(2, 4))
     module.train()
-
-
-def evaluate_net(module: Any) -> None:
-    evaluate(module, module.net)
-
-
-def evaluate_module(module: Any) -> None:
-    evaluate(module, module)
 
 
 def call_without_gradients(module: Any) -> None:
@@ -191,20 +173,21 @@ def evaluation(event: str, action: Callable[[Any], None]) -> Any:
     return callback
 
 
+NOTHING = ("on_train_end", lambda module: None)
 EVALUATIONS: dict[str, tuple[str, Callable[[Any], None], dict[str, Any]]] = {
-    "sanity check": ("on_train_end", lambda module: None, {"num_sanity_val_steps": 2}),
-    "within an epoch": ("on_train_end", lambda module: None, {"val_check_interval": 3, "max_epochs": 2}),
-    "between micro-batches": (
-        "on_train_end",
-        lambda module: None,
-        {"val_check_interval": 3, "accumulate_grad_batches": 2},
+    "sanity check": (*NOTHING, {"num_sanity_val_steps": 2}),
+    "within an epoch": (*NOTHING, {"val_check_interval": 3, "max_epochs": 2}),
+    "between micro-batches": (*NOTHING, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
+    "own loop after a batch": ("on_train_batch_end", lambda module: evaluate(module, module.net), {}),
+    "own loop before a batch": ("on_train_batch_start", lambda module: evaluate(module, module.net), {}),
+    "own loop after an epoch": ("on_train_epoch_end", lambda module: evaluate(module, module), {}),
+    "own loop at the end": ("on_train_end", lambda module: evaluate(module, module.net), {}),
+    "own loop before the step of the optimizer": (
+        "on_before_optimizer_step",
+        lambda module: evaluate(module, module),
+        {},
     ),
-    "own loop after a batch": ("on_train_batch_end", evaluate_net, {}),
-    "own loop before a batch": ("on_train_batch_start", evaluate_net, {}),
-    "own loop after an epoch": ("on_train_epoch_end", evaluate_module, {}),
-    "own loop at the end": ("on_train_end", evaluate_net, {}),
-    "own loop before the step of the optimizer": ("on_before_optimizer_step", evaluate_module, {}),
-    "own loop before the backward pass": ("on_before_backward", evaluate_net, {}),
+    "own loop before the backward pass": ("on_before_backward", lambda module: evaluate(module, module.net), {}),
 }
 
 
@@ -239,33 +222,15 @@ def test_evaluation_in_training_mode_is_an_evaluation() -> None:
     assert calls_of(stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
 
 
-def test_training_in_evaluation_mode_is_training() -> None:
-    module, callback = module_of().eval(), callback_of(CALLS, rules=None)
+@pytest.mark.parametrize("part", ["", "net"], ids=["module", "part"])
+def test_training_in_evaluation_mode_is_training(part: str) -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    module.get_submodule(part).eval()
     fit(module, callback)
-    assert not module.training
+    assert not module.net.training
     stats = callback.probe.stats
     assert calls_of(stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
     assert calls_of(stats.query("hook == 'eval'")) == {("eval", 8): 4}
-
-
-def test_frozen_part_in_evaluation_mode_is_trained() -> None:
-    module, callback = module_of(), callback_of(CALLS, rules=None)
-    module.net.eval()
-    fit(module, callback)
-    assert calls_of(callback.probe.stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
-
-
-def test_evaluations_without_training_are_not_recorded() -> None:
-    module, callback = module_of(), callback_of(CALLS, rules=None)
-    trainer = fit(module, callback)
-    rows = len(callback.probe.stats)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.validate(module, loaders()[1])
-    assert len(callback.probe.stats) == rows
-
-
-# ---------------------------------------------------------------------------- clipping
 
 
 def test_parameter_grad_is_before_the_clip_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,13 +261,17 @@ def test_clip_of_the_module_is_reported() -> None:
     assert stats["used"] == pytest.approx(0.05)
 
 
-def test_unclipped_gradients_need_no_event() -> None:
-    callback = callback_of(HOOKS, rules=None)
-    fit(module_of(), callback)
+def test_training_without_clips_has_no_event_nor_later_rows() -> None:
+    module, callback = module_of(), callback_of(HOOKS, rules=None)
+    trainer = fit(module, callback)
     assert not len(callback.probe.events)
+    rows = len(callback.probe.stats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loaders()[1])
+    assert len(callback.probe.stats) == rows > 0
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rule_sees_gradients_before_the_clip() -> None:
     from lightning_models import Module
 
@@ -314,9 +283,6 @@ def test_rule_sees_gradients_before_the_clip() -> None:
     callback = callback_of({"raw": HOOKS["raw"]}, rules={"exploding_gradient": rule})
     fit(Explosive(), callback, gradient_clip_val=0.5)
     assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
-
-
-# ---------------------------------------------------------------------------- resumed and repeated trainings
 
 
 @pytest.mark.parametrize("at", ["the end of an epoch", "the middle of an epoch"])
@@ -355,23 +321,18 @@ def test_steps_of_several_optimizers_continue_after_a_checkpoint(tmp_path: Path)
     assert callback.probe.metrics.step.tolist() == list(range(8, 16))
 
 
-def test_second_training_replaces_the_run_with_overwrite(tmp_path: Path) -> None:
-    module, callback = module_of(), callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True)
-    fit(module, callback)
-    started = instrument.load(tmp_path / "run").metrics.loss.tolist()
-    fit(module, callback)
-    run = instrument.load(tmp_path / "run")
-    assert run.metrics.step.tolist() == list(range(8))
-    assert run.metrics.loss.tolist() != started
-
-
-def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+def test_second_training_is_refused_or_replaces_the_run(tmp_path: Path) -> None:
     module, callback = module_of(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     fit(module, callback)
     with pytest.raises(instrument.ConfigError, match="already contains a run"):
         fit(module, callback)
-    assert instrument.load(tmp_path / "run").metrics.step.tolist() == list(range(8))
+    started = instrument.load(tmp_path / "run").metrics
+    assert started.step.tolist() == list(range(8))
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    fit(module, callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True))
+    run = instrument.load(tmp_path / "run")
+    assert run.metrics.step.tolist() == list(range(8))
+    assert run.metrics.loss.tolist() != started.loss.tolist()
 
 
 def test_batch_size_finder_is_not_recorded(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument import ConfigError
@@ -39,7 +41,6 @@ def state(model: nn.Module) -> list[Any]:
     return [copies, modes, hooks, random_states]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")  # `codes` has no gradient
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_observe_leaves_no_trace(training: bool, has_gradients: bool) -> None:
@@ -59,7 +60,6 @@ def test_observe_leaves_no_trace(training: bool, has_gradients: bool) -> None:
     assert fired == []  # such as an optimizer step in the backward pass
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rows_are_in_execution_order_with_all_columns() -> None:
     model, batch = Model().eval(), torch.randn(5, 4)
     frame = instrument.observe(model, batch)
@@ -150,25 +150,14 @@ def test_unknown_layer_and_failing_model_are_reported() -> None:
 
 
 def test_recomputed_passes_are_not_repeated() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            output: Tensor = torch.utils.checkpoint.checkpoint(self.layer, inputs, use_reentrant=False)
-            return output
-
-    frame = instrument.observe(Checkpointed(), torch.ones(1, 2), "layer")
+    model = Calls(lambda layer, x: checkpoint(layer, x, use_reentrant=False), layer=nn.Linear(2, 2))
+    frame = instrument.observe(model, torch.ones(1, 2), "layer")
     assert frame.role.tolist() == ["output", "grad_output"]
 
 
 def test_observe_describes_results_of_functions_and_their_gradients() -> None:
-    class Attention(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.softmax(x @ x.mT, -1).sum(-1) + 1
-
-    frame = instrument.observe(Attention(), torch.ones(3, 2, requires_grad=True), functions=["softmax", "add"])
+    model = Calls(lambda x: torch.softmax(x @ x.mT, -1).sum(-1) + 1)
+    frame = instrument.observe(model, torch.ones(3, 2, requires_grad=True), functions=["softmax", "add"])
     assert [(row.role, row.path, row.shape, row.mean) for row in frame.itertuples()] == [
         ("output", "softmax.0", (3, 3), pytest.approx(1 / 3)),
         ("output", "add.0", (3,), 2.0),
@@ -180,26 +169,19 @@ def test_observe_describes_results_of_functions_and_their_gradients() -> None:
 
 
 def test_reentrant_checkpointing_is_observed_and_leaves_no_gradient() -> None:
-    class Model(nn.Module):
-        def __init__(self, *, is_checkpointed: bool) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-            self.is_checkpointed = is_checkpointed
+    def network(*, is_checkpointed: bool) -> nn.Module:
+        def forward(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(second, first(x), use_reentrant=True) if is_checkpointed else second(first(x))
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            if self.is_checkpointed:
-                return torch.utils.checkpoint.checkpoint(self.second, hidden, use_reentrant=True)
-            return self.second(hidden)
+        torch.manual_seed(0)
+        return Calls(forward, first=nn.Linear(3, 3), second=nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
 
-    model, x = Model(is_checkpointed=True), torch.ones(2, 3)
+    model, x = network(is_checkpointed=True), torch.ones(2, 3)
     model.first.weight.grad = kept = torch.ones(3, 3)
+    order = ["role", "layer", "path"]
     found, expected = (
-        instrument.observe(each, x, functions=["linear", "tanh"]).sort_values(
-            ["role", "layer", "path"], ignore_index=True
-        )
-        for each in (model, Model(is_checkpointed=False))
+        instrument.observe(each, x, functions=["linear", "tanh"]).sort_values(order, ignore_index=True)
+        for each in (model, network(is_checkpointed=False))
     )
     pd.testing.assert_frame_equal(found, expected)
     assert model.first.weight.grad is kept

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from clipped_gradients import check_recorded, keep_gradients
+from hook_runs import assert_equal
 from torch import nn
 
 import instrument
@@ -61,26 +62,12 @@ def model_of(fail_at: int | None = None) -> nn.Module:
 
 
 def train(model: nn.Module, folder: Path, callback: TransformersCallback | None) -> None:
-    import transformers
-
     generator = torch.Generator().manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 6), generator=generator)]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "trainer"),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_grad_norm=0.01,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=8,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    sizes = {"gradient_accumulation_steps": 2, "per_device_eval_batch_size": 8, "max_steps": 3, "max_grad_norm": 0.01}
+    sets = {"train_dataset": data, "eval_dataset": data}
     callbacks = [] if callback is None else [callback]
-    transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
+    trainer_of(model, folder, callbacks, eval_strategy="steps", eval_steps=2, **sizes, **sets).train()
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +101,12 @@ def test_recording_keeps_weights_bit_identical(
 ) -> None:
     baseline = model_of()
     train(baseline, tmp_path, None)
-    for ours, theirs in zip(recorded[0].parameters(), baseline.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_equal(recorded[0].parameters(), baseline.parameters())
 
 
 def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
     model = model_of(fail_at=4)
-    with (
-        pytest.raises(ValueError, match="a bug of the user's"),
-        callback_of(out=tmp_path / "run") as hooks,
-    ):
+    with pytest.raises(ValueError, match="a bug of the user's"), callback_of(out=tmp_path / "run") as hooks:
         train(model, tmp_path, hooks)
     run = instrument.load(tmp_path / "run")
     assert run.info["status"] == "failed"
@@ -142,7 +125,6 @@ def test_batch_encoding_is_counted_and_moved() -> None:
     assert moved["labels"].device.type == "meta"
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     rule = {"watch": "sums", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
     callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
@@ -151,8 +133,6 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert instrument.load(tmp_path / "run").info["status"] == "stopped"
     assert (tmp_path / "trainer" / "checkpoint-2").is_dir()
 
-
-# ---------------------------------------------------------------------------- a small model
 
 CALLS: dict[str, Any] = {
     "train": {"layers": "head", "kind": "forward", "action": "record"},
@@ -212,9 +192,9 @@ def trainer_of(model: nn.Module, folder: Path, callbacks: list[Any], **more: Any
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    sets = more.pop("eval_dataset", rows_of(4))
+    sets = {name: more.pop(name, rows_of(size)) for name, size in (("train_dataset", 8), ("eval_dataset", 4))}
     arguments = transformers.TrainingArguments(output_dir=str(folder / "trainer"), **{**settings, **more})
-    return transformers.Trainer(model, arguments, train_dataset=rows_of(8), eval_dataset=sets, callbacks=callbacks)
+    return transformers.Trainer(model, arguments, callbacks=callbacks, **sets)
 
 
 def calls_of(stats: Any) -> Counter[tuple[str, int]]:
@@ -245,12 +225,8 @@ def predict(callback: Any) -> None:
     callback.trainer.predict(rows_of(6))
 
 
-def request_evaluation(callback: Any) -> None:
-    callback.trainer.control.should_evaluate = True
-
-
-def refuse_evaluation(callback: Any) -> None:
-    callback.trainer.control.should_evaluate = False
+def set_evaluation(value: bool) -> Callable[[Any], None]:
+    return lambda callback: setattr(callback.trainer.control, "should_evaluate", value)
 
 
 def call_without_gradients(callback: Any) -> None:
@@ -270,11 +246,12 @@ EVALUATIONS: dict[str, tuple[str, Callable[[Any], Any] | None, dict[str, Any]]] 
     "evaluate between micro-batches": ("on_substep_end", evaluate, {"gradient_accumulation_steps": 2}),
     "predict": ("on_step_end", predict, {}),
     "predict at the end of an epoch": ("on_epoch_end", predict, {"max_steps": 8}),
-    "request": ("on_step_end", request_evaluation, {"eval_strategy": "steps", "eval_steps": 3}),
-    "refusal": ("on_step_end", refuse_evaluation, STEPS),
+    "request": ("on_step_end", set_evaluation(True), {"eval_strategy": "steps", "eval_steps": 3}),
+    "refusal": ("on_step_end", set_evaluation(False), STEPS),
 }
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("before", [True, False], ids=["earlier callback", "later callback"])
 @pytest.mark.parametrize("case", EVALUATIONS)
 def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path) -> None:
@@ -414,7 +391,6 @@ def test_clip_that_is_not_observed_is_reported(tmp_path: Path) -> None:
     assert warning
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rule_sees_gradients_before_the_clip(tmp_path: Path) -> None:
     model = Small()
     model.factors = {6: 1e6}
@@ -481,14 +457,7 @@ def test_second_training_has_its_own_rows(tmp_path: Path) -> None:
     assert calls_of(callback.probe.stats) == {("train", 0): 1, ("train", 1): 1}
 
 
-def test_second_training_replaces_the_run_with_overwrite(tmp_path: Path) -> None:
-    callback = callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True)
-    trainer_of(Small(), tmp_path, [callback], max_steps=2).train()
-    trainer_of(Small(), tmp_path, [callback], max_steps=1).train()
-    assert instrument.load(tmp_path / "run").stats.step.tolist() == [0]
-
-
-def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+def test_second_training_is_refused_or_replaces_the_run(tmp_path: Path) -> None:
     model, callback = Small(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     trainer = trainer_of(model, tmp_path, [callback], max_steps=2)
     trainer.train()
@@ -496,6 +465,10 @@ def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
         trainer.train()
     assert instrument.load(tmp_path / "run").stats.step.tolist() == [0, 1]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    callback = callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True)
+    for steps in (2, 1):
+        trainer_of(Small(), tmp_path, [callback], max_steps=steps).train()
+        assert instrument.load(tmp_path / "run").stats.step.tolist() == [*range(steps)]
 
 
 def test_training_after_an_error_attaches_once(tmp_path: Path) -> None:

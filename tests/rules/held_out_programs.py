@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from hook_runs import Calls
 from public_programs import CartPole, Program, Step, batches, digits, returns_of, text, update
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -201,21 +202,14 @@ def contrastive() -> Training:
     return model, [optimizer], step
 
 
-class GraphNetwork(nn.Module):
-    """A graph convolutional network with a sparse adjacency."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 4, bias=False)
-
-    def forward(self, features: Tensor, adjacency: Tensor) -> Tensor:
-        hidden = F.dropout(F.relu(torch.sparse.mm(adjacency, self.first(features))), 0.5, self.training)
-        return F.log_softmax(torch.sparse.mm(adjacency, self.second(hidden)), dim=1)
-
-
 def graph_network() -> Training:
-    """Return the classification of the nodes of a graph (pytorch/examples, gcn)."""
-    model = GraphNetwork()
+    """Return the classification of the nodes of a graph by a graph convolutional network (pytorch/examples, gcn)."""
+
+    def forward(first: nn.Module, second: nn.Module, features: Tensor, adjacency: Tensor) -> Tensor:
+        hidden = F.dropout(F.relu(torch.sparse.mm(adjacency, first(features))), 0.5, model.training)
+        return F.log_softmax(torch.sparse.mm(adjacency, second(hidden)), dim=1)
+
+    model = Calls(forward, first=nn.Linear(16, 16, bias=False), second=nn.Linear(16, 4, bias=False))
     optimizer = Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
     classes = torch.arange(120) % 4
     edges = torch.rand(120, 120) < torch.where(classes[:, None] == classes, 0.2, 0.02)
@@ -315,22 +309,15 @@ def clipped_policy() -> Training:
     return model, [optimizer], step
 
 
-class Recommender(nn.Module):
-    """Matrix factorization with biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(200, 8), nn.Embedding(100, 8)
-        self.user_bias, self.item_bias = nn.Embedding(200, 1), nn.Embedding(100, 1)
-
-    def forward(self, users: Tensor, items: Tensor) -> Tensor:
-        match = (self.users(users) * self.items(items)).sum(1)
-        return match + self.user_bias(users).squeeze(1) + self.item_bias(items).squeeze(1)
-
-
 def recommender() -> Training:
-    """Return a recommender of items (matrix factorization, Koren et al. 2009)."""
-    model = Recommender()
+    """Return a recommender of items (matrix factorization with biases, Koren et al. 2009)."""
+
+    def forward(user: nn.Module, item: nn.Module, user_bias: nn.Module, item_bias: nn.Module, *ids: Tensor) -> Tensor:
+        match = (user(ids[0]) * item(ids[1])).sum(1)
+        return match + user_bias(ids[0]).squeeze(1) + item_bias(ids[1]).squeeze(1)
+
+    sizes = {"users": (200, 8), "items": (100, 8), "user_bias": (200, 1), "item_bias": (100, 1)}
+    model = Calls(forward, **{name: nn.Embedding(*size) for name, size in sizes.items()})
     optimizer = Adam(model.parameters(), lr=1e-2)
     taste, kind = torch.randn(200, 3), torch.randn(100, 3)
 
@@ -470,20 +457,10 @@ def tagger() -> Training:
 
 
 HELD_OUT: dict[str, Program] = {
-    "actor_critic": actor_critic,
-    "deep_q": deep_q,
-    "wasserstein_critic": wasserstein_critic,
-    "translation": translation,
-    "vision_transformer": vision_transformer,
-    "contrastive": contrastive,
-    "graph_network": graph_network,
-    "super_resolution": super_resolution,
-    "residual_network": residual_network,
-    "clipped_policy": clipped_policy,
-    "recommender": recommender,
-    "gpt": gpt,
-    "mixture_density": mixture_density,
-    "distillation": distillation,
-    "self_distillation": self_distillation,
-    "tagger": tagger,
+    program.__name__: program
+    for program in (
+        *(actor_critic, deep_q, wasserstein_critic, translation, vision_transformer, contrastive, graph_network),
+        *(super_resolution, residual_network, clipped_policy, recommender, gpt, mixture_density, distillation),
+        *(self_distillation, tagger),
+    )
 }

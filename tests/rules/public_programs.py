@@ -79,9 +79,6 @@ def update(loss: Tensor, optimizer: Optimizer, clipped: nn.Module | None = None,
     return loss.detach()
 
 
-# ------------------------------------------------------------------------------------------------------- development half
-
-
 def classifier() -> tuple[nn.Module, Sequence[Optimizer], Step]:
     """Return a CNN with dropout, Adadelta with a learning rate of 1 and a step schedule (examples/mnist)."""
     model = nn.Sequential(

@@ -109,14 +109,12 @@ def check_decisions(steps: list[Step], resumed_at: int) -> None:
 @pytest.mark.parametrize("fault", [{"l2": 1e9}, {"l2": 5.0}, {"nan_count": 90}, {"rms": 1e-9}])
 def test_warnings_are_written_in_the_step_of_the_fault(fault: dict[str, float]) -> None:
     events: list[RuleEvent] = []
-    rules = rule_set(
-        {
-            "gradients": {"rule": "exploding_gradient"},
-            "small": {"rule": "vanishing_gradient", "for": 1},
-            "nan": {"rule": "non_finite"},
-        },
-        events,
-    )
+    entries = {
+        "gradients": {"rule": "exploding_gradient"},
+        "small": {"rule": "vanishing_gradient", "for": 1},
+        "nan": {"rule": "non_finite"},
+    }
+    rules = rule_set(entries, events)
     row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "rms": 0.01, "l2": 0.02}
     feed(rules, [Step(rows=[row], loss=1.0)] * 25, with_numbers=True)
     assert not events
@@ -124,26 +122,17 @@ def test_warnings_are_written_in_the_step_of_the_fault(fault: dict[str, float]) 
     assert [event.step for event in events] == [25]
 
 
-def test_most_rules_do_not_read_an_uneventful_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[RuleEvent] = []
-    rules = rule_set({"gradients": {"rule": "exploding_gradient"}}, events)
-    read: list[int] = []
-    update = type(rules.rules[0]).update
-    monkeypatch.setattr(
-        type(rules.rules[0]), "update", lambda self, rows: (read.append(rows.step), update(self, rows))[1]
-    )
-    row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
-    feed(rules, [Step(rows=[row], loss=1.0)] * 100, with_numbers=True)
-    assert read == [0]
-
-
-def test_hooks_with_different_schedules_have_bounds_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layouts", "expected"), [(1, [0]), (3, [0, 1, 2])], ids=["one schedule", "three schedules"])
+def test_most_rules_do_not_read_an_uneventful_step(
+    layouts: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rules = rule_set({"gradients": {"rule": "exploding_gradient"}}, [])
     read: list[int] = []
     update = type(rules.rules[0]).update
     monkeypatch.setattr(
         type(rules.rules[0]), "update", lambda self, rows: (read.append(rows.step), update(self, rows))[1]
     )
-    rows = [{**GRADIENT, "layer": str(i), "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02} for i in range(3)]
-    feed(rules, [Step(rows=rows[: 1 + i % 3], loss=1.0) for i in range(90)], with_numbers=True)
-    assert read == [0, 1, 2]
+    row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
+    rows = [{**row, "layer": str(layer)} for layer in range(layouts)]
+    feed(rules, [Step(rows=rows[: 1 + i % layouts], loss=1.0) for i in range(90)], with_numbers=True)
+    assert read == expected

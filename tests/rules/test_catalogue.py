@@ -204,21 +204,13 @@ def test_resumed_rule_decides_like_an_uninterrupted_one(name: str) -> None:
             assert events == fired(name, steps)
 
 
-# ------------------------------------------------------------------------------------------------ details of some rules
-
-
 def test_growth_fires_again_after_the_value_was_small_again() -> None:
     steps = values(GRADIENT, "l2", [*NOISE, 300.0, 300.0, *NOISE, 400.0])
-    assert [(event.step, event.severity) for event in fired("exploding_gradient", steps)] == [
-        (30, "warning"),
-        (62, "info"),
-    ]
-    (event, _) = fired("exploding_gradient", steps)
+    (event, again) = fired("exploding_gradient", steps)
+    assert [(each.step, each.severity) for each in (event, again)] == [(30, "warning"), (62, "info")]
     assert event.threshold == pytest.approx(100.0)
-    assert (
-        event.message
-        == "exploding gradient: at step 30 in a.weight param_grad (gradients): l2 300, 300 times its median 1"
-    )
+    where = "exploding gradient: at step 30 in a.weight param_grad (gradients)"
+    assert event.message == f"{where}: l2 300, 300 times its median 1"
 
 
 def test_growth_compares_each_location_with_itself() -> None:
@@ -228,16 +220,54 @@ def test_growth_compares_each_location_with_itself() -> None:
     assert [event.layer for event in fired("exploding_gradient", steps)] == ["a"]
 
 
-def test_zeros_and_missing_values_are_no_reference_of_growth() -> None:
-    assert fired("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0])) == []
-    assert fired("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0])) != []
+SIGMOID = {**OUTPUT, "module_type": "Sigmoid", "numel": 64, "mean": 0.5, "rms": 0.5, "abs_max": 0.6}
+OF_SIGMOID = {
+    **SIGMOID,
+    "kind": "full_backward",
+    "role": "grad_output",
+    "mean": 1e-3,
+    "rms": 0.5 / 64,
+    "abs_max": 0.6 / 64,
+}
+LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
+QUARTERS = (0.60, 0.56, 0.61, 0.63)
+EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
+# By case: a rule, steps, and the number of its events.
+EVENTS: dict[str, tuple[Any, list[Step], int]] = {
+    "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
+    "missing values are no reference": ("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0]), 1),
+    "invalid rows of another rule": ("all_zero", values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9), 0),
+    "infinities may be a mask": ("all_zero", values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9), 1),
+    "other hook": ({"rule": "dead_units", "hook": "other"}, values(OUTPUT, "dead_fraction", [0.9] * 9), 0),
+    "several hooks": ({"rule": "dead_units", "hook": ["other", "seen"]}, values(OUTPUT, "dead_fraction", [0.9] * 9), 1),
+    "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
+    "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
+    "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
+    "small rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19]), 0),
+    "large rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]), 1),
+    "negative loss": ("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300), 0),
+    "positive loss": ("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300), 1),
+    "loss that rises and falls": ("loss_not_decreasing", losses(*np.repeat(QUARTERS, 50)), 0),
+    "loss that rises": ("loss_not_decreasing", losses(*np.repeat(sorted(QUARTERS), 50)), 1),
+    "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, 108.0), 0),
+    "spike after episodes": ("loss_spike", losses(*EPISODES, 112.0), 1),
+    "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
+    "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
+    "signed loss, small": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10]), 0),
+    "signed loss, overtraining": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.1] * 10]), 1),
+    "gradients of a loss of zero": ("all_zero", values(GRADIENT, "zero_fraction", [1.0] * 9, loss=0.0), 0),
+    "outputs with a loss of zero": ("all_zero", values(OUTPUT, "zero_fraction", [1.0] * 9, loss=0.0), 1),
+    "sigmoid before a loss of logits": ("double_softmax", [Step(rows=[SIGMOID, OF_SIGMOID], loss=0.7)] * 3, 1),
+    "sigmoid, large gradient": (
+        "double_softmax", [Step(rows=[SIGMOID, {**OF_SIGMOID, "abs_max": 1.1 / 64}], loss=0.7)] * 9, 0,
+    ),
+    "sigmoid, small loss": ("double_softmax", [Step(rows=[SIGMOID, OF_SIGMOID], loss=0.2)] * 9, 0),
+}  # fmt: skip
 
 
-def test_invalid_rows_are_ignored_by_other_rules() -> None:
-    rows = values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9)
-    assert fired("all_zero", rows) == []
-    masked = values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9)  # infinities of an output may be a mask
-    assert len(fired("all_zero", masked)) == 1
+@pytest.mark.parametrize(("rule", "steps", "count"), EVENTS.values(), ids=EVENTS)
+def test_rule_fires_in_these_steps_or_not(rule: Any, steps: list[Step], count: int) -> None:
+    assert len(fired(rule, steps)) == count
 
 
 def test_several_rows_of_a_location_count_once() -> None:
@@ -248,12 +278,6 @@ def test_several_rows_of_a_location_count_once() -> None:
     assert event.value == 0.7
     rows[0]["recompute"] = rows[1]["recompute"] = True
     assert fired("dead_units", [Step(rows=rows)] * 9) == []
-
-
-def test_hook_restricts_a_rule() -> None:
-    steps = values(OUTPUT, "dead_fraction", [0.9] * 9)
-    assert fired({"rule": "dead_units", "hook": "other"}, steps) == []
-    assert len(fired({"rule": "dead_units", "hook": ["other", "seen"]}, steps)) == 1
 
 
 def test_watch_reads_any_statistic_and_metric() -> None:
@@ -302,37 +326,10 @@ def test_first_update_that_replaces_the_weights_is_reported() -> None:
     assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
 
 
-def test_zero_updates_have_no_ratio() -> None:
-    assert fired("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60)) == []
-
-
-def test_saturated_output_of_the_network_is_no_finding() -> None:
-    sigmoid = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
-    linear = {**OUTPUT, "numel": 9}
-    assert fired("saturated_activation", [Step(rows=[linear, sigmoid])] * 9) == []
-    assert len(fired("saturated_activation", [Step(rows=[linear, sigmoid, {**linear, "layer": "c"}])] * 9)) == 1
-
-
-def test_small_rise_of_the_evaluation_loss_is_no_overfitting() -> None:
-    assert fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19])) == []
-    assert len(fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]))) == 1
-
-
 def test_loss_that_rises_until_it_is_not_finite_does_not_decrease() -> None:
     (event,) = fired("loss_not_decreasing", losses(2.3, 2.6, 40.0, 1e9, float("nan"), float("nan")))
     assert (event.step, event.value) == (4, 1e9)
     assert fired("loss_not_decreasing", losses(2.3, 2.4, float("nan"))) == []
-
-
-def test_negative_loss_does_not_have_to_decrease() -> None:
-    assert fired("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300)) == []
-    assert len(fired("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300))) == 1
-
-
-def test_loss_that_rises_and_falls_has_no_plateau() -> None:
-    quarters = (0.60, 0.56, 0.61, 0.63)
-    assert fired("loss_not_decreasing", losses(*np.repeat(quarters, 50))) == []
-    assert len(fired("loss_not_decreasing", losses(*np.repeat(sorted(quarters), 50)))) == 1
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -375,28 +372,6 @@ def test_spike_of_a_signed_loss_is_compared_with_its_range() -> None:
     assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, 5.0))) == 1
 
 
-def test_losses_of_episodes_vary_without_a_spike() -> None:
-    episodes = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
-    assert fired("loss_spike", losses(*episodes, 108.0)) == []  # above 5 times the median
-    assert len(fired("loss_spike", losses(*episodes, 112.0))) == 1
-
-
-def test_loss_of_a_policy_near_zero_at_first_has_no_spike() -> None:
-    assert fired("loss_spike", losses(1e-9, 5e3, 4e3, 6e3)) == []
-
-
-def test_evaluation_of_a_signed_loss() -> None:
-    assert fired("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8])) == []
-    assert fired("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10])) == []
-    assert len(fired("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.1] * 10]))) == 1
-
-
-def test_gradients_of_a_loss_of_zero_may_be_zero() -> None:
-    steps = values(GRADIENT, "zero_fraction", [1.0] * 9, loss=0.0)
-    assert fired("all_zero", steps) == []
-    assert len(fired("all_zero", values(OUTPUT, "zero_fraction", [1.0] * 9, loss=0.0))) == 1
-
-
 def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     (event,) = fired("loss_spike", losses(2.3, 40.0, 4e14, 5e14))
     assert (event.step, event.value, event.threshold) == (2, 4e14, 40_000.0)
@@ -426,18 +401,3 @@ def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
     assert event.layer == "1"
     assert event.message.endswith("2 of 3 weights are zero")
     assert fired("poor_initialization", first(healthy, (0.0,) * 4, (1e-4, 1e-3, 1e-4, 1e-3))) == []
-
-
-def test_sigmoid_before_a_loss_of_logits_is_found() -> None:
-    output = {**OUTPUT, "module_type": "Sigmoid", "numel": 64, "mean": 0.5, "rms": 0.5, "abs_max": 0.6}
-    grad = {
-        **output,
-        "kind": "full_backward",
-        "role": "grad_output",
-        "mean": 1e-3,
-        "rms": 0.5 / 64,
-        "abs_max": 0.6 / 64,
-    }
-    assert len(fired("double_softmax", [Step(rows=[output, grad], loss=0.7)] * 3)) == 1
-    assert fired("double_softmax", [Step(rows=[output, {**grad, "abs_max": 1.1 / 64}], loss=0.7)] * 9) == []
-    assert fired("double_softmax", [Step(rows=[output, grad], loss=0.2)] * 9) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from conftest import Answer
 from omegaconf import OmegaConf
 from rule_rows import Step, feed
 from torch import nn
+from training_runs import train_here
 
 import instrument
 from instrument.analysis.rule_events import rule_events
@@ -55,19 +55,12 @@ def run_steps(probe: Probe, model: nn.Module, scales: tuple[float, ...] = SCALES
     return flags
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def attached(hooks: dict[str, Any], rules: Any, **options: Any) -> tuple[AttachedProbe, list[tuple[bool, bool]]]:
     model = net()
-    with warnings.catch_warnings(), instrument.attach(model, hooks, rules=rules, **options) as probe:
-        warnings.simplefilter("ignore", instrument.InstrumentWarning)
-        flags = run_steps(probe, model)
-    return probe, flags
+    with instrument.attach(model, hooks, rules=rules, **options) as probe:
+        return probe, run_steps(probe, model)
 
 
-# ------------------------------------------------------------------------------------------------ a custom loop
-
-
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     probe, flags = attached({"seen": SEEN}, {"big": {**LARGE, "then": ["checkpoint", "stop"]}}, out=tmp_path / "run")
     assert [stop for stop, _ in flags] == [False, False, *[True] * 5]
@@ -81,22 +74,13 @@ def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     assert "python -m instrument.replay" in run.findings.query("what == 'watched statistic'")["advice"].item()
     assert events["severity"].tolist() == ["warning", "info"]
     (first, _) = events.to_dict("records")
-    assert (first["layer"], first["location"], first["value"], first["threshold"]) == (
-        "0",
-        "0 output (seen)",
-        100.0,
-        50.0,
-    )
+    fields = [first[name] for name in ("layer", "location", "value", "threshold")]
+    assert fields == ["0", "0 output (seen)", 100.0, 50.0]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_hooks_are_turned_on_and_off_for_some_steps() -> None:
-    hooks = {
-        "seen": SEEN,
-        "more": {**SEEN, "stats": ["mean"]},
-        "less": {**SEEN, "stats": ["mean"]},
-        "never": {**SEEN, "stats": ["mean"]},
-    }
+    mean = {**SEEN, "stats": ["mean"]}
+    hooks = {"seen": SEEN, "more": mean, "less": mean, "never": mean}
     then = [{"enable": "more", "steps": 2}, {"disable": "less", "steps": 1}]
     other = {"watch": "seen", "stat": "abs_max", "above": 1e9, "then": {"enable": "never"}}
     probe, _ = attached(hooks, {"big": {**LARGE, "then": then}, "other": other})
@@ -108,7 +92,6 @@ def test_hooks_are_turned_on_and_off_for_some_steps() -> None:
     assert probe.events.query("rule == 'big'")["severity"].tolist() == ["info", "info"]  # without `warn`
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_call_gets_the_event_and_its_error_names_the_rule() -> None:
     events: list[RuleEvent] = []
     attached({"seen": SEEN}, {"big": {**LARGE, "then": {"call": events.append}}})
@@ -117,9 +100,8 @@ def test_call_gets_the_event_and_its_error_names_the_rule() -> None:
     def fail(event: RuleEvent) -> None:
         raise OSError("no network")
 
-    with pytest.raises(
-        instrument.HookError, match=r"rules.big.then: the function failed at step 2 .*OSError: no network"
-    ):
+    message = r"rules.big.then: the function failed at step 2 .*OSError: no network"
+    with pytest.raises(instrument.HookError, match=message):
         attached({"seen": SEEN}, {"big": {**LARGE, "then": {"call": fail}}})
 
 
@@ -135,7 +117,6 @@ class LossBelow(instrument.Rule):
             yield instrument.Firing(f"{loss:g}", value=loss, threshold=self.bound)
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_custom_rule_is_built_with_its_arguments() -> None:
     probe, flags = attached({"seen": SEEN}, {"low": {"_target_": LossBelow, "bound": 50.0, "then": "stop"}})
     assert flags[0] == (True, False)
@@ -149,13 +130,11 @@ class Broken(instrument.Rule):
         raise KeyError("missing")
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_error_of_a_custom_rule_names_it() -> None:
     with pytest.raises(instrument.HookError, match=r"rules.own: it failed at step 0 \(in .*\): KeyError: 'missing'"):
         attached({"seen": SEEN}, {"own": {"_target_": Broken}})
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
     file = {"hooks": {"seen": SEEN}, "rules": {"big": LARGE, "low": {**LARGE, "above": 90.0}, "stalled": None}}
     assert read_rules(file).keys() == {*default_rules(), "big", "low"} - {"stalled"}
@@ -171,7 +150,6 @@ def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
     assert probe.run.info["config"]["rules"]["big"] == {**LARGE, "watch": ("seen",), "name": "big"}
 
 
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_fired_rules_are_those_of_the_last_step() -> None:
     model, fired = net(), []
     with instrument.attach(model, {"seen": SEEN}, rules={"big": LARGE, "prune": {**LARGE, "then": "prune"}}) as probe:
@@ -231,9 +209,6 @@ def test_processes_act_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert actions.fired == {"big"}
 
 
-# ------------------------------------------------------------------------------------------------ trainings
-
-
 @pytest.fixture(scope="module")
 def exploded() -> AttachedProbe:
     """A network that is trained with far too large a learning rate, with an evaluation between the steps."""
@@ -248,18 +223,16 @@ def exploded() -> AttachedProbe:
         "updates": {**updates, "stats": ["default", "update_ratio"]},
     }
     x, y = torch.randn(32, 8), torch.randint(0, 4, (32,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", instrument.InstrumentWarning)
-        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-            for step in range(20):
-                loss = nn.functional.cross_entropy(model(x), y)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                probe.end_step(loss=loss)
-                if step % 4 == 3:
-                    with probe.evaluating(), torch.no_grad():
-                        probe.write_metrics(loss=nn.functional.cross_entropy(model(x), y), seconds=0.1)
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for step in range(20):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+            if step % 4 == 3:
+                with probe.evaluating(), torch.no_grad():
+                    probe.write_metrics(loss=nn.functional.cross_entropy(model(x), y), seconds=0.1)
     return probe
 
 
@@ -317,8 +290,6 @@ def test_rules_do_not_change_the_training(exploded: AttachedProbe) -> None:
         results.append((model.weight.clone(), torch.get_rng_state()))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
-
-# ------------------------------------------------------------------------------------------------ runs
 
 TINY = (
     *("model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice.stop=128", "data.eval_slice.stop=8"),
@@ -400,8 +371,8 @@ def test_custom_rule_stops_and_its_advice_is_a_finding(cli: Cli, capfd: pytest.C
     assert live["advice"] == "Do nothing."
 
 
-def test_findings_command_reports_a_healthy_run(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli(*TINY, "train.steps=3", "hydra.run.dir=out", "rules=none", "quiet=true").code == 0
+def test_findings_command_reports_a_healthy_run(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train_here(workdir / "out", *TINY, "train.steps=3", "rules=none")
     assert instrument.load("out").info["config"]["rules"] is None
     capfd.readouterr()
     assert main(["out"]) == 0

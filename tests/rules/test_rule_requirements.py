@@ -33,10 +33,7 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
 @pytest.mark.parametrize(
     ("rule", "parts"),
     [
-        (
-            {"rule": "dead_unit"},
-            ["rules.r.rule: unknown rule", "given    dead_unit", "similar  dead_units"],
-        ),
+        ({"rule": "dead_unit"}, ["rules.r.rule: unknown rule", "given    dead_unit", "similar  dead_units"]),
         ({"rule": "dead_units", "abov": 0.3}, ["rules.r: unknown field 'abov'", "similar  above"]),
         ({"role": "dead_units"}, ["rules.r.rule: is missing", "similar  role"]),
         (

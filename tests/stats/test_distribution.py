@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from instrument.stats import cpu_kernel
-from instrument.stats.distribution import (
-    SAMPLE,
-    _sample_indices,
-    distribution,
-    distribution_on_device,
-)
+from instrument.stats.distribution import SAMPLE, _sample_indices, distribution, distribution_on_device
 from instrument.stats.flatten import stored_elements
 from instrument.stats.table_rows import Distributions
 
@@ -43,9 +38,7 @@ def compute(
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64],
-    ids=str,
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64], ids=str
 )
 def test_quantiles_of_small_tensors_equal_numpy(implementation: str, dtype: torch.dtype) -> None:
     tensor = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * 10).to(dtype)
@@ -158,16 +151,8 @@ def test_distribution_is_independent_of_layout_and_type() -> None:
     nested = torch.nested.nested_tensor([plain[0], plain[1]])
     negative = torch.complex(torch.zeros_like(plain), -plain).conj().imag
     assert negative.is_neg()
-    for same in (
-        plain.transpose(0, 2),
-        strided,
-        plain.to_sparse(),
-        plain.to(torch.complex64),
-        plain.to(torch.int64),
-        nested,
-        negative,
-        nn.Parameter(plain),
-    ):
+    others = (plain.transpose(0, 2), strided, plain.to_sparse(), plain.to(torch.complex64), plain.to(torch.int64))
+    for same in (*others, nested, negative, nn.Parameter(plain)):
         assert compute(same) == wanted
 
 

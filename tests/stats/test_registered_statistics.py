@@ -12,6 +12,7 @@ import pytest
 import scipy.stats
 import torch
 from device_statistics import use_device_statistics
+from hook_runs import record, refused, run_step, run_steps
 from torch import Tensor, nn
 
 import instrument
@@ -21,7 +22,7 @@ from instrument.stats.measure import measure
 from instrument.stats.sums import INDEX, extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import REGISTERED
 
-RECORD = {"layers": ".", "kind": "forward", "action": "record"}
+RECORD = record("forward")
 
 
 @pytest.fixture
@@ -30,9 +31,7 @@ def registered() -> Iterator[None]:
     before = (dict(REGISTERED._entries), dict(REGISTERED.places), dict(INDEX), [*sums.FURTHER])
 
     @instrument.statistic(
-        "positive_fraction",
-        unit="fraction",
-        needs=[instrument.Sum("positives", lambda x, mean: x > 0)],
+        "positive_fraction", unit="fraction", needs=[instrument.Sum("positives", lambda x, mean: x > 0)]
     )
     def positive_fraction(given: Any) -> Any:
         return given.positives / given.n
@@ -79,10 +78,8 @@ def test_registered_statistics_are_recorded_with_a_remark(
     if on_device:
         use_device_statistics(monkeypatch)
     hooks = {"h": {**RECORD, "stats": ["mean", *NAMES]}, "other": {**RECORD, "stats": ["mean"]}}
-    with instrument.attach(nn.Identity(), hooks, out=tmp_path / "run") as probe:
-        for _ in range(2):
-            probe.plan.layers.model(values())
-            probe.end_step()
+    model = nn.Identity()
+    run_steps(model, hooks, lambda: model(values()), 2, out=tmp_path / "run")
     run = instrument.load(tmp_path / "run")
     rows = run.stats[run.stats.hook == "h"]
     for name, wanted in zip(NAMES, reference(values().numpy()), strict=True):
@@ -146,17 +143,13 @@ def test_invalid_statistic_is_refused_with_its_place(name: str, needs: Any, form
 
 @pytest.mark.usefixtures("registered")
 def test_unknown_statistic_lists_registered_ones() -> None:
-    with pytest.raises(ConfigError, match="positive_fraction"):
-        instrument.attach(nn.Identity(), {"h": {**RECORD, "stats": ["positive_fractoin"]}}).__enter__()
+    assert "positive_fraction" in refused(nn.Identity(), {"h": {**RECORD, "stats": ["positive_fractoin"]}})
 
 
 def test_distribution_of_a_tensor_equals_scipy() -> None:
     x = np.random.default_rng(0).gamma(2.0, 3.0, 4000)
-    with instrument.attach(
-        nn.Identity(), {"h": {**RECORD, "stats": ["skewness", "kurtosis", "negative_fraction", "l0"]}}
-    ) as probe:
-        probe.plan.layers.model(torch.from_numpy(x))
-        probe.end_step()
+    stats = ["skewness", "kurtosis", "negative_fraction", "l0"]
+    _, probe = run_step(nn.Identity(), {"h": {**RECORD, "stats": stats}}, torch.from_numpy(x))
     (row,) = probe.sink.records("stats")
     assert row["skewness"] == pytest.approx(scipy.stats.skew(x))
     assert row["kurtosis"] == pytest.approx(scipy.stats.kurtosis(x))

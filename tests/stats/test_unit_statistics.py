@@ -8,25 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import record, run_step, run_steps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
-import instrument
 from instrument.actions.record import Record
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
 from instrument.stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from instrument.tables.statistics import ALL, DEFAULT
 
-RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+RECORD = record("forward", "**")
 
 
 def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str, Any]:
-    with instrument.attach(module, {"h": {**RECORD, "layers": ".", **fields}}) as probe:
-        module(value)
-        probe.end_step()
+    _, probe = run_step(module, {"h": record("forward", **fields)}, value)
     (row,) = probe.sink.records("stats")
     return row
 
@@ -147,11 +145,9 @@ def test_update_is_measured_in_float64(dtype: torch.dtype) -> None:
     model = nn.ParameterList([weight])
     before = weight.detach().clone().double()
     optimizer = torch.optim.SGD([weight], lr=0.7)
-    hook = {"layers": ".", "kind": "step_post", "role": "update", "action": "record", "stats": ["l2", "update_ratio"]}
-    with instrument.attach(model, {"u": hook}, optimizer=optimizer) as probe:
-        weight.grad = torch.full_like(weight, 0.321)
-        optimizer.step()
-        probe.end_step()
+    hook = record("step_post", role="update", stats=["l2", "update_ratio"])
+    weight.grad = torch.full_like(weight, 0.321)
+    probe = run_steps(model, {"u": hook}, optimizer.step, optimizer=optimizer)
     (row,) = probe.sink.records("stats")
     after = weight.detach().double()
     assert row["l2"] == pytest.approx((after - before).norm().item(), rel=1e-5)
@@ -188,11 +184,8 @@ def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
         model[0].weight.fill_(1.0)
         model[0].bias[:] = torch.tensor([-100.0, -100.0, 0.0, 0.0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = {"g": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "all"}}
-    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-        model(torch.rand(5, 3)).sum().backward()
-        optimizer.step()
-        probe.end_step()
+    hooks = {"g": record("parameter_grad", "**", stats="all")}
+    _, probe = run_step(model, hooks, torch.rand(5, 3), loss=torch.sum, optimizer=optimizer)
     assert probe.sink.frame("stats").set_index("path").dead_fraction.to_dict() == {"weight": 0.5, "bias": 0.5}
 
 
@@ -220,21 +213,13 @@ def test_saturated_values_are_at_the_ends_of_the_range(
         assert count_saturated(module(torch.tensor(values)).to("meta"), ends).is_meta
 
 
-def test_tanh_is_saturated_beyond_097() -> None:
-    ends = saturation_limits(nn.Tanh())
-    assert ends is not None
-    assert count_saturated(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 2
-
-
 def test_update_ratio_is_relative_to_the_updated_parameter() -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": ["update_ratio", "l2"]}}
+    hooks = {"u": record("step_post", "**", role="update", stats=["update_ratio", "l2"])}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-        model(torch.rand(4, 3)).square().sum().backward()
-        optimizer.step()
-        probe.end_step()
+    squares = lambda output: output.square().sum()  # noqa: E731
+    _, probe = run_step(model, hooks, torch.rand(4, 3), loss=squares, optimizer=optimizer)
     for row in probe.sink.records("stats"):
         after = dict(model.named_parameters())[row["path"]].detach()
         wanted = (after - before[row["path"]]).norm() / after.norm()
@@ -245,11 +230,8 @@ def test_update_ratio_of_zeros_is_none() -> None:
     model = nn.Linear(3, 2, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    hooks = {"u": {**RECORD, "kind": "step_post", "role": "update", "stats": "update_ratio"}}
-    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-        model(torch.rand(4, 3)).sum().backward()
-        optimizer.step()
-        probe.end_step()
+    hooks = {"u": record("step_post", "**", role="update", stats="update_ratio")}
+    _, probe = run_step(model, hooks, torch.rand(4, 3), loss=torch.sum, optimizer=optimizer)
     assert [row["update_ratio"] for row in probe.sink.records("stats")] == [None]
 
 

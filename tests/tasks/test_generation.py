@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, record
 from torch import Tensor, nn
 
 import instrument
@@ -86,23 +87,16 @@ def test_sampling_depends_on_the_seed() -> None:
     assert drawn[0] == drawn[2] != drawn[1]
 
 
-class Table(nn.Module):
-    """A language model that is not from Transformers: each token has one successor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 8)
-        with torch.no_grad():
-            self.table.weight.copy_(10 * torch.eye(8).roll(1, 1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.table(tokens)
+def table() -> nn.Module:
+    """Return a language model that is not from Transformers: each token has one successor."""
+    successors = nn.Embedding.from_pretrained(10 * torch.eye(8).roll(1, 1))
+    return Calls(lambda table, tokens: table(tokens), table=successors).eval()
 
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_other_language_models_generate_token_by_token(sample: bool) -> None:
     batch = [torch.tensor([0, 1]), torch.tensor([5, 6])]
-    outcome = Generate(max_new_tokens=4, sample=sample)(Table().eval(), batch)
+    outcome = Generate(max_new_tokens=4, sample=sample)(table(), batch)
     assert sample or tokens_of(outcome) == [[2, 3, 4, 5], [7, 0, 1, 2]]
     assert [len(tokens) for tokens in tokens_of(outcome)] == [4, 4]
 
@@ -122,7 +116,7 @@ def test_hooks_run_once_per_token(use_cache: bool, tmp_path: Path) -> None:
     model, task = gpt2(), Generate(max_new_tokens=4, tokenizer=Letters(), use_cache=use_cache)
     expected = tokens_of(task(model, PROMPTS))
     hooks = {
-        "seen": {"layers": ["transformer.h.*", "lm_head"], "kind": "forward", "action": "record", "phase": "eval"},
+        "seen": record("forward", ["transformer.h.*", "lm_head"], phase="eval"),
         "half": {"layers": "transformer.h.0", "kind": "forward", "action": "modify", "fn": "zero",
                  "phase": "eval", "start": 1},
     }  # fmt: skip
@@ -187,7 +181,7 @@ def rows(split: str) -> list[dict[str, Tensor]]:
         (gpt2, ["ab"], r"the prompts are texts, but the task has no tokenizer; set task\.tokenizer"),
         (gpt2, [torch.zeros(3)], r"a prompt must be a text or int64 tokens \[T\], but the batch is \[float32 \[3\]\]"),
         (gpt2, {"input_ids": torch.ones(1)}, "the batch must be a list of prompts, but is {'input_ids'"),
-        (lambda: Table().eval(), [torch.tensor([1]), torch.tensor([1, 2])], "the prompts have 1, 2 tokens, but this model"),
+        (table, [torch.tensor([1]), torch.tensor([1, 2])], "the prompts have 1, 2 tokens, but this model"),
     ],
 )  # fmt: skip
 def test_unsuitable_prompts_are_refused(model: Any, batch: Any, message: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from state_comparison import identical
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -145,17 +146,16 @@ def test_output_without_logits_is_named() -> None:
         HuggingFace()(lambda **batch: SimpleNamespace(hidden=INPUTS), {"labels": CLASSES})  # type: ignore[arg-type]
 
 
-class Detector(nn.Module):
-    """A model that returns losses in training and predictions in evaluations."""
+def detector() -> nn.Module:
+    """Return a model that returns losses in training and predictions in evaluations."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Any:
-        if not self.training:
+    def forward(scale: Tensor, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Any:
+        if not model.training:
             return [{"boxes": target["boxes"]} for target in targets]
-        return {"box": self.scale * 2.0, "class": self.scale * len(images)}
+        return {"box": scale * 2.0, "class": scale * len(images)}
+
+    model = Calls(forward, scale=nn.Parameter(torch.ones(())))
+    return model
 
 
 DETECTION = ([torch.zeros(3, 8, 8), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4)], [{"boxes": torch.zeros(2, 4)}] * 3)
@@ -165,7 +165,7 @@ DETECTION = ([torch.zeros(3, 8, 8), torch.zeros(3, 4, 4), torch.zeros(3, 4, 4)],
 @pytest.mark.parametrize("named", [False, True])
 def test_losses_are_summed(weights: dict[str, float] | None, expected: float, named: bool) -> None:
     batch = dict(zip(("images", "targets"), DETECTION, strict=True)) if named else DETECTION
-    outcome = LossDict(weights)(Detector(), batch)
+    outcome = LossDict(weights)(detector(), batch)
     check_outcome(outcome)
     assert outcome.loss is not None
     assert outcome.loss.item() == expected
@@ -173,7 +173,7 @@ def test_losses_are_summed(weights: dict[str, float] | None, expected: float, na
 
 
 def test_evaluation_without_losses_has_no_loss() -> None:
-    outcome = LossDict()(Detector().eval(), DETECTION)
+    outcome = LossDict()(detector().eval(), DETECTION)
     assert outcome == Outcome(None, 3)
     check_outcome(outcome, differentiable=False)
     assert mean_loss([outcome, Outcome(torch.ones(()), 1)]) is None
@@ -184,16 +184,9 @@ def test_evaluation_without_losses_has_no_loss() -> None:
 
 def test_invalid_losses_are_named() -> None:
     with pytest.raises(ValueError, match="the model returns no loss mask; its losses are box, class"):
-        LossDict({"mask": 1.0})(Detector(), DETECTION)
+        LossDict({"mask": 1.0})(detector(), DETECTION)
     with pytest.raises(TypeError, match=r"must return a dict of scalar losses, but returned float32 \[4, 3\]"):
         LossDict()(nn.Bilinear(3, 3, 3), (INPUTS, INPUTS))
-
-
-class Arguments(nn.Module):
-    """A model that keeps its arguments."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        self.given = args or kwargs
 
 
 @pytest.mark.parametrize(
@@ -207,7 +200,7 @@ class Arguments(nn.Module):
     ],
 )
 def test_forward_only_calls_the_model_with_the_inputs(batch: Any, given: Any, samples: int) -> None:
-    model = Arguments()
-    outcome = ForwardOnly()(model, batch)
-    assert identical(model.given, given)
+    kept: list[Any] = []
+    outcome = ForwardOnly()(Calls(lambda *args, **kwargs: kept.append(args or kwargs)), batch)
+    assert identical(kept, [given])
     assert (outcome.loss, outcome.samples, outcome.correct) == (None, samples, None)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_runs import train_here
 
 import instrument
 from instrument import ConfigError
@@ -58,26 +60,19 @@ def test_loss_and_gradients_are_those_of_the_chosen_output(path: str | None, hea
 
 def test_all_tasks_select_an_output() -> None:
     values = torch.arange(12.0).view(3, 4)
-    second = LossOutputModel((torch.zeros(3, 4), values))
+    second = returns((torch.zeros(3, 4), values))
     assert Reconstruction(nn.MSELoss(), output="1")(second, values).loss == 0
     logits = torch.randn(2, 3, 5)
     tokens = torch.tensor([[1, 4, 0], [2, 2, 3]])
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    outcome = NextToken(output="state.0")(LossOutputModel({"logits": torch.zeros(2, 3, 5), "state": [logits]}), tokens)
+    outcome = NextToken(output="state.0")(returns({"logits": torch.zeros(2, 3, 5), "state": [logits]}), tokens)
     assert torch.allclose(outcome.loss, expected)  # type: ignore[arg-type]
-    last = Supervised(nn.CrossEntropyLoss(), output="0[:, -1]")(LossOutputModel((logits,)), (tokens, tokens[:, 0]))
+    last = Supervised(nn.CrossEntropyLoss(), output="0[:, -1]")(returns((logits,)), (tokens, tokens[:, 0]))
     assert torch.equal(last.loss, F.cross_entropy(logits[:, -1], tokens[:, 0]))  # type: ignore[arg-type]
 
 
-class LossOutputModel(nn.Module):
-    """A model that returns a constant."""
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-    def forward(self, _: Tensor) -> Any:
-        return self.output
+def returns(output: Any) -> nn.Module:
+    return Calls(lambda _: output)
 
 
 def test_single_output_of_the_evaluation_is_used() -> None:
@@ -98,7 +93,7 @@ def test_single_output_of_the_evaluation_is_used() -> None:
 )
 def test_unknown_path_names_the_allowed_ones(path: str, output: Any, allowed: str) -> None:
     with pytest.raises(ConfigError, match="the model's output has no such tensor") as caught:
-        Supervised(nn.CrossEntropyLoss(), output=path)(LossOutputModel(output), (IMAGES, TARGETS))
+        Supervised(nn.CrossEntropyLoss(), output=path)(returns(output), (IMAGES, TARGETS))
     (problem,) = caught.value.problems
     assert (problem.where, problem.given) == ("task.output", path)
     assert allowed in str(caught.value)
@@ -134,22 +129,17 @@ def test_explicit_output_has_no_notice() -> None:
     assert LossOutput("0").notice((IMAGES, IMAGES), torch.ones(())) is None
 
 
-SOURCE = """
-import torch
-from torch import nn
+def vae() -> nn.Module:
+    def forward(encoder: nn.Module, decoder: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        mean, log_var = encoder(x.flatten(1)).chunk(2, 1)
+        return decoder(mean).view_as(x), mean, log_var
 
-class Vae(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enc, self.dec = nn.Linear(64, 8), nn.Linear(4, 64)
+    return Calls(forward, encoder=nn.Linear(64, 8), decoder=nn.Linear(4, 64))
 
-    def forward(self, x):
-        mean, log_var = self.enc(x.flatten(1)).chunk(2, 1)
-        return self.dec(mean).view_as(x), mean, log_var
-"""
+
 RUN = (
-    *("data=digits", "task=autoencoder", "~model", "+model._target_=vae.Vae", "train.steps=1", "train.batch_size=8"),
-    *("data.slice.stop=8", "data.eval_slice.stop=8"),
+    *("data=digits", "task=autoencoder", "~model", f"+model._target_={__name__}.vae", "train.steps=1"),
+    *("train.batch_size=8", "data.slice.stop=8", "data.eval_slice.stop=8"),
 )
 MESSAGE = "the loss uses output '0' of the 3 tensors that the model returns; '2' gets no gradient from it"
 
@@ -159,8 +149,7 @@ MESSAGE = "the loss uses output '0' of the 3 tensors that the model returns; '2'
     [("hydra.run.dir=out",), ("plan=true",), ("-m", "seed=1,2", "hydra.sweep.dir=out")],
     ids=lambda more: more[0],
 )
-def test_run_reports_which_output_the_loss_uses_once(cli: Cli, workdir: Path, more: tuple[str, ...]) -> None:
-    (workdir / "vae.py").write_text(SOURCE)
+def test_run_reports_which_output_the_loss_uses_once(cli: Cli, more: tuple[str, ...]) -> None:
     answer = cli(*more, *RUN)
     assert answer.code == 0, answer.err
     assert " ".join(answer.out.split()).count(MESSAGE) == 1
@@ -170,11 +159,7 @@ def test_run_reports_which_output_the_loss_uses_once(cli: Cli, workdir: Path, mo
         assert events[["rule", "severity"]].to_numpy().tolist() == [["output", "warning"]]
 
 
-def test_run_with_an_explicit_output_reports_nothing(cli: Cli, workdir: Path) -> None:
-    (workdir / "vae.py").write_text(SOURCE)
-    answer = cli(*RUN, "+task.output=0", "hydra.run.dir=out")
-    assert answer.code == 0, answer.err
-    assert not len(instrument.load("out").events)
-    refused = cli(*RUN, "+task.output=3")
-    assert refused.code == 2
-    assert "task.output: the model's output has no such tensor" in refused.err
+def test_run_with_an_explicit_output_reports_nothing(workdir: Path) -> None:
+    assert not len(train_here(workdir / "out", *RUN, "+task.output=0").events)
+    with pytest.raises(ConfigError, match=r"task\.output: the model's output has no such tensor"):
+        train_here(workdir / "refused", *RUN, "+task.output=3")

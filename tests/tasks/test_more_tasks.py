@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hook_runs import Calls, record, run_steps
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_runs import train_here
 
-import instrument
 from instrument import ConfigError
 from instrument.plan.shape_inference import infer_shapes
 from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN, mean_loss
@@ -119,18 +119,13 @@ def test_text_dataset_has_windows_in_two_splits() -> None:
     assert all(int(train[i].min()) >= 0 and int(train[i].max()) < 128 for i in range(len(train)))
 
 
-class Quadratic(nn.Module):
-    """score = |x|^2 / 2, whose gradient is x."""
-
-    def forward(self, samples: Tensor) -> Tensor:
-        return samples.square().sum(1) / 2
-
-
 def test_gradient_penalty_matches_the_paper() -> None:
+    """For the score |x|^2 / 2, whose gradient is x."""
+    score = Calls(lambda samples: samples.square().sum(1) / 2)
     torch.manual_seed(1)
     real, fake = torch.randn(6, 3), torch.randn(6, 3)
     torch.manual_seed(2)
-    penalty = gradient_penalty(Quadratic(), real, fake)
+    penalty = gradient_penalty(score, real, fake)
     torch.manual_seed(2)
     weight = torch.rand(6, 1)
     mixture = weight * real + (1 - weight) * fake
@@ -140,9 +135,12 @@ def test_gradient_penalty_matches_the_paper() -> None:
 def gan_gradients(hooks: dict[str, object]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = DenseGAN(image=(1, 4, 4), width=8)
-    with instrument.attach(model, hooks) as probe:
-        WassersteinGAN(penalty=3.0)(model, [torch.randn(5, 1, 4, 4)]).loss.backward()
-        probe.end_step()
+    batch = [torch.randn(5, 1, 4, 4)]
+
+    def step() -> None:
+        WassersteinGAN(penalty=3.0)(model, batch).loss.backward()
+
+    run_steps(model, hooks, step)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -156,18 +154,18 @@ def test_generator_and_critic_get_gradients_of_their_own_loss() -> None:
     critic = torch.autograd.grad(critic_loss, list(model.critic.parameters()), allow_unused=True)
     generator = torch.autograd.grad(-model.critic(fake).mean(), list(model.generator.parameters()))
     ours = gan_gradients({})
-    expected = dict(
-        zip((f"generator.{name}" for name, _ in model.generator.named_parameters()), generator, strict=True)
-    )
-    expected |= dict(zip((f"critic.{name}" for name, _ in model.critic.named_parameters()), critic, strict=True))
+    expected = {
+        f"generator.{name}": g for (name, _), g in zip(model.generator.named_parameters(), generator, strict=True)
+    }
+    expected |= {f"critic.{name}": g for (name, _), g in zip(model.critic.named_parameters(), critic, strict=True)}
     for name, gradient in expected.items():
         if gradient is not None:
             torch.testing.assert_close(ours[name], gradient)
 
 
 def test_recording_keeps_double_backward_bit_identical() -> None:
-    kinds = {"f": "forward", "b": "full_backward", "p": "full_backward_pre", "t": "tensor", "m": "parameter_grad_micro"}
-    hooks = {name: {"layers": "**", "kind": kind, "action": "record"} for name, kind in kinds.items()}
+    kinds = ("forward", "full_backward", "full_backward_pre", "tensor", "parameter_grad_micro")
+    hooks = {kind: record(kind, "**") for kind in kinds}
     baseline, recorded = gan_gradients({}), gan_gradients(hooks)
     assert all(torch.equal(baseline[name], recorded[name]) for name in baseline)
 

@@ -88,10 +88,8 @@ def test_accuracy_of_numeric_targets_is_none(targets: Tensor) -> None:
 
 
 def test_accuracy_of_dense_targets_is_none() -> None:
-    result = outcome(
-        Supervised(lambda output, targets: output.sum()), torch.zeros(2, 4, dtype=torch.long), LOGITS.expand(2, 4, 3)
-    )
-    assert result.correct is None
+    task = Supervised(lambda output, targets: output.sum())
+    assert outcome(task, torch.zeros(2, 4, dtype=torch.long), LOGITS.expand(2, 4, 3)).correct is None
 
 
 @pytest.mark.parametrize("given", [{"targets": "onehot"}, {"smoothing": 1.5}, {"smoothing": -0.1}])
@@ -103,12 +101,8 @@ def test_invalid_task_arguments_are_refused(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "output",
     [
-        LOGITS,
-        (LOGITS, torch.zeros(1)),
-        [LOGITS],
-        {"hidden": torch.zeros(1), "logits": LOGITS},
-        OrderedDict(logits=LOGITS),
-        SimpleNamespace(loss=None, logits=LOGITS),
+        *(LOGITS, (LOGITS, torch.zeros(1)), [LOGITS], {"hidden": torch.zeros(1), "logits": LOGITS}),
+        *(OrderedDict(logits=LOGITS), SimpleNamespace(loss=None, logits=LOGITS)),
     ],
     ids=lambda output: type(output).__name__,
 )

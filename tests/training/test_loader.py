@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain
@@ -31,7 +32,7 @@ from instrument.fields.field_types import Target
 from instrument.training.data import Batches, build_sampler, first_batch, load_data, loader_options
 from instrument.training.distributed.batch_sharding import BatchShard
 from instrument.training.experiment import prepare
-from instrument.training.loader import Loader, LoaderOptions, Stream, lists
+from instrument.training.loader import Loader, LoaderOptions, Slice, Stream, lists
 
 SAMPLES = 11
 
@@ -330,6 +331,47 @@ def test_memory_is_pinned_only_for_a_gpu() -> None:
 
 def test_fields_of_samples_become_lists() -> None:
     assert lists([(1, "a"), (2, "b")]) == ([1, 2], ["a", "b"])
+
+
+class Stopping(Augmented):
+    """A dataset that raises StopIteration for its last sample."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return next(iter(())) if index == SAMPLES - 1 else super().__getitem__(index)
+
+
+class StoppingBatches(Stopping):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def stopping_collate(items: list[Any]) -> Any:
+    return next(iter(())) if items[-1][0] == SAMPLES - 1 else items
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "samples"),
+    [
+        (Stopping(), default_collate, "[10]"),
+        (StoppingBatches(), default_collate, "[8, 9, 10]"),
+        (Augmented(), stopping_collate, "[8, 9, 10]"),
+    ],
+)
+def test_stop_iteration_does_not_end_a_pass(dataset: Any, collate: Any, samples: str, workers: int) -> None:
+    options = LoaderOptions(collate, num_workers=workers)
+    batches = Loader(Slice(dataset, range(SAMPLES)), 4, options=options).load("eval")
+    assert [len(next(batches).indices) for _ in range(2)] == [4, 4]
+    with pytest.raises(RuntimeError, match=re.escape(f"raised StopIteration for samples {samples}")):
+        next(batches)
+
+
+def test_stop_iteration_in_the_first_batch_is_reported_with_its_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"its samples cannot be loaded \(in .*test_loader.py.*__getitem__\)"
+    ) as error:
+        first_batch(Stopping(), SAMPLES)
+    assert "StopIteration for samples [10]" in str(error.value)
 
 
 def test_items_that_cannot_be_collated_are_reported() -> None:

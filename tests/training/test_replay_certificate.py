@@ -10,6 +10,7 @@ from run_folders import write_run
 
 from instrument.training.verification.replay_certificate import ReplayCertificate, certify_replay
 
+ENTRY = {"begin": 4, "steps": [5, 8], "first_step": None, "counterfactual": [], "changes": [], "changes_left_out": []}
 FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
 
 
@@ -21,15 +22,7 @@ def folder(path: Path, steps: range, status: str = "done", used: dict[str, Any] 
 
 def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields: Any) -> ReplayCertificate:
     """Return the certificate of a replay from step 4 on, up to step 7, of a run with the steps 0 to 6."""
-    entry = {
-        "begin": 4,
-        "steps": [5, 8],
-        "counterfactual": [],
-        "first_step": None,
-        "changes": [],
-        "changes_left_out": [],
-    }
-    used = {**replay.get("used", {}), "replay": {**entry, **fields}}
+    used = {**replay.get("used", {}), "replay": {**ENTRY, **fields}}
     recorded: dict[str, Any] = {"steps": range(7), **run}
     repeated: dict[str, Any] = {"steps": range(4, 7), **replay, "used": used}
     return certify_replay(folder(path / "run", **recorded), folder(path / "replay", **repeated))
@@ -41,6 +34,15 @@ def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
     assert (found.steps, found.repeats_failure) == (2, False)
     assert str(found.difference) == "step 6: loss is missing, but was 1.0"
     assert found.reasons == ("the replay ended before",)
+
+
+def test_steps_without_values_are_not_compared(tmp_path: Path) -> None:
+    """A task without a loss has no compared metric, so equal rows show nothing."""
+    rows = {"metrics": [{"step": step, "seconds": 1.0} for step in range(2)]}
+    used = {"error": None, "replay": {**ENTRY, "begin": 0, "steps": [0, 2]}}
+    runs = [write_run(tmp_path / name, rows=rows, used=used) for name in ("run", "replay")]
+    found = certify_replay(*runs)
+    assert (found.steps, found.difference, found.holds) == (0, None, False)
 
 
 @pytest.mark.parametrize(

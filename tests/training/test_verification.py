@@ -240,6 +240,12 @@ def test_digest_of_a_sparse_tensor_has_its_values_and_places(to_sparse: Callable
     assert digest(to_sparse(tensors[0])) == digest(to_sparse(tensors[0].clone()))
 
 
+def test_digest_has_the_dtype_and_the_shape() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6), torch.zeros(6, dtype=torch.int32)]
+    assert len({tensor.numpy().tobytes() for tensor in tensors}) == 1
+    assert len({*map(digest, tensors)}) == 4
+
+
 def test_model_class_is_restored_after_an_evaluation() -> None:
     model, outputs = nn.Linear(3, 2), []  # type: tuple[nn.Module, list[dict[str, str]]]
     with _record_outputs(model, outputs):
