@@ -133,8 +133,6 @@ def test_all_of_the_module_lists_every_public_name() -> None:
     assert set(errors.__all__) == public
 
 
-# ------------------------------------------------------------------------------------------------ frames of user code
-
 MODULE = """
 def outer():
     return inner()

@@ -50,9 +50,6 @@ def make_run(folder: Path, *, close: bool = True, status: str = "done") -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------ replaying
-
-
 def test_replay_returns_rows_in_step_order(tmp_path: Path) -> None:
     sink = MemorySink()
     replay(RunFiles(make_run(tmp_path / "run", close=False)), sink, tables=ALL)
@@ -92,9 +89,6 @@ def test_replay_sorts_rows_of_ranks_and_early_evaluations(tmp_path: Path) -> Non
     assert [(c["step"], c["phase"], c["rank"]) for c in of_rank_1.records("metrics")] == [
         (1, "train", 1), (2, "eval", 1), (2, "train", 1),
     ]  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- trackers
 
 
 def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> None:
@@ -153,9 +147,6 @@ def test_tracker_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "tensorboard failed: ConnectionError: nobody there" in answer.err
 
 
-# -------------------------------------------------------------------------------------------------------------------- CSV
-
-
 def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, call: Call) -> None:
     folder = make_run(tmp_path / "run")
     answer = call(export.main, folder, "--to", "csv").expect(0)
@@ -182,9 +173,6 @@ def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, call: Ca
     sink.close()
     assert "NumPy does not support bits8" in call(export.main, folder, "--to", "tensorboard").expect(1).err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
-
-
-# ---------------------------------------------------------------------------------------------------------- features
 
 
 def make_features(folder: Path, *, targets: bool = True, ids: Callable[[int], object] = int) -> instrument.Features:
@@ -337,9 +325,6 @@ def test_failed_export_of_features_leaves_no_files(
     monkeypatch.setitem(export.FEATURE_WRITERS, to, fail)
     assert export.main([str(recorded), "--to", to, "--features", "0", "--out", str(tmp_path / "out")]) == 1
     assert list((tmp_path / "out").iterdir()) == []
-
-
-# ---------------------------------------------------------------------------------------------- selected runs and errors
 
 
 @pytest.mark.parametrize("to", ["tensorboard", "csv"])

@@ -75,8 +75,6 @@ def test_invalid_sweep_values_are_named(cli: Cli, values: str) -> None:
     assert not Path("out").exists()
 
 
-# ------------------------------------------------------------------------------------------------ cleanup after refusals
-
 REFUSALS = {
     "configuration": ["train.steps=0"],
     "model": ["model.sizes=[64,a]"],

@@ -282,9 +282,6 @@ def test_random_tensors_have_any_shape(shape: tuple[int, ...]) -> None:
     assert len(choose_indices(dataset, per_class=2)) == 8
 
 
-# ------------------------------------------------------------------------------------------------ batches
-
-
 def numbers_of(group: list[Any]) -> list[list[int]]:
     return [[int(i) for i in batch[0]] for batch in group]
 

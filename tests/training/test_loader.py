@@ -181,9 +181,6 @@ def test_first_batch_starts_no_worker_and_keeps_random_states() -> None:
     assert (loaded.batch[0].tolist(), loaded.samples, loaded.total) == ([4, 5], 2, 4)
 
 
-# ------------------------------------------------------------------------------------------------ samplers
-
-
 class EveryOther(Sampler[int]):
     """Every other index, starting at the number of the epoch."""
 
@@ -288,9 +285,6 @@ def without_length(dataset: Any) -> Iterator[int]:
 def test_invalid_sampler_is_refused(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sampled(target)
-
-
-# ------------------------------------------------------------------------------------------------ configuration
 
 
 def padded(items: list[Any], value: float = 0.0) -> Any:
@@ -422,8 +416,6 @@ def test_empty_stream_is_refused() -> None:
     with pytest.raises(InstrumentError, match="no samples for step 0, in epoch 0"):
         next(iter(Batches(Stream(Endless(), 50, None), TrainConfig(steps=1), 0)))
 
-
-# ------------------------------------------------------------------------------------------------ complete runs
 
 SOURCE = """
 from pathlib import Path

@@ -85,9 +85,6 @@ def pace_of(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Speed:
     return speed
 
 
-# ------------------------------------------------------------------------------------------------ contents
-
-
 def test_facts_include_all_known_values(clock: Clock) -> None:
     expected = progress_texts(progress_at(overhead=0.031), pace_of(clock), 1_234_567)
     assert list(expected.values()) == [
@@ -146,9 +143,6 @@ def test_folder_size_is_read_rarely(
             clock.now += 0.11
             show(progress_at(step))
     assert [b - a >= interval for a, b in itertools.pairwise(read)] == [True] * 2
-
-
-# ------------------------------------------------------------------------------------------------ on a screen
 
 
 def bar_lines(width: int, **more: Any) -> list[str]:
@@ -244,9 +238,6 @@ def test_nan_loss_is_highlighted() -> None:
     assert "\x1b[1;31mloss nan" in written_to(console)
 
 
-# ------------------------------------------------------------------------------------------------ in a pipe, in CI
-
-
 def lines_of(steps: int, tmp_path: Path, reported: list[str], **at: list[str]) -> list[str]:
     console = console_of(40, screen=False)
     show = progress_lines(console, steps, tmp_path, reported.append)
@@ -300,9 +291,6 @@ def test_bar_is_only_drawn_on_terminals(
     shown = written_to(terminal.console)
     assert ("━" in shown) == live
     assert ("\x1b[" in shown) == live
-
-
-# ------------------------------------------------------------------------------------------------ complete runs
 
 
 def test_non_finite_values_are_reported_immediately_and_at_the_end(cli: Cli) -> None:
