@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import forward_steps
 from conftest import Call, contents
 from run_folders import write_run
 from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
@@ -243,10 +244,8 @@ def test_features_are_exported_with_ids(
 def record(folder: Path, model: torch.nn.Module, inputs: torch.Tensor, *hooks: str, **fields: str) -> None:
     """Record the outputs of all layers in a step, each with these hooks."""
     spec = {"layers": "**", "kind": "forward", "action": "record", "tensors": True, **fields}
-    with instrument.attach(model, dict.fromkeys(hooks or ("f",), spec), out=folder) as probe:
-        probe.batch(ids=[*range(len(inputs))])
-        model(inputs)
-        probe.end_step()
+    ids = [*range(len(inputs))]
+    forward_steps(model, dict.fromkeys(hooks or ("f",), spec), [inputs], sample_ids=[ids], out=folder)
 
 
 def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
