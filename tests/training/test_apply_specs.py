@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -18,23 +19,13 @@ from instrument.training.apply import apply_specs
 CALLS: list[tuple[str, str]] = []
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 3)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.conv(x))
-
-
 class Net(nn.Module):
     """A shared activation under three names, and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
         act = nn.ReLU()
-        self.block = Block()
+        self.block = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, 2, 3), act=nn.ReLU(inplace=True)))
         self.one = nn.Sequential(nn.Linear(4, 4), act)
         self.two = nn.Sequential(nn.Linear(4, 4), act)
         self.last = act
