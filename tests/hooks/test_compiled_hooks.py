@@ -99,6 +99,16 @@ def train(model: nn.Module, called: nn.Module, specs: Any, **options: Any) -> An
     return probe
 
 
+def steps_of(model: nn.Module) -> Iterator[int]:
+    """Train without hooks, as `train` does. Yield the number of each step before it."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, batch in enumerate(batches()):
+        yield step
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def by_pytorch(model: nn.Module) -> dict[tuple[str, int, str, int, int], Tensor]:
     """Return what PyTorch's hooks see in the training of `train`: by hook, step, layer, call and index of the tensor.
 
@@ -130,12 +140,8 @@ def by_pytorch(model: nn.Module) -> dict[tuple[str, int, str, int, int], Tensor]
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True)
         module.register_full_backward_hook(backward)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step, batch in enumerate(batches()):  # noqa: B007  # the hooks read the step
+    for step in steps_of(model):  # noqa: B007  # the hooks read the step
         calls.clear()
-        model(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
     return seen
 
 
@@ -226,11 +232,8 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
     step = 0
     for module in by_hand.children():
         change_by_hand(module, change, lambda: step)
-    optimizer = torch.optim.SGD(by_hand.parameters(), 0.1)
-    for step, batch in enumerate(batches()):  # noqa: B007  # the hooks read the step
-        by_hand(batch).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for step in steps_of(by_hand):  # noqa: B007  # the hooks read the step
+        pass
     specs = {change: CHANGES[change]}
     probe = train(model, compiled(model), specs)
     assert_close(model.parameters(), by_hand.parameters(), rtol=0, atol=0)

@@ -18,25 +18,16 @@ ZERO = {"kind": "forward", "action": "modify", "fn": "zero"}
 RECORD = {"kind": "forward", "action": "record", "stats": ["mean"]}
 
 
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
 def dinov2() -> nn.Module:
-    config = transformers.Dinov2Config(
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-        mlp_ratio=2,
-        out_features=["stage2"],
-        apply_layernorm=False,
-    )
-    return transformers.Dinov2Backbone(config)
+    options = {"mlp_ratio": 2, "out_features": ["stage2"], "apply_layernorm": False}
+    return transformers.Dinov2Backbone(transformers.Dinov2Config(**SIZES, **options))
 
 
 def clip() -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    return transformers.CLIPVisionModel(config)
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES, intermediate_size=16))
 
 
 def resnet() -> nn.Module:
