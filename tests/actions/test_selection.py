@@ -238,14 +238,6 @@ def test_function_equals_the_same_change_by_hand(fields: dict[str, Any], by_hand
     assert torch.allclose(gradient, reference.grad, rtol=1e-15, atol=1e-15)  # the order of a sum differs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fields", "by_hand"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_gradient_of_a_function_passes_gradcheck(fields: dict[str, Any], by_hand: Callable[[Tensor], Tensor]) -> None:
-    module = nn.Identity()
-    with instrument.attach(module, {"h": {"layers": ".", "kind": "forward", "action": "modify", **fields}}):
-        assert torch.autograd.gradcheck(module, SEQUENCE.clone().requires_grad_())
-
-
 def test_swap_exchanges_the_halves_of_a_batch() -> None:
     images = torch.arange(8.0).reshape(4, 2)
     output, _, _ = apply(images, action="modify", fn="swap")

@@ -216,10 +216,7 @@ def graph_network() -> Training:
     adjacency = (scale[:, None] * dense * scale).to_sparse()
     features = torch.randn(120, 16) + F.one_hot(classes, 16)
 
-    def step(_: int) -> Tensor:
-        return update(F.nll_loss(model(features, adjacency)[:40], classes[:40]), optimizer)
-
-    return model, [optimizer], step
+    return model, [optimizer], lambda _: update(F.nll_loss(model(features, adjacency)[:40], classes[:40]), optimizer)
 
 
 def super_resolution() -> Training:
