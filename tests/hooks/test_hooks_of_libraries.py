@@ -59,10 +59,6 @@ def test_intervention_changes_what_a_library_collects(
         assert collected(model, images).any()
 
 
-def mean_of(probe: Any, hook: str) -> float:
-    return float(probe.stats.query("hook == @hook")["mean"].iloc[0])
-
-
 def test_record_hooks_see_what_the_next_module_sees() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     model[0].register_forward_hook(lambda module, args, output: output + 1)
@@ -75,7 +71,7 @@ def test_record_hooks_see_what_the_next_module_sees() -> None:
     with instrument.attach(model, hooks, rules=None) as probe:
         assert model(torch.full((2, 2), 3.0)).tolist() == [[7.0, 7.0]] * 2
         probe.end_step()
-    assert [mean_of(probe, hook) for hook in ("before", "after", "next")] == [3.0, 7.0, 7.0]
+    assert probe.stats[["hook", "mean"]].values.tolist() == [["before", 3.0], ["after", 7.0], ["next", 7.0]]
 
 
 def test_explicit_prepend_false_acts_after_other_hooks() -> None:
