@@ -40,7 +40,6 @@ def test_next_token_is_predicted_from_the_position_before() -> None:
     with torch.no_grad():
         table.weight.copy_(torch.tensor([[1.0, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0, 0, 1, 0]]))
     correct = NextToken()(table, tokens).correct
-    assert correct is not None
     assert correct.item() == pytest.approx(1.0 + 0.5)  # both tokens of 1-2-3, and the first of 3-2-1
 
 
@@ -58,7 +57,6 @@ def test_next_token_uses_the_targets_of_a_pair() -> None:
         table.weight.copy_(torch.eye(4))
     targets[1] = torch.tensor([3, 2, 0])
     outcome = NextToken()(table, (tokens, targets))
-    assert outcome.correct is not None
     assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that are not ignored
 
 
@@ -75,7 +73,6 @@ def test_next_token_with_one_target_per_prompt_uses_the_last_position() -> None:
     table = nn.Embedding(4, 4)
     outcome = NextToken()(table, (tokens, targets))
     torch.testing.assert_close(outcome.loss, F.cross_entropy(table(tokens[:2, -1]), targets[:2]))
-    assert outcome.correct is not None
     hits = (table(tokens[:2, -1]).argmax(-1) == targets[:2]).sum()
     assert outcome.correct.item() == pytest.approx(hits.item() / 2 * 3)
     assert NextToken().number_of_terms((tokens, targets)) == 2
