@@ -71,14 +71,7 @@ class Architecture:
         return builder(weights=None, num_classes=CLASSES, **self.arguments).train()
 
     def images(self, count: int = 2) -> torch.Tensor:
-        """Return images of Gaussian noise, always the same.
-
-        Args:
-            count: Number of images. Default: 2.
-
-        Returns:
-            float32 tensor [count, 3, size, size].
-        """
+        """Return images of Gaussian noise, always the same: [count, 3, size, size]."""
         return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
 
 

@@ -55,11 +55,7 @@ def kept_bucket(s3_server: str) -> str:
 
 
 def connected(server: str) -> AbstractContextManager[None]:
-    """Set the environment variables of the fixture `s3` during the `with` block.
-
-    Args:
-        server: Address of the S3 server.
-    """
+    """Set the environment variables of the fixture `s3` during the `with` block."""
     return _environment(
         AWS_ENDPOINT_URL=server,
         AWS_ACCESS_KEY_ID=KEY,
@@ -73,11 +69,7 @@ def connected(server: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def new_clients(**variables: str) -> Iterator[None]:
-    """Set environment variables and use new clients during the `with` block.
-
-    Args:
-        variables: Values by name of the variable.
-    """
+    """Set environment variables and use new clients during the `with` block."""
     forget_clients()
     try:
         with _environment(**variables):

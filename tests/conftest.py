@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from tiers import mark_combinations
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+
+    from instrument import Run
 
 # These settings apply to this process and all processes started by tests. They are set before torch and transformers
 # are imported. Each process uses one thread by default, because `make test` runs several processes.
@@ -157,17 +160,31 @@ def pytest_runtest_setup() -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command.
-
-    Attributes:
-        code: Exit code.
-        out: Text printed to stdout.
-        err: Text printed to stderr.
-    """
+    """The exit code of a command, and the texts printed to stdout and stderr."""
 
     code: int
     out: str
     err: str
+
+    def expect(self, code: int) -> Answer:
+        """Assert the exit code, and return this result."""
+        assert self.code == code, self.out + self.err
+        return self
+
+
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Function that calls the `main` of a command with its arguments."""
+
+    def run(main: Callable[[list[str]], int], *arguments: object) -> Answer:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Answer(code, *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -193,6 +210,12 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
+def write(path: str, text: str) -> None:
+    """Write a file in the working directory, in a new folder if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
+
+
 @pytest.fixture
 def fresh_workers() -> Iterator[None]:
     """Stop the worker processes of joblib after the test.
@@ -216,71 +239,54 @@ def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cli(
-    workdir: Path,
-    few_repeats: None,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    workdir: Path, few_repeats: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., Answer]:
     """Function that runs `python -m instrument` with its arguments, in this process and an empty working directory."""
 
     def run(*arguments: str) -> Answer:
         capfd.readouterr()
-        code = _exit_code(monkeypatch, arguments)
+        code = _exit_code(monkeypatch, "instrument.__main__", arguments)
         return Answer(code, *capfd.readouterr())
 
     return run
 
 
 def run_in(folder: Path, *arguments: str) -> Answer:
-    """Run `python -m instrument` in this process and in a folder, for fixtures that several tests share.
+    """Run `python -m instrument` in this process and in a folder, for fixtures that several tests share."""
+    return _run_in(folder, "instrument.__main__", arguments)
 
-    Args:
-        folder: Working directory.
-        arguments: Arguments of the command line.
-    """
-    return _run_in(folder, _exit_code, arguments)
+
+def finished(folder: Path, *arguments: str) -> Run:
+    """Run `python -m instrument` in the parent of a folder, assert that it succeeds, and load the folder: a run or a sweep."""
+    import instrument
+
+    kind = "sweep" if "-m" in arguments else "run"
+    run_in(folder.parent, *arguments, f"hydra.{kind}.dir={folder.name}").expect(0)
+    return instrument.load(folder)
 
 
 def replay_in(folder: Path, *arguments: str) -> Answer:
-    """Run `python -m instrument.replay` in this process and in a folder.
-
-    Args:
-        folder: Working directory.
-        arguments: Arguments of the command line.
-    """
-    return _run_in(folder, _exit_code_of_replay, arguments)
+    """Run `python -m instrument.replay` in this process and in a folder."""
+    return _run_in(folder, "instrument.commands.replay", arguments)
 
 
-def _run_in(
-    folder: Path, command: Callable[[pytest.MonkeyPatch, Sequence[str]], int], arguments: Sequence[str]
-) -> Answer:
+def _run_in(folder: Path, module: str, arguments: Sequence[str]) -> Answer:
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
         patched.chdir(folder)
         patched.delenv("INSTRUMENT_DATA", raising=False)
-        code = command(patched, arguments)
+        code = _exit_code(patched, module, arguments)
     return Answer(code, out.getvalue(), err.getvalue())
 
 
-def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
-    from instrument.__main__ import main
-
-    return _code_of(main, monkeypatch, ["instrument", *arguments])
-
-
-def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
-    from instrument.commands.replay import main
-
-    return _code_of(main, monkeypatch, ["replay.py", *arguments])
-
-
-def _code_of(main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, line: list[str]) -> int:
-    monkeypatch.setattr(sys, "argv", line)
+def _exit_code(monkeypatch: pytest.MonkeyPatch, module: str, arguments: Sequence[str]) -> int:
+    name = "replay.py" if module.endswith(".replay") else "instrument"
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the command replaces
     try:
-        code = main() or 0
+        code = import_module(module).main() or 0
     except SystemExit as stop:
-        code = stop.code or 0  # type: ignore[assignment]
+        code = stop.code or 0
     assert isinstance(code, int)
     return code

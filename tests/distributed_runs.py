@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from fork_server import Command
@@ -24,12 +25,6 @@ def run_processes(
     folder: Path, *arguments: str, processes: int = 1, module: str | Path = "instrument"
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in one or several processes, with the environment that torchrun would set.
-
-    Args:
-        place: Working directory; created if it does not exist.
-        arguments: Arguments of the command line.
-        processes: Number of processes. Default: 1.
-        module: Module to run as with `python -m`, or path of a script. Default: `instrument`.
 
     Returns:
         The exit code of the first rank that failed (0 if none failed), and the output of all processes.
@@ -54,14 +49,7 @@ def run_processes(
 
 
 def start(folder: Path, name: str, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Train as `run_processes` does, but compose the configuration in this process, once for all ranks.
-
-    Args:
-        folder: Working directory.
-        name: Name of the run folder.
-        arguments: Arguments of the command line.
-        processes: Number of processes.
-    """
+    """Train as `run_processes` does, but compose the configuration in this process, once for all ranks."""
     with contextlib.chdir(folder):
         _, raw = compose(*arguments)
     return run_processes(folder, json.dumps(raw), name, processes=processes, module=RUN / "train_config.py")
@@ -76,14 +64,26 @@ def train(folder: Path, name: str, *arguments: str, processes: int = 1) -> instr
     return instrument.load(folder / name)
 
 
-def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun.
+def matched(one: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Return the rows of two tables next to each other; assert that they have the same keys, each once.
 
-    Args:
-        place: Working directory.
-        arguments: Arguments of the command line.
-        processes: Number of processes.
+    The columns of the second table have the suffix `_there`.
     """
+    both = one.merge(other, on=keys, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
+    assert (both["_merge"] == "both").all()
+    assert len(both)
+    return both
+
+
+def assert_close(both: pd.DataFrame, name: str) -> None:
+    """Assert that a column of `matched` is equal in both tables, except for the rounding of float32."""
+    here, there = both[name], both[f"{name}_there"]
+    assert (here.isna() == there.isna()).all(), name
+    assert ((here - there).abs() <= 1e-5 * here.abs() + 1e-12)[here.notna()].all(), name
+
+
+def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "instrument"]
     return subprocess.run(
         [sys.executable, "-m", *launcher, *arguments],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from attached_runs import train_steps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
@@ -18,20 +19,14 @@ from torch import nn
 
 import instrument
 
+TENSORS = {"layers": "0", "tensors": True, "stats": "none"}
 HOOKS: dict[str, dict[str, Any]] = {
     "acts": {"kind": "forward", "histogram": 8, "quantiles": [0.25, 0.5, 0.75]},
     "grads": {"kind": "parameter_grad"},
     "updates": {"kind": "step_post", "role": "update", "stats": ["l2", "update_ratio"]},
-    "image": {"layers": ".", "kind": "forward_pre", "tensors": True, "samples": 2, "stats": "none"},
-    "maps": {"layers": "0", "kind": "forward", "tensors": True, "samples": 2, "stats": "none"},
-    "filters": {
-        "layers": "0",
-        "kind": "step_post",
-        "role": "param",
-        "params": "weight",
-        "tensors": True,
-        "stats": "none",
-    },
+    "image": {**TENSORS, "layers": ".", "kind": "forward_pre", "samples": 2},
+    "maps": {**TENSORS, "kind": "forward", "samples": 2},
+    "filters": {**TENSORS, "kind": "step_post", "role": "param", "params": "weight"},
 }
 
 
@@ -48,15 +43,8 @@ def make_run(
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
     specs = {name: {"layers": "**", "action": "record", **spec} for name, spec in (hooks or HOOKS).items()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
-        for step in range(steps):
-            images = torch.randn(5, 1, 8, 8) * (np.nan if with_nan and step >= steps // 2 else 1.0)
-            loss = model(images).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+    factors = [np.nan if with_nan and step >= steps // 2 else 1.0 for step in range(steps)]
+    train_steps(model, specs, (torch.randn(5, 1, 8, 8) * factor for factor in factors), out=folder)
     info = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(info | {"overrides": overrides or {}, "seed": seed}))
     return instrument.load(folder)

@@ -25,15 +25,9 @@ TESTS = str(Path(__file__).parent)
 
 
 class Command:
-    """A running command whose output is written to files.
+    """A running command, as with `python -m` or of a script, whose output is written to `.NAME.out` and `.NAME.err`.
 
-    Args:
-        place: Working directory, which is the first entry of `sys.path`.
-        module: Module to run as with `python -m`, or path of a script.
-        arguments: Arguments of the command line.
-        environment: Variables added to the environment of this process. The entries of `PYTHONPATH` are added to
-            `sys.path`.
-        name: Name of the output files in `folder`: `.NAME.out` and `.NAME.err`.
+    The entries of `PYTHONPATH` in its environment and its working directory are added to `sys.path`.
     """
 
     def __init__(
@@ -55,11 +49,7 @@ class Command:
                 os.environ["PYTHONPATH"] = before
 
     def send(self, number: int) -> None:
-        """Send a signal to the process.
-
-        Args:
-            number: Number of the signal.
-        """
+        """Send a signal to the process."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 

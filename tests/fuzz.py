@@ -76,24 +76,8 @@ TEXTS = [
     "😀", "layers.0", "layres.0", "{x}", "${oc.env:HOME}", "%s", "0:0", ":::", "1e400", "nan", "true", "-1", "<script>", "'; --",
 ]  # fmt: skip
 NUMBERS = [
-    0,
-    1,
-    -1,
-    2,
-    7,
-    10**6,
-    10**9,
-    10**18,
-    2**63,
-    -(10**12),
-    0.0,
-    -0.5,
-    0.5,
-    1e-300,
-    1e300,
-    math.inf,
-    -math.inf,
-    math.nan,
+    *(0, 1, -1, 2, 7, 10**6, 10**9, 10**18, 2**63, -(10**12)),
+    *(0.0, -0.5, 0.5, 1e-300, 1e300, math.inf, -math.inf, math.nan),
 ]
 WORDS = [
     "**", "layers.*", "layers.0.**", "layers.1.0", ".", "re:layers", "forward", "forward_pre", "tensor", "full_backward",
@@ -102,30 +86,13 @@ WORDS = [
 ]  # fmt: skip
 OTHERS = [None, True, False, [], {}, [[]], [None], {"a": 1}, [1, "two", None], {"_target_": "builtins.dict"}]
 KEYS = [
-    "layers",
-    "kind",
-    "action",
-    "every",
-    "fn",
-    "stats",
-    "norm",
-    "_target_",
-    "unknown",
-    "",
-    "lyers",
-    "0",
-    "role",
-    "path",
-    "phase",
+    *("layers", "kind", "action", "every", "fn", "stats", "norm", "_target_"),
+    *("unknown", "", "lyers", "0", "role", "path", "phase"),
 ]
 
 
 def mutated(number: int) -> dict[str, Any]:
-    """Return `CONFIG` with one, two or four random changes.
-
-    Args:
-        number: Seed of the changes.
-    """
+    """Return `CONFIG` with one, two or four random changes, which depend on the number."""
     draw = random.Random(number)
     config = copy.deepcopy(CONFIG)
     for _ in range(draw.choice([1, 1, 1, 2, 2, 4])):
@@ -157,13 +124,7 @@ def _change(config: dict[str, Any], draw: random.Random) -> None:
 
 
 def _value(draw: random.Random, key: Any, before: Any = None) -> Any:
-    """Return a random value, often of the same type and of a plausible size.
-
-    Args:
-        draw: Random number generator.
-        key: Key or index of the value.
-        before: Value to replace. Default: None.
-    """
+    """Return a random value for a key, often of the type of the value before and of a plausible size."""
     if key == "_target_":
         return draw.choice([*TARGETS, *OTHERS])
     if draw.random() < 0.6:
@@ -188,21 +149,14 @@ def _entries(value: Any) -> Any:
 
 VALID = (
     *("seed=7", "train.steps=3", "train.batch_size=8", "optimizer.lr=0.01"),
-    *(
-        "hooks.activations.every=2",
-        "hooks.activations.stats=[mean]",
-        "+hooks.new={layers: '**', kind: tensor, action: record}",
-    ),
+    *("hooks.activations.every=2", "hooks.activations.stats=[mean]"),
+    "+hooks.new={layers: '**', kind: tensor, action: record}",
 )
 """Overrides that are valid with the command of the fuzz tests, so that some command lines are accepted."""
 
 
 def mutated_arguments(number: int) -> list[str]:
-    """Return one to three random overrides, valid and invalid.
-
-    Args:
-        number: Seed of the overrides.
-    """
+    """Return one to three random overrides, valid and invalid, which depend on the number."""
     draw = random.Random(number)
     paths = [".".join(map(str, path)) for path in _paths(CONFIG)]
     arguments = []
@@ -211,9 +165,8 @@ def mutated_arguments(number: int) -> list[str]:
             arguments.append(draw.choice(VALID))
             continue
         key = draw.choice([*paths, *KEYS, "hooks.new", "hydra.run.dir", "exp"])
-        value = draw.choice(
-            [*TEXTS, *map(str, NUMBERS), "[1,2", "{a: 1}", "[]", "{", "a=b", "1,2", "range(1,3)", "glob(*)"]
-        )
+        odd = ["[1,2", "{a: 1}", "[]", "{", "a=b", "1,2", "range(1,3)", "glob(*)"]
+        value = draw.choice([*TEXTS, *map(str, NUMBERS), *odd])
         if not value.isprintable() or "/" in value or (key.startswith("hydra") and draw.random() < 0.9):
             value = "x"
         arguments.append(f"{draw.choice(['', '', '+', '++', '~'])}{key}{draw.choice(['=', '=', '='])}{value}")

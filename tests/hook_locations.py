@@ -19,14 +19,6 @@ INTERVENTION_LOCATIONS = [location for location in GRADIENT_LOCATIONS if locatio
 
 
 def record_hooks(locations: list[tuple[str, str]], layers: str = "**") -> dict[str, Any]:
-    """Return a hook configuration that records full tensors at several locations.
-
-    Args:
-        locations: Pairs of `kind` and `role`.
-        layers: Glob of the layers. Default: all layers.
-
-    Returns:
-        Hook configuration by name; the names are `kind_role`.
-    """
+    """Return hooks that record full tensors at pairs of `kind` and `role`. Their names are `kind_role`."""
     keep = {"layers": layers, "action": "record", "stats": "none", "tensors": True}
     return {f"{kind}_{role}": {"kind": kind, "role": role, **keep} for kind, role in locations}

@@ -13,25 +13,15 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 LARGE = (
-    "vgg",
-    "regnet_x_32gf",
-    "regnet_y_32gf",
-    "regnet_y_128gf",
-    "convnext_large",
-    "wide_resnet101",
-    "vit_h",
-    "vit_l",
+    *("vgg", "regnet_x_32gf", "regnet_y_32gf", "regnet_y_128gf", "convnext_large"),
+    *("wide_resnet101", "vit_h", "vit_l"),
 )
 
 
 def run_by_size(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in this process; for a large network, in a process of its own.
+    """Call a function, which can be pickled, in this process; for a large network, in a process of its own.
 
     Two large networks at once need more than 24 GB.
-
-    Args:
-        name: Name of the network.
-        function: Function of a module, which can be pickled.
     """
     if not any(large in name for large in LARGE):
         return function(*args, **kwargs)

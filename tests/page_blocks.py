@@ -28,11 +28,7 @@ FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.
 def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Collection[str] = ()) -> None:
     """Execute the blocks of a page: write files, run Python, parse YAML and run the commands of this package.
 
-    Args:
-        page: Path of the page.
-        cli: The fixture `cli`.
-        folder: Working directory.
-        done: Arguments of commands that have run already. Default: none.
+    Commands with arguments in `done` have run already.
     """
     namespace: dict[str, object] = {"__name__": "page"}
     for _, language, text in BLOCK.findall(page.read_text()):

@@ -23,32 +23,19 @@ if TYPE_CHECKING:  # The process that distributes the tests imports this module 
     import instrument
     from instrument.actions.base import Context
 
+RECORD = {"layers": "**", "action": "record"}
 EVERYTHING = {
-    "acts": {"layers": "**", "kind": "forward", "action": "record", "stats": ["default", "dead_fraction"]},
-    "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
-    "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
-    "updates": {
-        "layers": "**",
-        "kind": "step_post",
-        "role": "update",
-        "action": "record",
-        "stats": ["l2", "update_ratio"],
-        "spectrum": 2,
-    },
+    "acts": {**RECORD, "kind": "forward", "stats": ["default", "dead_fraction"]},
+    "flow": {**RECORD, "kind": "full_backward", "role": "grad_output"},
+    "gradients": {**RECORD, "kind": "parameter_grad"},
+    "updates": {**RECORD, "kind": "step_post", "role": "update", "stats": ["l2", "update_ratio"], "spectrum": 2},
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
 }
-SPREAD = {"layers": "**", "kind": "forward", "action": "record", "stats": "none", "quantiles": True, "histogram": 16}
+SPREAD = {**RECORD, "kind": "forward", "stats": "none", "quantiles": True, "histogram": 16}
 KEPT = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True, "samples": 1}
 IMAGE = {"layers": ".", "kind": "forward_pre", "action": "record", "stats": "none", "tensors": True, "samples": 1}
-FILTERS = {
-    "layers": "0",
-    "kind": "step_post",
-    "role": "param",
-    "params": "weight",
-    "action": "record",
-    "tensors": True,
-    "stats": "none",
-}
+WEIGHTS = {"layers": "0", "kind": "step_post", "role": "param", "params": "weight"}
+FILTERS = {**WEIGHTS, "action": "record", "tensors": True, "stats": "none"}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--process-per-site"]
 HOOKS = {**EVERYTHING, "spread": SPREAD, "maps": KEPT, "image": IMAGE, "filters": FILTERS}
 
@@ -62,20 +49,12 @@ def train(
     shape: tuple[int, ...] = (4,),
     at_step: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> instrument.Run:
-    """Train a model on random numbers with hooks.
+    """Train a model on random numbers of shape [8, *shape] with hooks, and load the run.
 
-    Args:
-        folder: Folder of the run.
-        model: Model to train, with input [8, *shape].
-        hooks: Hook configuration by name.
-        steps: Number of steps. Default: 6.
-        shape: Shape of one sample. Default: (4,).
-        at_step: Called with the step index and the model before each step. Default: no effect.
-
-    Returns:
-        The loaded run.
+    `at_step` is called with the step index and the model before each step.
     """
     import torch
+    from attached_runs import train_step
 
     import instrument
 
@@ -84,11 +63,7 @@ def train(
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
         for step in range(steps):
             at_step(step, model)
-            loss = model(torch.randn(8, *shape)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss, samples=8)
+            train_step(model, optimizer, probe, torch.randn(8, *shape))
     return instrument.load(folder)
 
 
@@ -100,23 +75,14 @@ def convolutional() -> nn.Module:
 
 
 def deep(layers: int) -> nn.Module:
-    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4].
-
-    Args:
-        layers: Number of modules.
-    """
+    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4]."""
     from torch import nn
 
     return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(layers)))
 
 
 def copy_unfinished(folder: Path, to: Path) -> Callable[[int, nn.Module], None]:
-    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy.
-
-    Args:
-        folder: Folder of the run.
-        to: Folder of the copy.
-    """
+    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy."""
 
     def copy(step: int, model: nn.Module) -> None:
         if step == 3:
@@ -198,13 +164,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_page(browser: Browser, *, width: int = 1400, dark: bool = False) -> Page:
-    """Open a page with a timeout of `TIMEOUT` seconds. Pages share a context, and thereby the compiled scripts.
-
-    Args:
-        browser: Browser of the page.
-        width: Width of the page in pixels. Default: 1400.
-        dark: Whether the page is in dark mode. Default: False.
-    """
+    """Open a page with a timeout of `TIMEOUT` seconds. Pages share a context, and thereby the compiled scripts."""
     context = browser.contexts[0] if browser.contexts else browser.new_context()
     page = context.new_page()
     page.set_viewport_size({"width": width, "height": 900})

@@ -32,11 +32,7 @@ def rule_set(rules: Mapping[str, Any], events: list[RuleEvent]) -> RuleSet:
 def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, with_numbers: bool = False) -> None:
     """Pass steps to rules. The steps are numbered, unless they have a number.
 
-    Args:
-        rules: The rules.
-        steps: The steps.
-        start: The number of the first step.
-        with_numbers: Whether the rows have a matrix of numbers, as in a run, which the rules can compare with their bounds.
+    With numbers, the rows have a matrix, as in a run, which the rules can compare with their bounds.
     """
     for number, step in enumerate(steps, start):
         phase, rows = step.get("phase", "train"), step.get("rows", [])

@@ -1,10 +1,13 @@
-"""Comparison of the states of models, optimizers and random number generators."""
+"""Comparison of the states of models, optimizers and random number generators, and of the tables of runs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import torch
+
+import instrument
 
 
 def identical(one: Any, other: Any) -> bool:
@@ -18,3 +21,12 @@ def identical(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(identical(*pair) for pair in zip(one, other, strict=True))
     return bool(one == other)
+
+
+def assert_same_tables(one: instrument.Run, other: instrument.Run, *tables: str) -> None:
+    """Assert that tables of two runs are bit-identical, except for measured times."""
+    for table in tables:
+        left, right = (
+            getattr(run, table).drop(columns=["seconds", "samples_per_second"], errors="ignore") for run in (one, other)
+        )
+        pd.testing.assert_frame_equal(left, right, check_exact=True)

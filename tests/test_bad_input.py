@@ -14,11 +14,10 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from _pytest.mark import ParameterSet
+from conftest import write
 from fork_server import Command
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from tiers import tiered
 from waiting import wait_until_training
 
 import instrument
@@ -26,22 +25,11 @@ from instrument import ConfigError
 from instrument.commands.job import as_instrument_error
 from instrument.commands.validated_config import read_config
 from instrument.config.search_path import config_loader
+from instrument.tables.schemas import TABLES
 from instrument.training.experiment import prepare
 
 Cli = Callable[..., Any]
 SCREEN = 24
-TABLES = (
-    "stats",
-    "distributions",
-    "tensors",
-    "effects",
-    "metrics",
-    "coverage",
-    "layers",
-    "events",
-    "generated",
-    "samples",
-)
 HOOKS = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=2")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 EXPERIMENT = """# @package _global_
@@ -52,18 +40,9 @@ name: mine
 train: {steps: 2}
 model: {_target_: instrument.training.models.MLP, sizes: [64, 10]}
 """
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 ANY = "layers: '**', kind: forward"
 ONE = "+hooks.x={layers:layers.0,kind:forward,"
-
-
-def slow(*values: Any) -> ParameterSet:
-    """Return a slow case, for errors that a unit test already covers."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
 
 
 def error_of(answer: Any) -> str:
@@ -138,6 +117,8 @@ def last_override(value: object) -> str | None:
              ["hooks.tame.layers:", "matches no module", "given    decodr.**", "similar  decoder"]),
         ([*TINY, "train.compile=true", "+hooks.q={layers:'**',kind:function,functions:linear,action:record}"],
              ["hooks.q.kind: breaks the graphs of torch.compile", "given    function", "hook the modules instead"]),
+        ([*TINY, "train.compile=true", "+hooks.total={layers:'**',kind:tensor,role:input,action:record}"],
+             ["hooks.total.role: breaks the graphs of torch.compile", "set train.compile={graph_breaks: true}"]),
         ([*HOOKS, "+hooks.tame.params=weigth"], ["hooks.tame.params:", "weigth", "allowed  weight, bias", "similar  weight"]),
         ([*HOOKS, "+hooks.tame.types=Linar"], ["hooks.tame.types:", "Linar", "similar  Linear"]),
         ([*HOOKS, "hooks.gradients.layers=encoder.*.2"], ["hooks.gradients.layers:", "directly contains a parameter", "encoder.*.2"]),
@@ -179,11 +160,13 @@ def last_override(value: object) -> str | None:
         ([*TINY, "data.num_workers=-1"], ["data.num_workers:", "given    -1"]),
         (["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         ([*TINY, "device=gpu"], ["device:", "given    gpu", "allowed  auto, cpu, cuda"]),
+        pytest.param([*TINY, "device=cuda"], ["device: no GPU is available", "allowed  auto, cpu"], marks=NO_GPU),
         ([*TINY, ONE + "action:scale,factor:[1,2,3]}"], ["hooks.x.factor:", "'layers.0'", "[64, 10]", "allowed  10 factors"]),
         ([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dim 55 is out of range", "allowed  -2 to 1"]),
         ([*TINY, ONE + "action:record,stats:dead_fraction,unit_dim:99}"], ["hooks.x.unit_dim:", "allowed  -2 to 1"]),
         ([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "given    0:99", "samples: N"]),
         ([*TINY, ONE + "action:modify,fn:{_target_:torch.sum}}"], ["hooks.x.fn:", "torch.sum cannot be called as fn(tensor"]),
+        ([*TINY, ONE + "action:call,fn:{_target_:operator.truth}}"], ["hooks.x", "cannot be called as fn(tensor, context)"]),
         ([*HOOKS, "+hooks.tame={norm: 5}"], ["hooks.tame: exists already", "fix      hooks.tame={...} without +"]),
         ([*TINY, "optimizer.lr=nan"], ["optimizer.lr: must be finite", "given    nan"]),
         ([*TINY, "optimizer.lr=inf"], ["optimizer.lr: must be finite", "given    inf"]),
@@ -218,13 +201,6 @@ def test_invalid_override_is_reported_with_a_suggestion(cli: Cli, overrides: lis
         assert words in error
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_missing_gpu_is_reported(cli: Cli) -> None:
-    error = error_of(cli(*TINY, "device=cuda"))
-    assert "device: no GPU is available" in error
-    assert "allowed  auto, cpu" in error
-
-
 @pytest.mark.parametrize("mode", ["single", "sweep"])
 def test_unwritable_output_folder_is_reported(cli: Cli, mode: str) -> None:
     write("file", "not a folder")
@@ -236,76 +212,39 @@ def test_unwritable_output_folder_is_reported(cli: Cli, mode: str) -> None:
     assert "given    file/out" in error
 
 
-def test_all_errors_are_reported_at_once(cli: Cli) -> None:
-    error = error_of(cli(*HOOKS, "hooks.tame.norm=-1", "hooks.quiet.kind=x", "seed=-3", "train.batch_size=0"))
+def test_all_errors_are_reported_at_once() -> None:
+    error = refusal_of(*HOOKS, "hooks.tame.norm=-1", "hooks.quiet.kind=x", "seed=-3", "train.batch_size=0")
     for key in ("hooks.tame.norm:", "hooks.quiet.kind:", "seed:", "train.batch_size:"):
         assert key in error
+
+
+INVALID_IN_HOOKS = [
+    "hooks=3", "hooks=null", "hooks=nope", "hooks.tame=5", "hooks.tame=[]", "hooks.tame.layers=null", "hooks.tame.layers=[]",
+    "hooks.tame.layers=3", "~hooks.noisy.fn", "~hooks.noisy.std", "~hooks.tame.kind", "hooks.digit_maps.steps=3",
+    "hooks.digit_maps.steps=[]", "hooks.digit_maps.steps=[-1]", "+hooks.digit_maps.slice='99,0,0,0'", "+hooks.digit_maps.slice=all",
+    "apply.init=3", "+apply.x={layers:encoder,action:set,attribute:inplac,value:1}",
+    "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}",
+    "+apply.x={layers:.,action:replace,module:{_target_:torch.nn.Identity}}",
+    "+apply.x={layers:encoder,action:replace,module:{_target_:torch.nn.Linear}}",
+]  # fmt: skip
+INVALID_IN_TINY = [
+    "train.steps=abc", "train.steps=0", "train.steps=1.5", "train.steps=true", "train.steps=null", "train.epochs=2", "train=null",
+    "train.batch_size=0", "model=null", "model=3", "model=[1,2]", "model=", "model.sizes=64", "model.sizes=[a,b]", "data=null",
+    "data=5", "data.dataset=null", "data.dataset._target_=builtins.dict", "data.slice.split=val", "+data.slice.classes=3",
+    "+data.slice.stride=0", "task=null", "task.loss=null", "task.loss._target_=torch.nn.MSELos", "task._target_=torch.nn.Identity",
+    "optimizer=null", "optimizer.lr=abc", "optimizer.lr=-1", "optimizer._target_=torch.nn.Identity",
+    "+scheduler._target_=torch.nn.Identity", "scheduler=3", "sink=null", "sink.when_full=perhaps", "seed=-1",
+    "seed=99999999999999999999999999", "name=../../x", "name=", "deterministic=5",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         ["model=mlp"],
-        [*HOOKS, "hooks=3"],
-        [*HOOKS, "hooks=null"],
-        [*HOOKS, "hooks=nope"],
-        [*HOOKS, "hooks.tame=5"],
-        [*HOOKS, "hooks.tame=[]"],
-        [*HOOKS, "hooks.tame.layers=null"],
-        [*HOOKS, "hooks.tame.layers=[]"],
-        [*HOOKS, "hooks.tame.layers=3"],
-        [*HOOKS, "~hooks.noisy.fn"],
-        [*HOOKS, "~hooks.noisy.std"],
-        [*HOOKS, "~hooks.tame.kind"],
-        [*HOOKS, "hooks.digit_maps.steps=3"],
-        [*HOOKS, "hooks.digit_maps.steps=[]"],
-        [*HOOKS, "hooks.digit_maps.steps=[-1]"],
-        [*HOOKS, "+hooks.digit_maps.slice='99,0,0,0'"],
-        [*HOOKS, "+hooks.digit_maps.slice=all"],
-        [*HOOKS, "apply.init=3"],
-        [*HOOKS, "+apply.x={layers:encoder,action:set,attribute:inplac,value:1}"],
-        [*HOOKS, "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}"],
-        [*HOOKS, "+apply.x={layers:.,action:replace,module:{_target_:torch.nn.Identity}}"],
-        [*HOOKS, "+apply.x={layers:encoder,action:replace,module:{_target_:torch.nn.Linear}}"],
         [*HOOKS, "+apply.x={layers:'**',action:freeze}", "~hooks.tame", "~hooks.gradients"],
-        [*TINY, "train.steps=abc"],
-        [*TINY, "train.steps=0"],
-        [*TINY, "train.steps=1.5"],
-        [*TINY, "train.steps=true"],
-        [*TINY, "train.steps=null"],
-        [*TINY, "train.epochs=2"],
-        [*TINY, "train=null"],
-        [*TINY, "train.batch_size=0"],
-        [*TINY, "model=null"],
-        [*TINY, "model=3"],
-        [*TINY, "model=[1,2]"],
-        [*TINY, "model="],
-        [*TINY, "model.sizes=64"],
-        [*TINY, "model.sizes=[a,b]"],
-        [*TINY, "data=null"],
-        [*TINY, "data=5"],
-        [*TINY, "data.dataset=null"],
-        [*TINY, "data.dataset._target_=builtins.dict"],
-        [*TINY, "data.slice.split=val"],
-        [*TINY, "+data.slice.classes=3"],
-        [*TINY, "+data.slice.stride=0"],
-        [*TINY, "task=null"],
-        [*TINY, "task.loss=null"],
-        [*TINY, "task.loss._target_=torch.nn.MSELos"],
-        [*TINY, "task._target_=torch.nn.Identity"],
-        [*TINY, "optimizer=null"],
-        [*TINY, "optimizer.lr=abc"],
-        [*TINY, "optimizer.lr=-1"],
-        [*TINY, "optimizer._target_=torch.nn.Identity"],
-        [*TINY, "+scheduler._target_=torch.nn.Identity"],
-        [*TINY, "scheduler=3"],
-        [*TINY, "sink=null"],
-        [*TINY, "sink.when_full=perhaps"],
-        [*TINY, "seed=-1"],
-        [*TINY, "seed=99999999999999999999999999"],
-        [*TINY, "name=../../x"],
-        [*TINY, "name="],
-        [*TINY, "deterministic=5"],
+        *([*HOOKS, override] for override in INVALID_IN_HOOKS),
+        *([*TINY, override] for override in INVALID_IN_TINY),
     ],
     ids=last_override,
 )
@@ -340,8 +279,7 @@ def test_invalid_command_line_gives_no_traceback(cli: Cli, arguments: list[str])
     "override", ["+exp={}", "+hooks.{}=3", "hooks.tame.layers='{}'", "model._target_={}", "name={}/"]
 )
 def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str) -> None:
-    answer = cli(*([] if "exp" in override else HOOKS), override.format(name))
-    assert answer.code == 2
+    answer = cli(*([] if "exp" in override else HOOKS), override.format(name)).expect(2)
     assert "Traceback" not in answer.err
     assert name[:20] in answer.err
 
@@ -396,29 +334,21 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "# @package _global_"),
-        ("just words\n", "# @package _global_"),
-        ("model: {_target_: torch.nn.Identity}\n", "# @package _global_"),
-        (
+        pytest.param("", "# @package _global_", id="empty"),
+        pytest.param("just words\n", "# @package _global_", id="words"),
+        pytest.param("model: {_target_: torch.nn.Identity}\n", "# @package _global_", id="no package line"),
+        pytest.param(
             "# mine\n# @package _global_\ndefaults:\n  - override /model: mlp\n",
             "add the first line: # @package _global_",
+            id="package line further down",
         ),
-        ("# @package _global_\n- 1\n", "exp/mine"),
-        ("# @package _global_\ndefaults: 3\n", "exp/mine"),
-        ("# @package _global_\ndefaults:\n  - override /model: mlpp\n", "similar  mlp"),
-        ("# @package _global_\ndefaults:\n  - /model: mlp\n", "override model: mlp"),
-        ("\x00", "mine.yaml"),
-    ],
-    ids=[
-        "empty",
-        "words",
-        "no package line",
-        "package line further down",
-        "a list",
-        "defaults",
-        "unknown option of this group",
-        "no override",
-        "no text",
+        pytest.param("# @package _global_\n- 1\n", "exp/mine", id="a list"),
+        pytest.param("# @package _global_\ndefaults: 3\n", "exp/mine", id="defaults"),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override /model: mlpp\n", "similar  mlp", id="unknown option"
+        ),
+        pytest.param("# @package _global_\ndefaults:\n  - /model: mlp\n", "override model: mlp", id="no override"),
+        pytest.param("\x00", "mine.yaml", id="no text"),
     ],
 )
 def test_file_that_is_not_an_experiment_is_refused(workdir: Path, text: str, expected: str) -> None:
@@ -460,18 +390,23 @@ def write_model(case: str) -> list[str]:
     return expected
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_custom_model_that_cannot_train_is_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+@pytest.fixture
+def importable(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Working directory whose modules can be imported."""
     monkeypatch.syspath_prepend(workdir)
+    return workdir
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_custom_model_that_cannot_train_is_refused(importable: Path, case: str) -> None:
     expected = write_model(case)
     error = refusal_of("+exp=mine")
     for words in expected:
         assert words in error
 
 
-@pytest.mark.parametrize("case", tiered(MODELS, ["forward fails"]))
-def test_error_in_a_custom_model_is_reported(cli: Cli, case: str) -> None:
-    expected = write_model(case)
+def test_error_in_a_custom_model_is_reported(cli: Cli) -> None:
+    expected = write_model("forward fails")
     error = error_of(cli("+exp=mine"))
     for words in expected:
         assert words in error
@@ -481,34 +416,33 @@ def test_error_in_a_custom_model_is_reported(cli: Cli, case: str) -> None:
     ("result", "expected"),
     [
         ("output.sum()", "the task must return instrument.tasks.Outcome, but returned Tensor"),
-        slow("Outcome(output, 64)", "shape [64, 10], not a scalar"),
-        slow("Outcome(3.0, 64)", "the loss is a float"),
-        slow("Outcome(output.sum().detach(), 64)", "does not depend on any trainable parameter"),
+        ("Outcome(output, 64)", "shape [64, 10], not a scalar"),
+        ("Outcome(3.0, 64)", "the loss is a float"),
+        ("Outcome(output.sum().detach(), 64)", "does not depend on any trainable parameter"),
     ],
 )
-def test_custom_task_without_a_loss_is_refused(cli: Cli, result: str, expected: str) -> None:
+def test_custom_task_without_a_loss_is_refused(importable: Path, result: str, expected: str) -> None:
     module = f"bad_task_{abs(hash(result))}"
     write(
         f"{module}.py",
         "from instrument.tasks import Outcome\n\n\ndef make(**given):\n    def task(model, batch):\n"
         f"        output = model(batch[0])\n        return {result}\n\n    return task\n",
     )
-    error = error_of(cli(*TINY, f"task._target_={module}.make"))
+    error = refusal_of(*TINY, f"task._target_={module}.make")
     assert "task: " in error
     assert expected in error
 
 
-def test_custom_dataset_that_cannot_be_batched_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_custom_dataset_that_cannot_be_batched_is_refused(importable: Path) -> None:
     write(
         "bad_data.py",
         "class Words:\n    def __init__(self, **given):\n        pass\n    def __len__(self):\n        return 9\n"
         "    def __getitem__(self, i):\n        return object(), 1\n",
     )
-    error = error_of(cli(*TINY, "data.dataset._target_=bad_data.Words"))
+    error = refusal_of(*TINY, "data.dataset._target_=bad_data.Words")
     assert "data.dataset: its items cannot be collated into a batch" in error
     text = Path("bad_data.py").read_text().replace("object(), 1", "[][i]")
     write("few_data.py", text)
-    monkeypatch.syspath_prepend(Path.cwd())
     error = refusal_of(*TINY, "data.dataset._target_=few_data.Words")
     assert "data.dataset: its samples cannot be loaded (in " in error
     assert "IndexError" in error
@@ -571,17 +505,13 @@ def test_failing_hook_function_is_named_and_rows_are_kept(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("returned", "expected"),
-    [
-        ("tensor[:3]", "shape [3, 10]"),
-        slow("tensor.double()", "dtype"),
-        slow("tensor.detach()", "detached from the graph"),
-    ],
+    [("tensor[:3]", "shape [3, 10]"), ("tensor.double()", "dtype"), ("tensor.detach()", "detached from the graph")],
 )
-def test_hook_function_with_an_invalid_result_is_named(cli: Cli, returned: str, expected: str) -> None:
+def test_hook_function_with_an_invalid_result_is_named(importable: Path, returned: str, expected: str) -> None:
     module = f"misfit_{abs(hash(returned))}"
     write(f"{module}.py", f"def bend(tensor, context):\n    return {returned}\n")
     hook = f"+hooks.mine={{layers:layers.0,kind:forward,action:modify,fn:{{_target_:{module}.bend}}}}"
-    error = error_of(cli(*TINY, hook, "hydra.run.dir=out"))
+    error = refusal_of(*TINY, hook)
     assert "hooks.mine.fn: " in error
     assert "hook 'mine' (forward) on layer 'layers.0' at step 0 must return" in error
     assert expected in error
@@ -594,15 +524,12 @@ def test_exit_of_custom_code_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPat
         "import sys\n\n\ndef at_start():\n    sys.exit(0)\n\n\ndef in_step(tensor, context):\n    sys.exit(0)\n",
     )
     write("no_module.py", "import sys\n\nsys.exit('install it')\n")
-    assert "model: leaves.at_start could not be built: SystemExit: 0" in refusal_of(
-        *TINY[2:], "model={_target_: leaves.at_start}"
-    )
-    assert "importing no_module failed: SystemExit: install it" in refusal_of(
-        *TINY[2:], "model={_target_: no_module.Net}"
-    )
+    error = refusal_of(*TINY[2:], "model={_target_: leaves.at_start}")
+    assert "model: leaves.at_start could not be built: SystemExit: 0" in error
+    error = refusal_of(*TINY[2:], "model={_target_: no_module.Net}")
+    assert "importing no_module failed: SystemExit: install it" in error
     hook = "+hooks.x={layers:layers.0,kind:forward,action:call,fn:{_target_:leaves.in_step}}"
-    answer = cli("-m", *TINY, hook, "hooks.x.start=0,9", "hydra.sweep.dir=out")
-    assert answer.code == 1
+    answer = cli("-m", *TINY, hook, "hooks.x.start=0,9", "hydra.sweep.dir=out").expect(1)
     assert "sys.exit(0) was called (in " in answer.err
     assert "out/0 failed; the other jobs continue" in answer.err
     assert list(instrument.load("out").runs.status) == ["failed", "done"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Call
 from tiers import tiered
 
 from instrument.commands.convert import main
@@ -33,31 +33,27 @@ def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any]
     Path(name).write_text(text)
     assert main([name, "--from", tool, "-o", "conf/exp/mine.yaml"]) == 0
     small = ["model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice.stop=64", "data.eval_slice.stop=32"]
-    answer = cli("+exp=mine", *small, "train.steps=1", "hydra.run.dir=runs/mine")
-    assert answer.code == 0, answer.err
+    answer = cli("+exp=mine", *small, "train.steps=1", "hydra.run.dir=runs/mine").expect(0)
     assert "did not fire" not in answer.err
     assert "Recorded" in answer.out
 
 
-def test_yaml_is_printed_without_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yaml_is_printed_without_out(tmp_path: Path, call: Call) -> None:
     source = tmp_path / "my config.json"
     source.write_text(json.dumps({"task": "statistics", "level": "L0", "dump_path": "/tmp/a\n# b", "c\n# d": 1}))
-    assert main([str(source), "--from", "msprobe"]) == 0
-    captured = capsys.readouterr()
+    captured = call(main, source, "--from", "msprobe").expect(0)
     assert yaml.safe_load(captured.out)["name"] == "my_config"
     moved = "my config.json: dump_path: pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach\n"
     assert captured.err == f"{moved}my config.json: c # d: no counterpart\n"
 
 
-def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, call: Call) -> None:
     source, out = tmp_path / "config.json", tmp_path / "mine.yaml"
     source.write_text(SOURCES["msprobe"][1])
     out.write_text("kept")
-    assert main([str(source), "--from", "msprobe", "-o", str(out)]) == 2
-    assert "--out: already exists" in capsys.readouterr().err
+    assert "--out: already exists" in call(main, source, "--from", "msprobe", "-o", out).expect(2).err
     assert out.read_text() == "kept"
-    assert main([str(source), "--from", "msprobe", "-o", str(out / "mine.yaml")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+    assert "cannot be written" in call(main, source, "--from", "msprobe", "-o", out / "mine.yaml").expect(1).err
 
 
 @pytest.mark.parametrize(
@@ -100,16 +96,15 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_invalid_files_are_reported_with_their_key(
-    tool: str, text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: str, text: str, message: str, tmp_path: Path, call: Call
 ) -> None:
     source = tmp_path / ("source.yaml" if tool == "nvdlfw" else "source.json")
     source.write_text(text)
-    assert main([str(source), "--from", tool, "-o", str(tmp_path / "out.yaml")]) == 2
-    assert message in capsys.readouterr().err
+    assert message in call(main, source, "--from", tool, "-o", tmp_path / "out.yaml").expect(2).err
     assert not (tmp_path / "out.yaml").exists()
 
 
-def test_unreadable_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_reported(tmp_path: Path, call: Call) -> None:
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe\x00")
     for file, message in (
@@ -117,16 +112,14 @@ def test_unreadable_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path, "Is a directory"),
         (binary, "not a text file in UTF-8"),
     ):
-        assert main([str(file), "--from", "msprobe"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in call(main, file, "--from", "msprobe").expect(2).err
 
 
-def test_guide_shows_the_output(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_guide_shows_the_output(workdir: Path, call: Call) -> None:
     page = (REPOSITORY / "docs" / "guides" / "converting.md").read_text()
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.M | re.S)
     shown = {language: [text for each, text in blocks if each == language] for language in ("yaml", "text")}
     Path("debug.yaml").write_text(shown["yaml"][0])
-    assert main(["debug.yaml", "--from", "nvdlfw"]) == 0
-    captured = capsys.readouterr()
+    captured = call(main, "debug.yaml", "--from", "nvdlfw").expect(0)
     assert captured.err == shown["text"][0]
     assert captured.out.endswith(shown["yaml"][1])

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from conftest import Call
 from run_folders import write_run
 
 import instrument
@@ -26,10 +27,9 @@ def run(folder: Path, rms: float = 1.0, layers: int = 2) -> str:
     return str(write_run(folder, rows=tables))
 
 
-def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, call: Call) -> None:
     page = tmp_path / "pages" / "diff.html"
-    assert main([run(tmp_path / "a"), run(tmp_path / "b", 1.1), "--html", str(page)]) == 1
-    out = capsys.readouterr().out
+    out = call(main, run(tmp_path / "a"), run(tmp_path / "b", 1.1), "--html", page).expect(1).out
     assert "DIFFERENT: the first difference is at step 0, layers.1 (Linear), forward output" in out
     assert "rms 1 and 1.1: relative difference 0.091" in out
     lines = [line.split() for line in out.splitlines()]
@@ -42,33 +42,28 @@ def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, capsys: p
     assert len(text) < 1_000_000
 
 
-def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, call: Call) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", 1.1)
-    assert main([one, run(tmp_path / "same")]) == 0
-    assert "IDENTICAL" in capsys.readouterr().out
-    assert main([one, other, "--tolerance", "0.2"]) == 0
-    assert "WITHIN THE TOLERANCE: the largest relative difference is 0.091" in capsys.readouterr().out
+    assert "EQUAL STATISTICS" in call(main, one, run(tmp_path / "same")).expect(0).out
+    answer = call(main, one, other, "--tolerance", "0.2").expect(0)
+    assert "WITHIN THE TOLERANCE: the largest decisive difference is 0.091" in answer.out
 
 
-def test_exit_code_of_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_of_another_loss(tmp_path: Path, call: Call) -> None:
     for name, loss in (("a", 1.0), ("b", math.nan)):
         write_run(tmp_path / name, rows={"stats": [{"rms": 1.0}], "metrics": [{"step": 0, "loss": loss}]})
-    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert "loss: the first difference is at step 0: 1 and nan" in capsys.readouterr().out
+    answer = call(main, tmp_path / "a", tmp_path / "b").expect(1)
+    assert "loss: the first difference is at step 0: 1 and nan" in answer.out
 
 
-def test_many_layers_are_listed_if_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_layers_are_listed_if_they_differ(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_command, "MAX_LISTED", 4)
-    assert main([run(tmp_path / "a", layers=6), run(tmp_path / "b", 1.1, layers=6), "--steps", "0:1"]) == 1
-    out = capsys.readouterr().out
+    out = call(main, run(tmp_path / "a", layers=6), run(tmp_path / "b", 1.1, layers=6), "--steps", "0:1").expect(1).out
     assert "layers.3" in out
     assert "layers.0 " not in out.partition("differs from step")[2]
     assert "... and 3 more: --html FILE shows all" in out
     assert "at 7 locations, step 0\n" in out
-    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "1"]) == 0
-    out = capsys.readouterr().out
+    out = call(main, tmp_path / "a", tmp_path / "b", "--tolerance", "1").expect(0).out
     assert "layers.3" in out
     assert "... and 3 more: --html FILE shows all" in out
 
@@ -95,16 +90,12 @@ def test_table_fits_a_narrow_terminal(
         (["--html", "/dev/null/diff.html"], "/dev/null"),
     ],
 )
-def test_invalid_arguments_are_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    assert main([run(tmp_path / "a"), run(tmp_path / "b"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_invalid_arguments_are_reported(tmp_path: Path, call: Call, arguments: list[str], message: str) -> None:
+    assert message in call(main, run(tmp_path / "a"), run(tmp_path / "b"), *arguments).expect(2).err
 
 
-def test_missing_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([run(tmp_path / "a"), str(tmp_path / "missing")]) == 2
-    assert "folder not found" in capsys.readouterr().err
+def test_missing_run_is_reported(tmp_path: Path, call: Call) -> None:
+    assert "folder not found" in call(main, run(tmp_path / "a"), tmp_path / "missing").expect(2).err
 
 
 def test_function_diff_remains_after_the_import_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:

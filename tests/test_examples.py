@@ -57,8 +57,7 @@ def experiment(folder: Path, cli: Callable[..., Answer]) -> Experiment:
     def run(name: str, *overrides: str) -> instrument.Run:
         lines = (folder / "conf" / "exp" / f"{name}.yaml").read_text().splitlines()
         assert lines[1] == f"# python -m instrument +exp={name}"
-        answer = cli(f"+exp={name}", *overrides)
-        assert answer.code == 0, answer.err
+        cli(f"+exp={name}", *overrides).expect(0)
         return instrument.load(f"runs/{name}")
 
     return run
@@ -122,20 +121,9 @@ def test_hooks_of_all_kinds_fire_in_order(script: Script) -> None:
     assert {kind for _, kind, *_ in fired} == set(KINDS)
     first = {kind: i for i, (_, kind, *_) in reversed(list(enumerate(fired)))}
     order = [
-        "forward_pre",
-        "function",
-        "forward",
-        "loss",
-        "full_backward_pre",
-        "parameter_grad_micro",
-        "post_accumulate_grad",
-        "parameter_grad",
-        "step_pre",
-        "step_post",
-        "state_dict_pre",
-        "state_dict_post",
-        "load_state_dict_pre",
-        "load_state_dict_post",
+        *("forward_pre", "function", "forward", "loss", "full_backward_pre", "parameter_grad_micro"),
+        *("post_accumulate_grad", "parameter_grad", "step_pre", "step_post", "state_dict_pre", "state_dict_post"),
+        *("load_state_dict_pre", "load_state_dict_post"),
     ]
     assert sorted(order, key=first.__getitem__) == order
     backward = [layer for _, kind, _, layer in fired if kind == "full_backward_pre"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tracker_files import history, key, metrics, read_tensorboard, read_wandb, row
+from conftest import Call
+from run_folders import write_run
+from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
 
 import instrument
 from instrument.analysis.replay import replay
@@ -30,12 +33,10 @@ Cli = Callable[..., Any]
 ALL = [name for name, table in TABLES.items() if table.names[0] == "step"]
 
 
-def make_run(folder: Path, *, close: bool = True, tensors: str = "list", **info: Any) -> Path:
+def make_run(folder: Path, *, close: bool = True, status: str = "done") -> Path:
     """Write a run of three steps."""
-    folder.mkdir(parents=True)
-    record = {"status": "done", "seed": 0, "overrides": {}, "metrics": {}, "config": {"name": "tried"}, **info}
-    (folder / "run.json").write_text(json.dumps(record))
-    sink = ParquetSink(folder, tensors=tensors)  # type: ignore[arg-type]
+    write_run(folder, config={"name": "tried"}, status=status)
+    sink = ParquetSink(folder)
     for step in range(3):
         sink.write("metrics", [metrics(step, loss=step + 0.5, skipped=False)])
         sink.write("stats", [row("stats", *key(step), numel=8, mean=0.1 * step)])
@@ -127,12 +128,7 @@ def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_export_creates_runs_in_wandb_and_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",
-        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    keep_data_local(monkeypatch, tmp_path)
     folder = make_run(tmp_path / "run", status="failed")
     assert export.main([str(folder), "--to", "wandb"]) == 0
     records = read_wandb(folder)
@@ -146,26 +142,24 @@ def test_export_creates_runs_in_wandb_and_mlflow(tmp_path: Path, monkeypatch: py
     assert (run.info.status, run.data.metrics["train/loss"]) == ("FAILED", 2.5)
 
 
-def test_tracker_error_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tracker_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     from instrument.trackers.tensorboard import TensorBoard
 
     def fail(*args: object) -> None:
         raise ConnectionError("nobody there")
 
     monkeypatch.setattr(TensorBoard, "log", fail)
-    assert export.main([str(make_run(tmp_path / "run")), "--to", "tensorboard"]) == 1
-    assert "tensorboard failed: ConnectionError: nobody there" in capsys.readouterr().err
+    answer = call(export.main, make_run(tmp_path / "run"), "--to", "tensorboard").expect(1)
+    assert "tensorboard failed: ConnectionError: nobody there" in answer.err
 
 
 # -------------------------------------------------------------------------------------------------------------------- CSV
 
 
-def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, call: Call) -> None:
     folder = make_run(tmp_path / "run")
-    assert export.main([str(folder), "--to", "csv"]) == 0
-    assert "recorded tensors are not included: instrument.load(RUN).tensors() reads them" in capsys.readouterr().out
+    answer = call(export.main, folder, "--to", "csv").expect(0)
+    assert "recorded tensors are not included: instrument.load(RUN).tensors() reads them" in answer.out
     assert {file.name for file in (folder / "csv").iterdir()} == {f"{name}.csv" for name in TABLES if name != "tensors"}
     run = instrument.load(folder)
     for name in ("stats", "metrics"):
@@ -179,27 +173,14 @@ def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, capsys: py
     assert list(pd.read_csv(folder / "csv" / "effects.csv").columns) == TABLES["effects"].schema.names
 
 
-def make_tensor_run(folder: Path, **records: list[tuple[tuple[Any, ...], torch.Tensor]]) -> Path:
-    """Write a run with recorded tensors."""
-    folder.mkdir()
-    (folder / "run.json").write_text('{"status": "done"}')
-    for mode, tensors in records.items():
-        sink = ParquetSink(folder, tensors=mode)  # type: ignore[arg-type]
-        for at, tensor in tensors:
-            sink.keep(at, list(tensor.shape), tensor)
-            sink.end_step()
-        sink.close()
-    return folder
-
-
-def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [
-        (key(0, layer="odd"), torch.zeros(2, 2, 2, dtype=torch.uint8).view(torch.bits8)),
-        (key(1), torch.ones(2, 2, 2)),
-    ]
-    folder = make_tensor_run(tmp_path / "run", bytes=records)
-    assert export.main([str(folder), "--to", "tensorboard"]) == 1
-    assert "NumPy does not support bits8" in capsys.readouterr().err
+def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, call: Call) -> None:
+    folder = write_run(tmp_path / "run")
+    sink = ParquetSink(folder, tensors="bytes")
+    sink.keep(key(0, layer="odd"), [2, 2, 2], torch.zeros(2, 2, 2, dtype=torch.uint8).view(torch.bits8))
+    sink.keep(key(1), [2, 2, 2], torch.ones(2, 2, 2))
+    sink.end_step()
+    sink.close()
+    assert "NumPy does not support bits8" in call(export.main, folder, "--to", "tensorboard").expect(1).err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
 
 
@@ -271,13 +252,17 @@ def test_features_are_exported_with_ids(
     assert isinstance(instrument.load(tmp_path / "run"), instrument.Run)  # the folder is still that of a run
 
 
-def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
-    hooks = {"f": {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "dtype": "float16"}}
-    model = torch.nn.Unflatten(1, (2, 2))
-    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0, 1])
-        model(torch.arange(8.0).reshape(2, 4))
+def record(folder: Path, model: torch.nn.Module, inputs: torch.Tensor, *hooks: str, **fields: str) -> None:
+    """Record the outputs of all layers in a step, each with these hooks."""
+    spec = {"layers": "**", "kind": "forward", "action": "record", "tensors": True, **fields}
+    with instrument.attach(model, dict.fromkeys(hooks or ("f",), spec), out=folder) as probe:
+        probe.batch(ids=[*range(len(inputs))])
+        model(inputs)
         probe.end_step()
+
+
+def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
+    record(tmp_path / "run", torch.nn.Unflatten(1, (2, 2)), torch.arange(8.0).reshape(2, 4), dtype="float16")
     assert export.main([str(tmp_path / "run"), "--to", "csv", "--features", ".", "--out", str(tmp_path / "out")]) == 0
     frame = pd.read_csv(tmp_path / "out" / "_root_.csv")
     assert frame.to_numpy().tolist() == [[0, 0, 1, 2, 3], [1, 4, 5, 6, 7]]
@@ -285,13 +270,8 @@ def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
 
 def test_layer_names_are_not_paths(tmp_path: Path) -> None:
     names = ["/etc/passwd", "x" * 300]
-    model = torch.nn.ModuleDict({name: torch.nn.Identity() for name in names})
-    hooks = {"f": {"types": "Identity", "layers": "**", "kind": "forward", "action": "record", "tensors": True}}
-    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0])
-        for module in model.values():
-            module(torch.zeros(1, 2))
-        probe.end_step()
+    model = torch.nn.Sequential(OrderedDict({name: torch.nn.Identity() for name in names}))
+    record(tmp_path / "run", model, torch.zeros(1, 2))
     for name in names:
         assert export.main([str(tmp_path / "run"), "--to", "npz", "--features", name]) == 0
     files = sorted(file.name for file in (tmp_path / "run" / "features").iterdir())
@@ -323,34 +303,24 @@ def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_exports_of_features_are_refused(
-    recorded: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    recorded: Path, call: Call, arguments: list[str], message: str
 ) -> None:
-    assert export.main([str(recorded), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in call(export.main, recorded, *arguments).expect(2).err
     assert not (recorded / "features").exists()
 
 
-def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    with instrument.attach(model, {"f": record, "g": record}, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0])
-        model(torch.randn(1, 3))
-        probe.end_step()
+def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, call: Call) -> None:
+    record(tmp_path / "run", torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.randn(1, 3), "f", "g")
     command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
-    assert export.main(command) == 2
-    assert "fix      pass --select hook='f'" in capsys.readouterr().err
+    assert "fix      pass --select hook='f'" in call(export.main, *command).expect(2).err
     assert export.main([*command, "--select", "hook=f"]) == 0
 
 
-def test_existing_features_are_not_overwritten(
-    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_features_are_not_overwritten(recorded: Path, tmp_path: Path, call: Call) -> None:
     command = [str(recorded), "--to", "npz", "--features", "0", "--out", str(tmp_path)]
     assert export.main(command) == 0
     before = (tmp_path / "0.npz").read_bytes()
-    assert export.main(command) == 2
-    assert "--out: already exists, and existing files are not overwritten" in capsys.readouterr().err
+    assert "--out: already exists, and existing files are not overwritten" in call(export.main, *command).expect(2).err
     assert (tmp_path / "0.npz").read_bytes() == before
 
 
@@ -373,15 +343,14 @@ def test_failed_export_of_features_leaves_no_files(
 
 
 @pytest.mark.parametrize("to", ["tensorboard", "csv"])
-def test_export_does_not_overwrite_files(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_does_not_overwrite_files(tmp_path: Path, to: str, call: Call) -> None:
     folder = make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "empty")]) == 0
     before = {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()}
     assert before
-    capsys.readouterr()
-    assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "empty")]) == 2
-    assert "--out: already exists, and existing files are not overwritten" in capsys.readouterr().err
+    answer = call(export.main, folder, "--to", to, "--out", tmp_path / "empty").expect(2)
+    assert "--out: already exists, and existing files are not overwritten" in answer.err
     assert {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()} == before
     (tmp_path / "file").write_text("mine")
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "file")]) == 2
@@ -411,35 +380,26 @@ def test_every_run_of_a_sweep_has_its_own_export_folder(tmp_path: Path, capsys: 
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_killed_and_damaged_run_is_exported_as_far_as_readable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_and_damaged_run_is_exported_as_far_as_readable(tmp_path: Path, call: Call) -> None:
     folder = make_run(tmp_path / "run", close=False, status="running")
     assert export.main([str(folder), "--to", "csv", "--out", str(tmp_path / "first")]) == 0
     (journal,) = (folder / "journal").glob("stats-*")
     journal.write_bytes(b"nothing" + journal.read_bytes())
     for to in ("tensorboard", "csv"):
-        assert export.main([str(folder), "--to", to]) == 1
-        assert f"journal/{journal.name}" in capsys.readouterr().err
+        assert f"journal/{journal.name}" in call(export.main, folder, "--to", to).expect(1).err
     assert list(pd.read_csv(folder / "csv" / "metrics.csv").loss) == [0.5, 1.5, 2.5]
     shown = read_tensorboard(folder / "tensorboard")
     assert shown["scalars"]["train/loss"] == [(0, 0.5), (1, 1.5), (2, 2.5)]
     assert len(shown["images"]["seen/a.0/image"]) == 3
 
 
-def test_export_errors_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     folder = make_run(tmp_path / "run")
-    assert export.main([str(tmp_path / "nowhere"), "--to", "csv"]) == 2
-    assert "folder not found" in capsys.readouterr().err
-    assert export.main([str(folder), "--to", "mlflow", "--out", "here"]) == 2
-    assert (
-        "--out: not supported for MLflow, which is configured by its environment variables" in capsys.readouterr().err
-    )
+    assert "folder not found" in call(export.main, tmp_path / "nowhere", "--to", "csv").expect(2).err
+    answer = call(export.main, folder, "--to", "mlflow", "--out", "here").expect(2)
+    assert "--out: not supported for MLflow, which is configured by its environment variables" in answer.err
     monkeypatch.setitem(sys.modules, "wandb", None)
-    assert export.main([str(folder), "--to", "wandb"]) == 2
-    assert f"fix      {pip_command('wandb')}" in capsys.readouterr().err
+    assert f"fix      {pip_command('wandb')}" in call(export.main, folder, "--to", "wandb").expect(2).err
     with pytest.raises(SystemExit) as stop:
         export.main([str(folder), "--to", "excel"])
     assert stop.value.code == 2

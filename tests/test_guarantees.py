@@ -7,6 +7,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import of_torchvision
+from hook_locations import LOCATIONS
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -106,14 +108,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 KINDS_AND_ROLES = [
-    ("forward_pre", "input"),
-    ("forward", "output"),
+    *LOCATIONS,
     ("forward", "input"),
-    ("full_backward_pre", "grad_output"),
-    ("full_backward", "grad_input"),
-    ("full_backward", "grad_output"),
-    ("tensor", "output"),
-    ("tensor", "input"),
     ("parameter_grad", "param_grad"),
     ("post_accumulate_grad", "param_grad"),
     ("step_post", "param"),
@@ -175,21 +171,13 @@ def train(model: nn.Module, batches: list[Tensor], make_probe: Callable[[torch.o
     return trace
 
 
-class NoProbe:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
 @pytest.mark.parametrize("name", tiered(MODELS, ("mnist_cnn", "lstm", "transformer", "tied")))
 def test_recording_everything_is_bit_identical(name: str) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model = build()
     batches = [draw() for _ in range(2)]
-    baseline = train(copy.deepcopy(model), batches, lambda optimizer: NoProbe())
+    baseline = train(copy.deepcopy(model), batches, lambda optimizer: nullcontext())
 
     specs = parse_hooks(record_everything(model))
     sink = RecordingSink()
@@ -372,15 +360,9 @@ def test_healthy_model_has_full_coverage_and_no_events(name: str) -> None:
 
 
 MODULE_HOOK_ATTRIBUTES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
+    *("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_load_state_dict_pre_hooks"),
 )
 
 
@@ -482,10 +464,7 @@ def test_error_in_a_hook_removes_all_hooks(loop: Loop, kind: str, function: str,
     specs = hook_configuration()
     target = {"_target_": f"{__name__}.{function}"}
     specs["bad"] = {"layers": "0", "kind": kind, "action": "modify", "fn": target, "start": 1}
-    with (
-        pytest.raises(error),
-        instrument.attach(loop.model, specs, optimizer=loop.optimizer) as probe,
-    ):
+    with pytest.raises(error), instrument.attach(loop.model, specs, optimizer=loop.optimizer) as probe:
         loop.run(probe)
     assert probe.step == 1
     assert hooks_of(loop.model, loop.optimizer, loop.batch) == before

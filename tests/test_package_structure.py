@@ -69,26 +69,28 @@ def imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.Impor
             yield from imports_in(ast.iter_child_nodes(node))
 
 
+def imported_names(file: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield line and module of each import, and the names imported from the module."""
+    package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
+    for node in parsed(file)[1]:
+        names = [alias.name for alias in node.names]
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name, []) for name in names)
+        else:
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])]), names
+
+
 @cache
 def imported_subpackages(file: Path) -> list[tuple[int, str]]:
     """Return line and subpackage of each import from this package."""
-    return list(found_subpackages(file))
-
-
-def found_subpackages(file: Path) -> Iterator[tuple[int, str]]:
-    package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
-    for node in parsed(file)[1]:
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            start = ".".join([*base, *([node.module] if node.module else [])])
-            names = [start] if start.count(".") else [f"{start}.{alias.name}" for alias in node.names]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "instrument":
-                yield node.lineno, parts[1] if len(parts) > 1 else ""
+    modules = [
+        (line, module if module.count(".") or not names else f"{module}.{name}")
+        for line, module, names in imported_names(file)
+        for name in names or [""]
+    ]
+    parts = dict.fromkeys((line, *f"{module}.".split(".")[:2]) for line, module in modules)
+    return [(line, second) for line, first, second in parts if first == "instrument"]
 
 
 def test_every_subpackage_has_a_layer() -> None:
@@ -122,16 +124,10 @@ def test_import_check_finds_every_form_of_import(tmp_path: Path, monkeypatch: py
 
 def imported_modules(file: Path) -> Iterator[str]:
     """Yield the modules of this package that a file imports anywhere, also only for type checkers."""
-    package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
-    for node in parsed(file)[1]:
-        if isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else ()
-            start = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                is_module = (PACKAGE.parent / Path(*start.split("."), f"{alias.name}.py")).exists()
-                yield f"{start}.{alias.name}" if is_module else start
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+    for _, module, names in imported_names(file):
+        for name in names or [""]:
+            is_module = (PACKAGE.parent / Path(*module.split("."), f"{name}.py")).exists()
+            yield f"{module}.{name}" if is_module else module
 
 
 def test_only_registries_name_the_interpretation_of_networks() -> None:
@@ -211,17 +207,8 @@ finally:
 """
 COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
 OPTIONAL = {
-    "sklearn",
-    "scipy",
-    "torchvision",
-    "PIL",
-    "matplotlib",
-    "plotly",
-    "jinja2",
-    "duckdb",
-    "polars",
-    "fsspec",
-    "optuna",
+    *("sklearn", "scipy", "torchvision", "PIL", "matplotlib", "plotly", "jinja2"),
+    *("duckdb", "polars", "fsspec", "optuna"),
 }
 
 
@@ -229,14 +216,9 @@ OPTIONAL = {
 def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Imported modules by stage. The last stage is a plain run on digits."""
     folder = tmp_path_factory.mktemp("plain")
-    model = ["model=mlp", "model.sizes=[64,8,10]"]
     overrides = [
-        *model,
-        "data=digits",
-        "hooks=gradients",
-        "train.steps=2",
-        "optimizer=adam",
-        "train.checkpoint.every=1",
+        *("model=mlp", "model.sizes=[64,8,10]", "data=digits", "hooks=gradients", "optimizer=adam"),
+        *("train.steps=2", "train.checkpoint.every=1"),
     ]
     command = [sys.executable, "-c", STAGES, *overrides, "hydra.run.dir=out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)

@@ -89,8 +89,7 @@ def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A model trained by `+exp=induction`, with its seed 1 or longer with another one: some seeds learn later."""
     folder = tmp_path_factory.mktemp("published")
     other = () if request.param == 1 else (f"seed={request.param}", "train.steps=500")
-    answer = run_in(folder, *TRAINING.split(), *other, "quiet=true")
-    assert answer.code == 0, answer.err
+    run_in(folder, *TRAINING.split(), *other, "quiet=true").expect(0)
     return Study(folder)
 
 
@@ -128,8 +127,7 @@ def test_loss_drops_where_tokens_repeat(study: Study, intact: tuple[float, Memor
 
 
 def test_one_layer_does_not_learn_to_continue_repetitions(tmp_path: Path) -> None:
-    answer = run_in(tmp_path, "+exp=induction", "model.layers=1", "hydra.run.dir=runs/one", "quiet=true")
-    assert answer.code == 0, answer.err
+    run_in(tmp_path, "+exp=induction", "model.layers=1", "hydra.run.dir=runs/one", "quiet=true").expect(0)
     assert evaluation_loss(tmp_path / "runs/one") > 1.7
 
 
@@ -178,8 +176,7 @@ def test_causal_tracing_follows_the_induction_circuit(study: Study) -> None:
 @pytest.fixture(scope="module")
 def answers(study: Study) -> Study:
     """The study with `runs/answers`: recorded prompts with the answers 3 and 9."""
-    answer = run_in(study.folder, *shlex.split(ANSWERS), "quiet=true")
-    assert answer.code == 0, answer.err
+    run_in(study.folder, *shlex.split(ANSWERS), "quiet=true").expect(0)
     return study
 
 

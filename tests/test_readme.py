@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Answer
-from hydra.core.utils import setup_globals
-from hydra.types import RunMode
-from omegaconf import OmegaConf
+from training_runs import compose
 
 from instrument.commands import verify
 from instrument.commands.report import main as report
-from instrument.config.parse import parse_hooks
-from instrument.config.search_path import config_loader
+from instrument.training.experiment import prepare
 
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]
@@ -26,10 +23,7 @@ EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
 
 
 SHORT = [
-    "train.steps=2",
-    "data.slice.stop=128",
-    "++data.eval_slice.stop=64",
-    "hooks.digit.steps=[0]",
+    *("train.steps=2", "data.slice.stop=128", "++data.eval_slice.stop=64", "hooks.digit.steps=[0]"),
     "hooks.digit_maps.steps=[0]",
 ]
 
@@ -113,27 +107,9 @@ def with_newest(text: str) -> str:
     return text.replace(EXAMPLE_RUN, str(max(Path("runs/mnist_hooks").glob("2*/run.json")).parent))
 
 
-def overrides_in_text() -> list[str]:
-    """Return the overrides of hooks that the text of the README names."""
+def test_overrides_named_in_the_readme_are_accepted(workdir: Path) -> None:
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6
-    return named
-
-
-def test_overrides_named_in_the_readme_can_be_composed(workdir: Path) -> None:
-    setup_globals()
-    loader = config_loader()
-    for override in overrides_in_text():
-        base = ["model=mlp", "data=random"] if override.startswith("hooks=") else ["+exp=mnist_hooks"]
-        config = loader.load_configuration("config", [*base, override], RunMode.RUN)
-        assert parse_hooks(OmegaConf.to_container(config.hooks, resolve=True)), override
-
-
-@pytest.mark.slow
-def test_overrides_named_in_the_readme_are_accepted(follow: Callable[[str], Answer]) -> None:
-    for override in overrides_in_text():
-        base = (
-            "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
-        )
-        answer = follow(f"python -m instrument {base} train.batch_size=4 plan=true '{override}'")
-        assert answer.code == 0, (override, answer.err)
+    for override in named:
+        base = ["model=mlp"] if override.startswith("hooks=") else ["+exp=mnist_hooks", "model=mnist_cnn"]
+        assert prepare(compose(*base, "data=random", "train.batch_size=4", override)[0]).plan.sites, override

@@ -13,7 +13,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from conftest import Answer, replay_in, run_in
+from conftest import Answer, finished, replay_in, run_in
+from state_comparison import assert_same_tables
 from tiers import tiered
 
 import instrument
@@ -51,12 +52,8 @@ class Noisy(torch.utils.data.Dataset):
 """
 CHECKPOINTS = ["train.checkpoint.every=4", "train.checkpoint.keep=null"]
 SMALL = [
-    "model={_target_: replayed_model.Net}",
-    "data=digits",
-    "data.eval_slice.stop=32",
-    "train.batch_size=16",
-    "optimizer.lr=0.05",
-    "quiet=true",
+    *("model={_target_: replayed_model.Net}", "data=digits", "data.eval_slice.stop=32", "train.batch_size=16"),
+    *("optimizer.lr=0.05", "quiet=true"),
 ]
 INTERVENTIONS = [
     "+hooks.noisy={layers: layers.1, kind: forward, action: modify, fn: noise, std: 0.1}",
@@ -64,16 +61,19 @@ INTERVENTIONS = [
 ]
 CLIP = "+hooks.shrink={layers: layers.5, kind: forward, action: scale, factor: 0.5}"
 CHANGES = {2: ["lr_scale=0.5", "disable=noisy"], 6: ["enable=noisy", "hooks.seen.every=1"], 8: ["hooks.tame.norm=0.2"]}
-CLOCK = ["seconds", "samples_per_second"]
 
 
 def train(folder: Path, *overrides: str) -> instrument.Run:
     """Train a small network in a folder of this name."""
-    folder.parent.mkdir(exist_ok=True)
     (folder.parent / "replayed_model.py").write_text(MODEL)
-    answer = run_in(folder.parent, *SMALL, *overrides, f"hydra.run.dir={folder.name}")
-    assert answer.code == 0, answer.err
-    return instrument.load(folder)
+    return finished(folder, *SMALL, *overrides)
+
+
+@pytest.fixture(autouse=True)
+def forget_model() -> Iterator[None]:
+    """Import the model from the folder of each test."""
+    yield
+    sys.modules.pop("replayed_model", None)
 
 
 def certificate_of(folder: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def certificate_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the runs `done` and `failed`. The second one was changed during the run, and failed at step 11."""
     folder = tmp_path_factory.mktemp("replays")
     scheduler = "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: 100}"
@@ -92,8 +92,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         fails_at(patch, 11, changed=folder / "failed")
         assert run_in(folder, *SMALL, *common, seen, "train.steps=20", "hydra.run.dir=failed").code == 1
-    yield folder
-    sys.modules.pop("replayed_model", None)
+    return folder
 
 
 def fails_at(patch: pytest.MonkeyPatch, step: int, *, changed: Path | None = None) -> None:
@@ -119,41 +118,29 @@ def test_checkpoints_are_kept(place: Path) -> None:
 @pytest.fixture(scope="module")
 def whole(place: Path) -> Answer:
     """Output of a replay of all steps, in the folder `all`."""
-    answer = replay_in(place, "done", "hydra.run.dir=all")
-    assert answer.code == 0, answer.err
-    return answer
+    return replay_in(place, "done", "hydra.run.dir=all").expect(0)
 
 
 def test_replay_from_the_start_repeats_every_row(place: Path, whole: Answer) -> None:
     assert "EQUAL: all values are bit-identical" in whole.out
     assert "of 14 steps and 3 evaluations" in whole.out
     original, replayed = instrument.load(place / "done"), instrument.load(place / "all")
-    for table in ("stats", "effects", "layers"):
-        pd.testing.assert_frame_equal(getattr(original, table), getattr(replayed, table), check_exact=True)
-    pd.testing.assert_frame_equal(original.metrics.drop(columns=CLOCK), replayed.metrics.drop(columns=CLOCK))
+    assert_same_tables(original, replayed, "stats", "effects", "layers", "metrics")
     assert not (place / "all" / "checkpoints").exists()
 
 
 def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
-    answer = replay_in(place, "done", "--steps", "9:12", "hooks=everything", "hydra.run.dir=window")
-    assert answer.code == 0, answer.err
+    answer = replay_in(place, "done", "--steps", "9:12", "hooks=everything", "hydra.run.dir=window").expect(0)
     run, original = instrument.load(place / "window"), instrument.load(place / "done")
     assert set(run.stats["step"]) == {9, 10, 11}
-    assert set(run.stats["hook"]) == {
-        "inputs",
-        "outputs",
-        "output_gradients",
-        "parameter_gradients",
-        "parameters",
-        "updates",
-        "seen",  # of the run
-    }
+    everything = ("inputs", "outputs", "output_gradients", "parameter_gradients", "parameters", "updates")
+    assert set(run.stats["hook"]) == {*everything, "seen"}  # and the hook of the run
     seen = [each.stats.query("hook == 'seen' and 9 <= step < 12 and phase == 'train'") for each in (original, run)]
     assert set(seen[0]["step"]) == {9}
     pd.testing.assert_frame_equal(*(each.drop(columns="position").reset_index(drop=True) for each in seen))
     assert list(run.metrics.query("phase == 'train'")["step"]) == [8, 9, 10, 11]
-    effects = original.effects.query("8 <= step < 12").reset_index(drop=True)
-    pd.testing.assert_frame_equal(effects, run.effects, check_exact=True)
+    assert run.effects["step"].between(8, 11).all()
+    assert_same_effects(original, run, "8 <= step < 12")
     assert certificate_of(run.path)["holds"]
     assert run.info["replay"] == {
         "source": str(place / "done"),
@@ -195,7 +182,6 @@ def test_hook_set_means_the_same_in_a_replay_and_a_run(place: Path, tmp_path: Pa
         assert "hooks.seen: two configurations define this name" in answer.err
         assert "hooks/like.yaml" in answer.err
     assert not (tmp_path / "no").exists()
-    sys.modules.pop("replayed_model", None)
 
 
 @pytest.mark.slow
@@ -264,8 +250,7 @@ def test_changes_are_repeated_before_a_counterfactual(place: Path, tmp_path: Pat
     shutil.copytree(place / "failed", tmp_path / "failed", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copy(place / "replayed_model.py", tmp_path)
     tamer = ["--steps", "10:11", "--intervene", "hooks.tame.norm=0.01"]
-    answer = replay_in(tmp_path, "failed", *tamer, "hydra.run.dir=tamed")
-    assert answer.code == 0, answer.out + answer.err
+    replay_in(tmp_path, "failed", *tamer, "hydra.run.dir=tamed").expect(0)
     run, tamed = instrument.load(place / "failed"), instrument.load(tmp_path / "tamed")
     assert (certificate_of(tamed.path)["begin"], certificate_of(tamed.path)["steps"]) == (0, 10)
     assert_same_effects(run, tamed, "step < 10")
@@ -277,8 +262,7 @@ def test_killed_run_is_repeated(place: Path, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "killed" / "run.json").read_text())
     (tmp_path / "killed" / "run.json").write_text(json.dumps({**record, "status": "running", "error": None}))
     shutil.copy(place / "replayed_model.py", tmp_path)
-    answer = replay_in(tmp_path, "killed", "--before-failure", "1", "hydra.run.dir=again")
-    assert answer.code == 0, answer.err
+    answer = replay_in(tmp_path, "killed", "--before-failure", "1", "hydra.run.dir=again").expect(0)
     assert certificate_of(tmp_path / "again")["begin"] == 8
     assert "record hooks that are not scheduled in these steps: seen" in answer.out
 
@@ -319,18 +303,8 @@ def test_plot_of_a_replay_requires_its_run(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_changed_intervention_has_a_name_of_its_own(place: Path) -> None:
-    answer = replay_in(place, "done", "--steps", "9:11", "--intervene", "hooks.tame.norm=0.01", "hydra.run.dir=tamer")
-    assert answer.code == 0, answer.err
-    effects = instrument.load(place / "tamer").effects
-    assert set(effects.query("hook == 'tame'")["step"]) == {8}
-    assert set(effects.query("hook == 'tame_counterfactual'")["step"]) == {9, 10}
-
-
-@pytest.mark.slow
 def test_counterfactual_continues_after_a_failure(place: Path) -> None:
-    answer = replay_in(place, "failed", "--steps", "10:20", "--intervene", CLIP, "hydra.run.dir=beyond")
-    assert answer.code == 0, answer.err
+    replay_in(place, "failed", "--steps", "10:20", "--intervene", CLIP, "hydra.run.dir=beyond").expect(0)
     assert list(instrument.load(place / "beyond").metrics["step"])[-1] == 20  # the evaluation after the last step
 
 
@@ -346,8 +320,7 @@ def test_difference_is_located_and_explained(place: Path, monkeypatch: pytest.Mo
         return value if value is None or len(calls) != 2 else torch.nextafter(value, torch.tensor(9.0))
 
     monkeypatch.setattr(loop, "gradient_norm", other)
-    answer = replay_in(place, "done", "--steps", "8:12", "hydra.run.dir=differs")
-    assert answer.code == 1
+    answer = replay_in(place, "done", "--steps", "8:12", "hydra.run.dir=differs").expect(1)
     assert "NOT EQUAL: step 9: grad_norm is" in answer.out
     assert "likely reason: no difference of environment, data and code is known" in answer.out
     assert "the difference comes from the backward pass" in answer.out
@@ -360,13 +333,11 @@ def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -
     record["versions"]["torch"], record["data"]["hashes"]["train"] = "1.0", "0" * 16
     record["code"]["replayed_model"] = "1" * 16
     (tmp_path / "done" / "run.json").write_text(json.dumps(record))
-    answer = replay_in(tmp_path, "done", "--steps", "0:1", "hydra.run.dir=again")
-    assert answer.code == 2
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "hydra.run.dir=again").expect(2)
     assert f"cannot be expected to be exact, because versions.torch is {version('torch')}, but was 1.0" in answer.err
     assert "; content of the train samples differ too" in answer.err
     assert not (tmp_path / "again").exists()
-    answer = replay_in(tmp_path, "done", "--steps", "0:1", "--force", "hydra.run.dir=again")
-    assert answer.code == 0, answer.err
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "--force", "hydra.run.dir=again").expect(0)
     assert "forced, although versions.torch" in answer.out
     found = certificate_of(tmp_path / "again")
     assert [text.partition(" is ")[0] for text in found["environment"]] == [
@@ -377,8 +348,7 @@ def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -
     assert len(instrument.load(tmp_path / "again").info["replay"]["forced"]) == 2
     del record["hardware"]
     (tmp_path / "done" / "run.json").write_text(json.dumps(record))
-    answer = replay_in(tmp_path, "done")
-    assert answer.code == 2
+    answer = replay_in(tmp_path, "done").expect(2)
     assert "run.json has no entry 'hardware'" in answer.err
     assert "--force" in answer.err
 
@@ -422,8 +392,7 @@ INVALID = [
 )
 def test_invalid_arguments_are_refused(place: Path, arguments: list[str], message: str) -> None:
     before = sorted(place.rglob("*"))
-    answer = replay_in(place, *arguments)
-    assert answer.code == 2, answer.err
+    answer = replay_in(place, *arguments).expect(2)
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert [path for path in sorted(place.rglob("*")) if path not in before and "__pycache__" not in str(path)] == []
@@ -434,8 +403,7 @@ def test_run_of_attach_and_run_in_progress_are_refused(tmp_path: Path, place: Pa
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "config": {"hooks": record["config"]["hooks"]}}))
-    answer = replay_in(tmp_path, "run")
-    assert answer.code == 2
+    answer = replay_in(tmp_path, "run").expect(2)
     assert "the run was started with instrument.attach" in answer.err
     file.write_text(json.dumps({**record, "status": "running"}))
     lock = FolderLock(tmp_path / "run")
@@ -448,8 +416,7 @@ def test_run_of_attach_and_run_in_progress_are_refused(tmp_path: Path, place: Pa
 
 def test_replay_requires_as_many_processes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    answer = replay_in(place, "done")
-    assert answer.code == 2
+    answer = replay_in(place, "done").expect(2)
     assert "the run was started with one process, and the same number is required" in answer.err
     assert "python -m instrument.replay done" in answer.err
 
@@ -478,14 +445,12 @@ def test_intervention_that_depends_on_earlier_steps_is_repeated(tmp_path: Path, 
     assert answer.code == (3 if stops else 0), answer.err
     window = ["--before-failure", "3"] if stops else ["--steps", "6:9"]
     answer = replay_in(tmp_path, "run", *window, "hooks=everything", "hydra.run.dir=again")
-    sys.modules.pop("replayed_model", None)
     assert answer.code == 0, answer.out + answer.err
     original, replayed = (instrument.load(tmp_path / folder) for folder in ("run", "again"))
     found = certificate_of(replayed.path)
     assert (found["begin"], found["holds"]) == (0, True)
-    effects = original.effects.query(f"step < {found['stop']}").reset_index(drop=True)
-    assert len(effects)
-    pd.testing.assert_frame_equal(effects, replayed.effects, check_exact=True)
+    assert replayed.effects.step.max() < found["stop"]
+    assert_same_effects(original, replayed, f"step < {found['stop']}")
 
 
 TRAININGS = {
@@ -509,12 +474,10 @@ def test_replay_of_every_kind_of_training_is_exact(tmp_path: Path, name: str) ->
     (tmp_path / "replayed_model.py").write_text(MODEL)
     small = [each for each in SMALL if not replaced & {each.partition("=")[0], each.partition(".")[0]}]
     steps = [] if name == "epochs" else ["train.steps=7"]
-    answer = run_in(tmp_path, *small, *given, *checkpoints, *steps, "hydra.run.dir=run")
-    assert answer.code == 0, answer.err
+    answer = run_in(tmp_path, *small, *given, *checkpoints, *steps, "hydra.run.dir=run").expect(0)
     phase = ", phase: forward" if name == "forward" else ""
     hook = f"+hooks.look={{layers: '**', kind: forward, action: record{phase}}}"
     answer = replay_in(tmp_path, "run", "--steps", "4:6", hook, "hydra.run.dir=again")
-    sys.modules.pop("replayed_model", None)
     assert answer.code == 0, answer.out + answer.err
     found = certificate_of(tmp_path / "again")
     assert (found["begin"], found["steps"], found["holds"]) == (3, 3, True)

@@ -25,14 +25,8 @@ def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         info = {"status": "done", "seed": job, "overrides": {"hooks.tame.norm": job / 10}, "metrics": {}}
         (folder / "run.json").write_text(json.dumps(info))
         sink = ParquetSink(folder)
-        cells = {
-            "step": 3,
-            "rank": 0,
-            "phase": "train",
-            "layer": "decoder.1",
-            "kind": "parameter_grad",
-            "l2": float(job),
-        }
+        place = {"layer": "decoder.1", "kind": "parameter_grad", "phase": "train"}
+        cells = {"step": 3, "rank": 0, **place, "l2": float(job)}
         sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
         sink.close()
     monkeypatch.chdir(tmp_path)

@@ -43,18 +43,8 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def build(configuration: Path, folder: Path) -> Path:
     """Build a site in strict mode, in which a warning is an error."""
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "-f",
-        configuration,
-        "--site-dir",
-        folder,
-    ]
+    options = ("--strict", "--quiet", "-f", configuration, "--site-dir", folder)
+    command = [sys.executable, "-m", "mkdocs", "build", *options]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert built.returncode == 0, built.stderr
     return folder

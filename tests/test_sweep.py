@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import Call, run_in, write
 from omegaconf import OmegaConf
 from run_folders import write_run
+from state_comparison import assert_same_tables
 from tiers import tiered
 
 import instrument
@@ -35,15 +35,6 @@ def touch(tensor, context, at):
     return 2 * tensor
 """
 HOOK = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:touchy.touch,at:9}}"
-TIMES = ["seconds", "samples_per_second"]
-
-
-def run_command(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Run the command; return its exit code, stdout and stderr."""
-    capfd.readouterr()
-    code = main(list(arguments))
-    out, err = capfd.readouterr()
-    return code, out, err
 
 
 def rows_of(out: str, begins: str = r"\d") -> list[list[str]]:
@@ -91,8 +82,7 @@ def seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Working directory of a finished sweep of three jobs, in `out` with a remote copy in `there/out`."""
     folder = tmp_path_factory.mktemp("seeds")
     sent = f"sink.remote=file://{folder}/there"
-    answer = run_in(folder, "-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out")
-    assert answer.code == 0, answer.err
+    answer = run_in(folder, "-m", *TINY, "train.steps=1", "seed=1,2,3", sent, "hydra.sweep.dir=out").expect(0)
     assert f"remote      file://{folder}/there/out\n" in answer.out
     return folder
 
@@ -104,9 +94,8 @@ def rewrite(record: Path, values: str, others: str) -> None:
     record.write_text(text.replace(values, others))
 
 
-def test_jobs_are_listed_with_their_status(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run_command(capfd, "out")
-    assert code == 1
+def test_jobs_are_listed_with_their_status(swept: Path, call: Call) -> None:
+    out = call(main, "out").expect(1).out
     assert [row[:3] for row in rows_of(out)] == [
         ["0", "failed", "hooks.mine.fn.at=1"],
         ["1", "failed", "hooks.mine.fn.at=2"],
@@ -119,17 +108,17 @@ def test_jobs_are_listed_with_their_status(swept: Path, capfd: pytest.CaptureFix
 
 @pytest.mark.parametrize("elsewhere", tiered([False, True], [True]))
 def test_rerun_keeps_the_numbers_of_unfinished_jobs(
-    swept: Path, cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+    swept: Path, cli: Cli, call: Call, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     before = (swept / "2" / "run.json").read_bytes()
     here = Path.cwd()
     if elsewhere:
         (here / "elsewhere").mkdir()
         monkeypatch.chdir(here / "elsewhere")
-    code, out, err = run_command(capfd, str(Path(os.path.relpath(here)) / "out"), "--rerun")
+    answer = call(main, Path(os.path.relpath(here)) / "out", "--rerun").expect(0)
+    out = answer.out
     monkeypatch.chdir(here)
-    assert code == 0, err
-    assert "warning" not in err
+    assert "warning" not in answer.err
     assert "3 jobs rerun" in out
     assert [f"hooks.mine.fn.at={step}  loss" in out for step in (1, 2, 99, 100)] == [True, True, False, True]
     assert out.splitlines()[-1].endswith("out: 4 done")
@@ -146,40 +135,34 @@ def test_rerun_keeps_the_numbers_of_unfinished_jobs(
         common = (*TINY, HOOK, "train.steps=4", "train.checkpoint.every=2", "hooks=activations")
         assert cli(*common, seed, f"hydra.run.dir=alone_{job}").code == 0
         one, other = instrument.load(swept / str(job)), instrument.load(f"alone_{job}")
-        for table in ("stats", "effects", "metrics"):
-            left, right = (getattr(run, table).drop(columns=TIMES, errors="ignore") for run in (one, other))
-            pd.testing.assert_frame_equal(left, right, check_exact=True)
+        assert_same_tables(one, other, "stats", "effects", "metrics")
 
 
 @pytest.mark.slow
-def test_rerun_continues_after_a_job_fails_again(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_continues_after_a_job_fails_again(swept: Path, call: Call) -> None:
     Path("broken").touch()
     for attempt in (1, 2):
-        code, out, err = run_command(capfd, "out", "--rerun")
-        assert code == 1
-        assert "broken at 1" in err
-        assert out.splitlines()[-1] == "4 jobs in out: 2 done, 2 failed"
+        answer = call(main, "out", "--rerun").expect(1)
+        assert "broken at 1" in answer.err
+        assert answer.out.splitlines()[-1] == "4 jobs in out: 2 done, 2 failed"
         assert len(list((swept / ".aside").glob("0.*"))) == attempt
     assert len(instrument.load("out").folders) == 4
 
 
-def test_rerun_does_not_change_a_finished_sweep(seeds: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_does_not_change_a_finished_sweep(seeds: Path, call: Call) -> None:
     before = {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()}
-    code, out, _ = run_command(capfd, str(seeds / "out"), "--rerun")
-    assert code == 0
+    out = call(main, str(seeds / "out"), "--rerun").expect(0).out
     assert "no jobs to rerun" in out
     assert {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()} == before
 
 
-def test_rerun_uses_the_launcher_of_the_sweep(
-    cli: Cli, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rerun_uses_the_launcher_of_the_sweep(cli: Cli, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `n_jobs=1`, joblib starts no process."""
     launcher = ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")
     assert cli("-m", *TINY, "train.steps=1", "seed=2", "hydra.sweep.dir=out", *launcher).code == 0
     record = Path("out/0/run.json")
     record.write_text(json.dumps({**json.loads(record.read_text()), "status": "running"}))  # simulates a killed job
-    assert [row[:2] for row in rows_of(run_command(capfd, "out")[1])] == [["0", "killed"]]
+    assert [row[:2] for row in rows_of(call(main, "out").out)] == [["0", "killed"]]
     # Hydra imports its plugins again when it searches for them, so the class is only available now.
     from hydra_plugins.hydra_joblib_launcher.joblib_launcher import JoblibLauncher
 
@@ -190,8 +173,7 @@ def test_rerun_uses_the_launcher_of_the_sweep(
         return launch(self, jobs, initial_job_idx)
 
     monkeypatch.setattr(JoblibLauncher, "launch", record_launch)
-    code, out, err = run_command(capfd, "out", "--rerun")
-    assert code == 0, err
+    out = call(main, "out", "--rerun").expect(0).out
     assert launched == [["hydra.sweep.subdir=0"]]
     assert [row[:2] for row in rows_of(out)] == [["0", "done"]]
     assert instrument.load("out").runs.seed.tolist() == [2]
@@ -199,7 +181,7 @@ def test_rerun_uses_the_launcher_of_the_sweep(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_workers")
-def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, call: Call) -> None:
     Path("killing.py").write_text(
         "import os, pathlib, signal\n\n\ndef kill(tensor, context, at):\n"
         "    if context.step == at and not pathlib.Path('mended').exists():\n"
@@ -207,22 +189,21 @@ def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, capfd: pytest.CaptureFi
     )
     hook = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:killing.kill,at:9}}"
     launcher = ("hydra/launcher=processes", "hydra.launcher.n_jobs=2", "hydra.launcher.pre_dispatch=1")
-    answer = cli("-m", *TINY, "train.steps=2", hook, "hooks.mine.fn.at=1,8,9", "hydra.sweep.dir=out", *launcher)
+    answer = cli("-m", *TINY, "train.steps=2", hook, "hooks.mine.fn.at=9,1,8", "hydra.sweep.dir=out", *launcher)
     assert answer.code == 1
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
-    code, out, _ = run_command(capfd, "out")
-    assert code == 1
-    assert rows_of(out)[0][:2] == ["0", "killed"]
+    assert "1 killed" in answer.err
+    out = call(main, "out").expect(1).out
+    assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "killed"], ["2", "missing"]]
     Path("mended").touch()
-    code, out, err = run_command(capfd, "out", "--rerun")
-    assert code == 0, err
+    out = call(main, "out", "--rerun").expect(0).out
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "done"], ["2", "done"]]
     assert len(instrument.load("out").folders) == 3
 
 
-def test_refused_job_is_listed_with_its_error(refusing: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run_command(capfd, str(refusing))
+def test_refused_job_is_listed_with_its_error(refusing: Path, call: Call) -> None:
+    out = call(main, str(refusing)).out
     assert "seed: must be greater than or equal to 0" in out
     assert rows_of(out)[1][:3] == ["1", "failed", "seed=-2"]
 
@@ -243,122 +224,68 @@ def test_missing_shuffled_values_get_the_missing_numbers(seeds: Path, tmp_path: 
     assert [job.overrides for job in jobs if job.status == "done"] == [planned[n] for n in range(12) if n not in left]
 
 
-@pytest.mark.slow
-def test_rerun_keeps_the_numbers_of_shuffled_values(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    values = range(12)
-    assert cli("-m", *TINY, "train.steps=1", "seed=shuffle(range(0,12))", "hydra.sweep.dir=out").code == 0
-    seeds = {path.parent.name: json.loads(path.read_text())["seed"] for path in Path("out").glob("*/run.json")}
-    for job in ("2", "5", "7"):
-        shutil.rmtree(f"out/{job}")
-    assert run_command(capfd, "out", "--rerun")[0] == 0
-    again = {path.parent.name: json.loads(path.read_text())["seed"] for path in Path("out").glob("*/run.json")}
-    assert sorted(again.values()) == list(values)
-    assert {job: again[job] for job in again if job not in ("2", "5", "7")} == {
-        job: seeds[job] for job in seeds if job not in ("2", "5", "7")
-    }
-
-
-def test_missing_jobs_of_a_glob_are_listed(seeds: Path, tmp_path: Path) -> None:
-    shutil.copy(seeds / "out" / "multirun.yaml", tmp_path)
-    rewrite(tmp_path / "multirun.yaml", "seed=1,2,3", "scheduler=glob(*)")
-    jobs = Sweep(tmp_path).jobs()
-    assert [Sweep(tmp_path).label(job) for job in jobs] == ["scheduler=cosine", "scheduler=none", "scheduler=step"]
-
-
-@pytest.mark.slow
-def test_jobs_of_a_glob_are_listed(cli: Cli) -> None:
-    assert (
-        cli("-m", *TINY, "train.steps=1", "scheduler=glob(*)", "hydra.sweep.dir=out", "hydra.job.chdir=false").code == 0
-    )
-    labels = [Sweep(Path("out")).label(job) for job in Sweep(Path("out")).jobs()]
-    assert labels == ["scheduler=cosine", "scheduler=none", "scheduler=step"]
-
-
-def test_jobs_of_sweep_values_outside_the_command_line_are_listed(seeds: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ("scheduler=glob(*)", ["scheduler=cosine", "scheduler=none", "scheduler=step"]),
+        (
+            "+hooks.a={layers:x,factor:0.5},{layers:x,factor:2},null",
+            ["hooks.a.factor=0.5", "hooks.a.factor=2", "hooks.a=null"],  # the fields that differ
+        ),
+        ({"seed": "1,2"}, ["seed=1", "seed=2"]),  # of a file, and not of the command line
+    ],
+)
+def test_missing_jobs_are_listed(seeds: Path, tmp_path: Path, values: str | dict[str, str], labels: list[str]) -> None:
     record = OmegaConf.load(seeds / "out" / "multirun.yaml")
     record.hydra.overrides.task.remove("seed=1,2,3")
-    record.hydra.sweeper.params = {"seed": "1,2"}
-    OmegaConf.save(record, tmp_path / "multirun.yaml")
-    jobs = Sweep(tmp_path).jobs()
-    assert [Sweep(tmp_path).label(job) for job in jobs] == ["seed=1", "seed=2"]
-
-
-def test_jobs_of_mappings_are_listed_with_the_fields_that_differ(seeds: Path, tmp_path: Path) -> None:
-    record = OmegaConf.load(seeds / "out" / "multirun.yaml")
-    record.hydra.overrides.task.remove("seed=1,2,3")
-    record.hydra.overrides.task.append("+hooks.a={layers:x,factor:0.5},{layers:x,factor:2},null")
+    if isinstance(values, str):
+        record.hydra.overrides.task.append(values)
+    else:
+        record.hydra.sweeper.params = values
     OmegaConf.save(record, tmp_path / "multirun.yaml")
     sweep = Sweep(tmp_path)
-    labels = ["hooks.a.factor=0.5", "hooks.a.factor=2", "hooks.a=null"]
     assert [sweep.label(job) for job in sweep.jobs()] == labels
 
 
-@pytest.mark.slow
-def test_jobs_of_sweep_values_in_a_file_are_listed(cli: Cli) -> None:
-    Path("conf/exp").mkdir(parents=True)
-    Path("conf/exp/mine.yaml").write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")
-    assert cli("-m", "+exp=mine", *TINY, "train.steps=1", "hydra.sweep.dir=out").code == 0
-    assert [Sweep(Path("out")).label(job) for job in Sweep(Path("out")).jobs()] == ["seed=1", "seed=2"]
-
-
-def test_rerun_of_a_running_sweep_is_refused(
-    swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rerun_of_a_running_sweep_is_refused(swept: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "LOCK_TIMEOUT", 0.0)
     lock = FolderLock(swept.resolve())
     assert lock.acquire()
     try:
-        code, _, err = run_command(capfd, "out", "--rerun")
+        answer = call(main, "out", "--rerun").expect(2)
     finally:
         lock.release()
-    assert code == 2
-    assert "the sweep is in progress in another process" in err
+    assert "the sweep is in progress in another process" in answer.err
     assert not (swept / ".aside").exists()
 
 
-def test_trials_of_a_search_are_listed_and_cannot_be_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_trials_of_a_search_are_listed_and_cannot_be_rerun(cli: Cli, call: Call) -> None:
     search = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out")
     assert cli("-m", *TINY, "train.steps=1", "optimizer.lr=interval(0.1,1)", *search).code == 0
-    code, out, _ = run_command(capfd, "out")
-    assert code == 0
+    out = call(main, "out").expect(0).out
     assert [row[1] for row in rows_of(out)] == ["done"]
     assert all(row[2].startswith("optimizer.lr=0.") for row in rows_of(out))
-    code, _, err = run_command(capfd, "out", "--rerun")
-    assert code == 2
+    err = call(main, "out", "--rerun").expect(2).err
     assert "OptunaSweeper" in err
     assert "hydra.sweeper.storage=sqlite:///" in err
 
 
-@pytest.mark.slow
-def test_jobs_in_renamed_folders_are_listed_without_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=job_${hydra.job.num}")
-    assert cli("-m", *TINY, "train.steps=1", "seed=1,2", *folder).code == 0
-    assert [job.name for job in Sweep(Path("out")).jobs()] == ["job_0", "job_1"]
-    code, _, err = run_command(capfd, "out", "--rerun")
-    assert code == 2
-    assert "hydra.sweep.subdir" in err
-
-
-def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, call: Call) -> None:
     folder = ("hydra.sweep.dir=out", "hydra.sweep.subdir=${name}/seed_${seed}")
     assert cli("-m", *TINY, "train.steps=1", "name=a", "seed=1,-2", *folder).code == 2
-    code, out, _ = run_command(capfd, "out")
-    assert code == 1
+    out = call(main, "out").expect(1).out
     assert [row[:2] for row in rows_of(out, "a/")] == [["a/seed_1", "done"], ["a/seed_-2", "failed"]]
-    code, _, err = run_command(capfd, "out", "--rerun")
-    assert code == 2
+    err = call(main, "out", "--rerun").expect(2).err
     assert "hydra.sweep.subdir" in err
 
 
-def test_rerun_warns_about_a_changed_configuration(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    Path("conf/exp").mkdir(parents=True)
-    Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.1}\n")
+def test_rerun_warns_about_a_changed_configuration(cli: Cli, call: Call) -> None:
+    write("conf/exp/mine.yaml", "# @package _global_\noptimizer: {lr: 0.1}\n")
     arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "train.batch_size=8")
     assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
     rewrite(Path("out/multirun.yaml"), "batch_size=8", "batch_size=8,16")
     Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.2}\nname: other\n")
-    code, _, err = run_command(capfd, "out", "--rerun")
-    assert code == 0
+    err = call(main, "out", "--rerun").expect(0).err
     assert err.splitlines() == [
         "warning: the configuration of these jobs has changed since other jobs were done: optimizer.lr: 0.1, now 0.2"
     ]
@@ -384,9 +311,7 @@ def test_interrupted_rerun_lists_the_remaining_jobs(
     assert err.splitlines()[-1] == "rerun        python -m instrument.sweep out --rerun"
 
 
-def test_runs_without_a_sweep_are_listed_locally_and_remotely(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_without_a_sweep_are_listed_locally_and_remotely(tmp_path: Path, call: Call) -> None:
     for name, norm, status in (("10", 10, "failed"), ("9", 0.1, "done"), ("a/b", None, "interrupted")):
         overrides = {"hooks.tame.norm": norm, "model": "mlp"}
         config = {"sink": {"keep_local": False}}
@@ -394,8 +319,9 @@ def test_runs_without_a_sweep_are_listed_locally_and_remotely(
         used = {"error": error, "remote": "memory://there"}
         write_run(tmp_path / "by_hand" / name, overrides=overrides, config=config, status=status, used=used)
     for folder in (str(tmp_path / "by_hand"), f"file://{tmp_path}/by_hand"):
-        code, out, err = run_command(capfd, folder)
-        assert (code, err) == (1, "")
+        answer = call(main, folder).expect(1)
+        out = answer.out
+        assert answer.err == ""
         assert rows_of(out, "[0-9a]") == [
             ["9", "done", "hooks.tame.norm=0.1"],
             ["10", "failed", "hooks.tame.norm=10", "HookError:", "broken"],
@@ -405,29 +331,27 @@ def test_runs_without_a_sweep_are_listed_locally_and_remotely(
             f"3 jobs in {folder}: 1 done, 1 failed, 1 interrupted",
             "this folder has no record of a sweep: missing jobs are not listed",
         ]
-        code, _, err = run_command(capfd, folder, "--rerun")
-        assert code == 2
+        err = call(main, folder, "--rerun").expect(2).err
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
-def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, call: Call) -> None:
     remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
     assert (remote / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
     shutil.rmtree(remote / "1")
-    code, out, err = run_command(capfd, f"file://{remote}")
-    assert (code, err) == (1, "")
+    answer = call(main, f"file://{remote}").expect(1)
+    out = answer.out
+    assert answer.err == ""
     assert rows_of(out) == [["0", "done", "seed=1"], ["1", "missing", "seed=2"], ["2", "done", "seed=3"]]
     assert out.splitlines()[-1] == f"3 jobs in file://{remote}: 2 done, 1 missing"
-    assert run_command(capfd, f"file://{remote}", "--rerun")[0] == 2
+    assert call(main, f"file://{remote}", "--rerun").code == 2
 
 
-def test_remote_sweep_of_shuffled_values_lists_existing_jobs(
-    seeds: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_remote_sweep_of_shuffled_values_lists_existing_jobs(seeds: Path, tmp_path: Path, call: Call) -> None:
     remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
     rewrite(remote / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(1,4))")
     shutil.rmtree(remote / "1")
-    _, out, _ = run_command(capfd, f"file://{remote}")
+    out = call(main, f"file://{remote}").out
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["2", "done"]]
 
 
@@ -435,8 +359,7 @@ def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None
     remote = shutil.copytree(seeds / "there", Path("there").resolve())
     before = (remote / "out" / "multirun.yaml").read_text()
     swept = ("-m", *TINY, "train.steps=1", "seed=1", f"sink.remote=file://{remote}")
-    answer = cli(*swept, "hydra.sweep.dir=elsewhere/out")
-    assert answer.code == 2
+    answer = cli(*swept, "hydra.sweep.dir=elsewhere/out").expect(2)
     assert answer.err.count("sink.remote: the folder already contains a sweep") == 1
     assert (remote / "out" / "multirun.yaml").read_text() == before
     assert not Path("elsewhere", "out").exists()
@@ -444,8 +367,7 @@ def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None
 
 def test_jobs_with_different_addresses_have_no_common_remote(cli: Cli) -> None:
     swept = f"sink.remote=file://{Path('one').resolve()},file://{Path('two').resolve()}"
-    answer = cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out")
-    assert answer.code == 0, answer.err
+    answer = cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out").expect(0)
     assert "remote  " not in answer.out
     assert Path("two/out/1/run.json").exists()
     assert not Path("two/out/multirun.yaml").exists()
@@ -458,9 +380,8 @@ def test_sweep_runs_if_its_record_cannot_be_sent(cli: Cli) -> None:
     assert "1 jobs in" in answer.out + answer.err
 
 
-def test_single_run_is_refused(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run_command(capfd, "out/2")
-    assert code == 2
+def test_single_run_is_refused(swept: Path, call: Call) -> None:
+    err = call(main, "out/2").expect(2).err
     assert "this is the folder of a single run, not of a sweep" in err
     assert "similar  out\n" in err
 
@@ -485,17 +406,14 @@ def test_jobs_with_equal_results_are_grouped() -> None:
 
 
 def test_long_job_list_ends_with_a_short_summary(
-    refusing: Path, workdir: Path, capfd: pytest.CaptureFixture[str]
+    refusing: Path, workdir: Path, call: Call, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(refusing, "out")
     rewrite(Path("out/multirun.yaml"), "seed=1,-2", "seed=range(1,61)")
-    code, out, _ = run_command(capfd, "out")
-    assert code == 1
+    out = call(main, "out").expect(1).out
     assert len(rows_of(out)) == 60
     assert out.splitlines()[-4:] == [
-        "",
-        "58 missing  2, 3, 4, 5, 6, 7, 8, 9, ...",
-        "1 failed  1  seed: must be greater than or equal to 0",
+        *("", "58 missing  2, 3, 4, 5, 6, 7, 8, 9, ...", "1 failed  1  seed: must be greater than or equal to 0"),
         "60 jobs in out: 1 done, 1 failed, 58 missing",
     ]
     print_summary(Path("out"))
@@ -504,36 +422,29 @@ def test_long_job_list_ends_with_a_short_summary(
     assert "out/2  missing" not in err
 
 
-def test_unreadable_run_json_is_listed_as_the_error_of_the_job(swept: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_run_json_is_listed_as_the_error_of_the_job(swept: Path, call: Call) -> None:
     (swept / "2" / "run.json").write_text("{")
-    _, out, err = run_command(capfd, "out")
+    answer = call(main, "out")
+    out, err = answer.out, answer.err
     assert rows_of(out)[2][:4] == ["2", "unknown", "hooks.mine.fn.at=99", "run.json:"]
     assert err == ""
 
 
 @pytest.mark.parametrize("text", ["", "[", "name: run\n", "hydra: 3\n", b"\xff\xfe\x00"])
-def test_invalid_sweep_record_is_reported(workdir: Path, capfd: pytest.CaptureFixture[str], text: str | bytes) -> None:
+def test_invalid_sweep_record_is_reported(workdir: Path, call: Call, text: str | bytes) -> None:
     Path("out").mkdir()
     Path("out/multirun.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    code, _, err = run_command(capfd, "out")
-    assert code == 2
+    err = call(main, "out").expect(2).err
     assert "cannot read multirun.yaml in this folder" in err
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize(
     ("folder", "error"),
-    [
-        ("out", "no run.json in or below out"),
-        ("file", "folder not found: file"),
-        ("away", "folder not found: away"),
-    ],
+    [("out", "no run.json in or below out"), ("file", "folder not found: file"), ("away", "folder not found: away")],
 )
-def test_folder_without_a_sweep_is_reported(
-    workdir: Path, capfd: pytest.CaptureFixture[str], folder: str, error: str
-) -> None:
+def test_folder_without_a_sweep_is_reported(workdir: Path, call: Call, folder: str, error: str) -> None:
     Path("out").mkdir()
     Path("file").touch()
-    code, _, err = run_command(capfd, folder)
-    assert code == 2
+    err = call(main, folder).expect(2).err
     assert f"no sweep found: {error}" in err

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import Call
 
 import instrument
 from instrument.commands.upload import main
@@ -24,12 +25,11 @@ def train(out: Path, copy: Path | None = None) -> None:
             shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".lock*"))
 
 
-def test_upload_keeps_the_folder_layout_below_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_keeps_the_folder_layout_below_runs(tmp_path: Path, call: Call) -> None:
     for name in ("a", "b"):
         train(tmp_path / "runs" / "sweep" / name)
     address = f"memory://{tmp_path}/there"
-    assert main([str(tmp_path / "runs"), address]) == 0
-    assert capsys.readouterr().out.count("files uploaded") == 2
+    assert call(main, tmp_path / "runs", address).expect(0).out.count("files uploaded") == 2
     assert instrument.load(f"{address}/sweep").runs["run"].tolist() == ["a", "b"]
 
 
@@ -41,19 +41,19 @@ def test_upload_recovers_and_sends_a_killed_run(tmp_path: Path) -> None:
     assert (run.info["status"], len(run.stats)) == ("killed", 3)
 
 
-def test_upload_of_a_running_run_sends_only_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_of_a_running_run_sends_only_parts(tmp_path: Path, call: Call) -> None:
     model = torch.nn.Linear(3, 2)
     address = f"memory://{tmp_path}/there"
     with instrument.attach(model, HOOKS, out=tmp_path / "going") as probe:
         probe.end_step(loss=model(torch.randn(4, 3)).sum())
-        assert main([str(tmp_path / "going"), address]) == 1
-        assert "the run is in progress: its journals were not uploaded" in capsys.readouterr().err
+        answer = call(main, tmp_path / "going", address).expect(1)
+        assert "the run is in progress: its journals were not uploaded" in answer.err
         assert instrument.load(f"{address}/going").info["status"] == "running"
     assert main([str(tmp_path / "going"), address]) == 0
     assert len(instrument.load(f"{address}/going").stats) == 1
 
 
-def test_upload_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_upload_errors_are_reported(tmp_path: Path, call: Call) -> None:
     train(tmp_path / "mine")
     for arguments, message in (
         ([str(tmp_path / "mine")], "the run was started without sink.remote"),
@@ -61,8 +61,7 @@ def test_upload_errors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
         ([str(tmp_path / "mine"), "s3://key:hushhush@bucket"], "must not contain a password"),
         (["s3://bucket/mine"], "RUN: must be a local folder"),
     ):
-        assert main(arguments) == 2
-        err = capsys.readouterr().err
+        err = call(main, *arguments).expect(2).err
         assert message in err
         assert "hushhush" not in err
 

@@ -12,12 +12,7 @@ from _pytest.mark import ParameterSet
 
 
 def tiered(values: Iterable[object], quick: Collection[object]) -> list[ParameterSet]:
-    """Return parameters for `pytest.mark.parametrize` and `pytest.fixture`; values outside `quick` are marked `slow`.
-
-    Args:
-        values: All values.
-        quick: Subset of the values that `make test` runs.
-    """
+    """Return parameters for `pytest.mark.parametrize` and `pytest.fixture`; values outside `quick` are marked `slow`."""
     values = list(values)
     assert set(quick) <= set(values)
     return [pytest.param(each, id=str(each), marks=() if each in quick else pytest.mark.slow) for each in values]
@@ -44,9 +39,6 @@ def mark_combinations(items: Sequence[pytest.Item]) -> None:
 
     `make test` runs a selection in which each value of each parameter occurs; with `combinations(2)`, each pair of
     values of two parameters.
-
-    Args:
-        items: Collected tests.
     """
     tested: dict[str, set[tuple[tuple[str, str], ...]]] = defaultdict(set)  # by test function
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):  # This order mixes the values.

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from waiting import wait_until
 
 from instrument.tables.schemas import TABLES
@@ -16,12 +17,7 @@ TEXT = "/text_summary"
 
 
 def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
-    """Return the values of the identity columns of a row.
-
-    Args:
-        step: Step index. Default: 0.
-        cells: Values that replace the defaults, by column.
-    """
+    """Return the values of the identity columns of a row."""
     defaults = {
         "micro_step": 0, "epoch": 0, "phase": "train", "rank": 0, "hook": "seen", "layer": "a.0", "module_type": "Linear",
         "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False, "scope": "global",
@@ -31,27 +27,25 @@ def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
 
 
 def row(table: str, *front: Any, **cells: Any) -> tuple[Any, ...]:
-    """Return a row of a table.
-
-    Args:
-        table: Name of the table.
-        front: Values of the first columns.
-        cells: Values of other columns, by name. Columns without a value are null.
-    """
+    """Return a row of a table, from the values of its first columns and others by name. Columns without a value are null."""
     names = TABLES[table].names
     assert cells.keys() <= set(names)
     return (*front, *(cells.get(name) for name in names[len(front) :]))
 
 
 def metrics(step: int, phase: str = "train", **cells: Any) -> tuple[Any, ...]:
-    """Return a row of the table `metrics`.
-
-    Args:
-        step: Step index.
-        phase: Phase. Default: `train`.
-        cells: Values by column.
-    """
+    """Return a row of the table `metrics`."""
     return row("metrics", step, 0, phase, 0, **cells)
+
+
+def keep_data_local(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Set environment variables so that Weights & Biases and MLflow send nothing, and MLflow writes below a folder."""
+    for name, value in {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",
+        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]]:

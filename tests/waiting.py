@@ -20,11 +20,7 @@ class Process(Protocol):
 
 
 def wait_until(condition: Callable[[], object], process: Process | None = None) -> None:
-    """Wait until a condition holds.
-
-    Args:
-        condition: Function, called every 10 ms.
-        process: Process that makes the condition true. Default: None.
+    """Wait until a condition, which is checked every 10 ms, holds.
 
     Raises:
         AssertionError: The process ended first, or the condition does not hold after `TIMEOUT` seconds.
@@ -38,10 +34,5 @@ def wait_until(condition: Callable[[], object], process: Process | None = None) 
 
 
 def wait_until_training(process: Process, folder: Path = Path("out")) -> None:
-    """Wait until a run has recorded the metrics of a step.
-
-    Args:
-        process: Process of the run.
-        folder: Folder of the run. Default: `out`.
-    """
+    """Wait until a run has recorded the metrics of a step."""
     wait_until(lambda: list(folder.glob("journal/metrics-*")) and len(instrument.load(folder).metrics), process)

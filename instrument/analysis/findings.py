@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,7 @@ MAX_NAMES = 4
 _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
 _Row = dict[str, Any]
 
+RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
 _RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
 
@@ -88,6 +89,11 @@ def findings(run: RunTables) -> list[Finding]:
         ("", _interventions(run)),
     )
     all_findings = judged + [finding for what, source in sources if what not in fired for finding in source]
+    return most_severe_first(all_findings)
+
+
+def most_severe_first(all_findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order of their severity; those of the same severity stay in their order."""
     return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
@@ -102,9 +108,8 @@ def _rules(run: RunTables) -> Iterator[Finding]:
 
 def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
     """Return the events that rules wrote during the run, in order."""
-    columns = ["rule", "step", "message", "severity", "layer", "location", "value", "threshold"]
     fired = ds.field("rule").isin(pa.array([*names], pa.string())) & ds.field("value").is_valid()
-    return [RuleEvent(**row) for batch in run.scan("events", columns, fired) for row in batch.to_pylist()]
+    return [RuleEvent(**row) for batch in run.scan("events", RULE_EVENT_COLUMNS, fired) for row in batch.to_pylist()]
 
 
 def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Iterator[Finding]:

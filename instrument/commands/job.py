@@ -162,6 +162,7 @@ def report_errors() -> Iterator[JobFolders]:
     if Path.cwd() in folder.parents:
         folder = Path(os.path.relpath(folder))
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    process = os.getpid()
     folders = JobFolders(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
     try:
         with raise_on_sigterm():
@@ -173,6 +174,8 @@ def report_errors() -> Iterator[JobFolders]:
             print(f"\n{reason}: {_saved_data_message(folder)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except (Exception, SystemExit) as raised:
+        if os.getpid() != process:  # custom code has forked it
+            raise
         error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
         code = print_error(error)
         if code == 1:

@@ -18,8 +18,8 @@ from ..analysis.run_tables import RunTables
 from ..analysis.tensor_decoding import array_of, is_known
 from ..config.schedule import STEP_PHASES
 from ..tables.kinds import KINDS
-from ..tables.schemas import POSITION
-from ..tables.statistics import ALL
+from ..tables.schemas import POSITION, SHAPE
+from ..tables.statistics import ALL, REMAINDERS
 from .alignment import RecordedTable, aligned, windows
 from .precision import PRECISIONS, Precision, coarsest, run_precision
 from .statistic_differences import decisive, is_of_values, relative_differences
@@ -39,9 +39,10 @@ class FirstDifference:
 
     Attributes:
         location: The index of its row in `Diff.layers`.
-        statistic: The statistic that differs most, or `values` for a recorded tensor.
-        a: The statistic in the first run; NaN for `values`.
-        b: The statistic in the other run; NaN for `values`.
+        statistic: The statistic that differs most, or `values` for a recorded tensor. If the tensors have different shapes, `shape`
+            for a row of statistics, and `source_shape` for a recorded tensor.
+        a: The statistic or the shape in the first run; NaN for `values`.
+        b: The statistic or the shape in the other run; NaN for `values`.
         before: The largest relative difference before it, in earlier steps and earlier in this step.
     """
 
@@ -50,8 +51,8 @@ class FirstDifference:
     location: int
     call: int
     statistic: str
-    a: float
-    b: float
+    a: float | tuple[int, ...]
+    b: float | tuple[int, ...]
     difference: float
     before: float
 
@@ -64,6 +65,7 @@ class Comparison:
 
     Attributes:
         rows: The number of compared rows of statistics of each location; int64, shape [locations].
+        has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         precisions: The precisions of the two runs; empty before the first rows are compared.
         first: The first difference above the tolerance; None without one.
         unmatched: For each run, the number of rows that the other run does not have at a common step.
@@ -90,6 +92,7 @@ class Comparison:
         self.other_parts = 0
         count = len(locations)
         self.rows = np.zeros(count, np.int64)
+        self.has_values = False
         self._before = 0.0
         self._first_step, self._step_of_largest = np.full(count, np.nan), np.full(count, np.nan)
         self._largest = np.full(count, np.nan)
@@ -107,11 +110,6 @@ class Comparison:
         """The statistics that both runs recorded."""
         return tuple(self._largest_of)
 
-    @property
-    def has_values(self) -> bool:
-        """Whether more than counts and fractions was compared."""
-        return bool(self._tensors) or any(map(is_of_values, self._largest_of))
-
     def compare_statistics(self) -> None:
         """Compare the rows of `stats`."""
         names = [*ALL, *(name for name in self.runs[0].custom_statistics if name in self.runs[1].custom_statistics)]
@@ -120,7 +118,8 @@ class Comparison:
             for (_, step), count in table.rows.items():
                 weights[step] += count
         for steps in windows(self.steps["stats"], weights, 2 * MAX_ROWS):
-            rows = self._aligned("stats", [*names, POSITION.name], (_between(steps),) * 2)
+            columns = [*names, *REMAINDERS.values(), POSITION.name, SHAPE.name]
+            rows = self._aligned("stats", columns, (_between(steps),) * 2)
             if len(rows):
                 rows = self._in_order(rows, rows[f"{POSITION.name}_a"].fillna(0))
                 self._add_statistics(rows, [name for name in names if _both_have(rows, name)])
@@ -178,14 +177,15 @@ class Comparison:
             floors = rows.assign(group=groups).groupby(["group", "step"]).ngroup().where(groups >= 0, -1)
         floor = 2 * coarsest(self.precisions).unit / self.tolerance if self.tolerance else 0.0
         differences = relative_differences(rows, names, floors, floor)
-        largest, which = decisive(differences)
+        largest, which = decisive(differences, all_decide=self.tolerance == 0)
         self.rows += np.bincount(locations, minlength=len(self.rows))
         for name in names:
             of_location = differences[name].groupby(locations).max()
             known = self._largest_of.setdefault(name, np.full(len(self.rows), np.nan))
             known[of_location.index] = np.fmax(known[of_location.index], of_location)
-        statistics = [names[index] for index in which]
-        self._add(rows, largest, self.tolerance, statistics)
+        are_empty = [rows[f"numel_{side}"] == rows[f"nan_count_{side}"] + rows[f"inf_count_{side}"] for side in "ab"]
+        self.has_values |= any(map(is_of_values, names)) or bool((are_empty[0] & are_empty[1]).any())
+        self._add(rows, largest, self.tolerance, [names[index] for index in which], SHAPE.name)
 
     def _add_tensors(self, rows: pd.DataFrame, all_errors: Sequence[TensorErrors]) -> None:
         if not self.precisions:
@@ -199,10 +199,17 @@ class Comparison:
             one |= {name: row[name] for name in ("dtype_a", "dtype_b")}
             known = self._tensors.get(row["location"])
             self._tensors[row["location"]] = one if known is None else _merged(known, one)
-        self._add(rows, np.array([errors.l2 for errors in all_errors]), tolerance, [VALUES] * len(rows))
+        self.has_values = True
+        l2 = np.array([errors.l2 for errors in all_errors])
+        self._add(rows, l2, tolerance, [VALUES] * len(rows), "source_shape")
 
-    def _add(self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str]) -> None:
-        """Add the decisive differences of matched rows, which are in the order of execution."""
+    def _add(
+        self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str], shape: str
+    ) -> None:
+        """Add the decisive differences of matched rows, which are in the order of execution. `shape`: the column with the shapes."""
+        shapes = zip(rows[f"{shape}_a"], rows[f"{shape}_b"], strict=True)
+        are_other = np.array([one is not None is not other and list(one) != list(other) for one, other in shapes], bool)
+        differences = np.where(are_other, math.inf, differences)
         locations, steps = rows["location"].to_numpy(), rows["step"].to_numpy()
         np.fmax.at(self._matrix, (locations, self._groups.number[steps].to_numpy()), differences)
         above = differences > tolerance
@@ -212,8 +219,8 @@ class Comparison:
                 self._largest[locations[row]], self._step_of_largest[locations[row]] = differences[row], steps[row]
         if above.any():
             at = int(above.argmax())
-            row, name = rows.iloc[at], statistics[at]
-            a, b = (math.nan if name == VALUES else float(row[f"{name}_{side}"]) for side in "ab")
+            row, name = rows.iloc[at], shape if are_other[at] else statistics[at]
+            a, b = (math.nan if name == VALUES else row[f"{name}_{side}"] for side in "ab")
             self._set_first(
                 FirstDifference(
                     step=int(row["step"]),
@@ -221,8 +228,8 @@ class Comparison:
                     location=int(row["location"]),
                     call=int(row["call"]),
                     statistic=name,
-                    a=a,
-                    b=b,
+                    a=tuple(map(int, a)) if are_other[at] else float(a),
+                    b=tuple(map(int, b)) if are_other[at] else float(b),
                     difference=float(differences[at]),
                     before=max(self._before, float(differences[:at].max(initial=0.0))),
                 )
@@ -302,4 +309,5 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the differences of several tensors of one location."""
     total = {name: one[name] + other[name] for name in ("tensors", "elements", "ulp")}
     extreme = {name: np.fmax(one[name], other[name]) for name in ("l2", "max_abs", "max_rel")}
-    return {**one, **total, **extreme, "cosine": np.fmin(one["cosine"], other["cosine"])}
+    dtypes = {name: (one if one["dtype_a"] != one["dtype_b"] else other)[name] for name in ("dtype_a", "dtype_b")}
+    return {**dtypes, **total, **extreme, "cosine": np.fmin(one["cosine"], other["cosine"])}

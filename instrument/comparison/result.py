@@ -60,6 +60,7 @@ class Diff:
             difference of NaN and a number is infinite.
         unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
         unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
+        other_steps: For each run, the number of rows of tables at steps that the other run does not have in the table.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
     """
@@ -79,14 +80,16 @@ class Diff:
     metrics: pd.DataFrame
     unmatched: pd.DataFrame
     unmatched_rows: tuple[int, int]
+    other_steps: tuple[int, int]
     other_parts: int
     suggestion: tuple[str, str] | None
 
     @property
     def is_identical(self) -> bool:
-        """Whether all compared numbers are equal."""
-        numbers = (self.layers[[*self.statistics]], self.steps, self.metrics[["difference"]])
-        return not any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+        """Whether all compared numbers, shapes and dtypes are equal. Two NaN are equal, and so are -0.0 and 0.0."""
+        numbers = (self.layers[[*self.statistics]], self.steps, self.tensors[["max_abs"]], self.metrics[["difference"]])
+        is_other = any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+        return not is_other and self.tensors["dtype_a"].equals(self.tensors["dtype_b"])
 
     @property
     def other_losses(self) -> pd.DataFrame:
@@ -123,13 +126,17 @@ def verdict(diff: Diff) -> Iterator[str]:
     """Yield the result of the comparison, and how to read it. Lines after the first one are indented."""
     first = diff.first
     if diff.is_identical:
-        yield "IDENTICAL: all compared numbers are equal"
+        compared = diff.tensors["tensors"].reindex(diff.layers.index, fill_value=0)
+        if (compared >= diff.layers["rows"]).all():
+            yield "EQUAL: all compared elements are equal"
+        else:
+            yield "EQUAL STATISTICS: all compared numbers are equal. Tensors with equal statistics can differ"
     elif first is None and len(diff.other_losses):
         yield "DIFFERENT in the loss only: all compared tensors are within the tolerance"
         yield "  Record more tensors or more steps to find the first layer that differs."
     elif first is None:
         largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
-        yield f"WITHIN THE TOLERANCE: the largest relative difference is {largest['difference']:.2g}"
+        yield f"WITHIN THE TOLERANCE: the largest decisive difference is {largest['difference']:.2g}"
         yield f"  at {place(largest)}, step {largest['step']}"
     elif diff.cause:
         yield f"DIFFERENT from {_step(first)} on, and no layer is the reason:"
@@ -155,6 +162,8 @@ _REASONS = {
 
 def _numbers(first: FirstDifference) -> str:
     difference = f"relative difference {first.difference:.2g}"
+    if isinstance(first.a, tuple) or isinstance(first.b, tuple):
+        return f"{first.statistic} {[*first.a]} and {[*first.b]}"
     if math.isnan(first.a) and math.isnan(first.b):
         return f"element by element: {difference}"
     return f"{first.statistic} {first.a:.6g} and {first.b:.6g}: {difference}"
@@ -244,6 +253,8 @@ def _compared(diff: Diff) -> Iterator[str]:
     tensors = f" and {diff.tensors['tensors'].sum():,} full tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
     yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
+    for row in records(diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")):
+        yield f"other dtype: {row['dtype_a']} and {row['dtype_b']} at {place(row)}"
     yield f"tolerance: {diff.tolerance:.2g}"
 
 
@@ -266,5 +277,8 @@ def _unmatched(diff: Diff) -> Iterator[str]:
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
             yield f"rows only in {name} at common locations: {count:,} (another number of calls, ranks or micro-steps)"
+    for name, count in zip("AB", diff.other_steps, strict=True):
+        if count:
+            yield f"rows only in {name}, at steps that the other run did not record: {count:,}"
     if diff.other_parts:
         yield f"recorded tensors of which the runs have different parts: {diff.other_parts:,}, which are not compared"

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..tables.statistics import COUNTS, statistic_of
+from ..tables.statistics import COUNTS, REMAINDERS, statistic_of
 
 BOUNDS = ("mean", "std", "rms", "l2")
 """The statistics whose relative difference is a lower bound of that of the tensors."""
@@ -42,7 +42,12 @@ def relative_differences(
     differences = {}
     for name in names:
         a, b = (_values(rows, name, side) for side in "ab")
-        gap = np.abs(a - b)
+        with np.errstate(invalid="ignore"):
+            gap = np.where(a == b, 0.0, a - b)
+        if f"{REMAINDERS.get(name)}_a" in rows:  # what float64 rounds of 64-bit integers
+            rests = (np.nan_to_num(_values(rows, REMAINDERS[name], side)) for side in "ab")
+            gap += np.subtract(*rests)
+        gap = np.abs(gap)
         if statistic_of(name).unit in _FRACTIONS:
             differences[name] = gap
             continue
@@ -51,7 +56,7 @@ def relative_differences(
             largest = pd.Series(size, rows.index).groupby(floors).transform("max").to_numpy()
             size = np.where(floors >= 0, np.fmax(size, floor * largest), size)
         with np.errstate(divide="ignore", invalid="ignore"):
-            differences[name] = np.where(gap == 0.0, 0.0, gap / size)
+            differences[name] = np.where(gap == 0.0, 0.0, np.where(np.isinf(gap), np.inf, gap / size))
     return pd.DataFrame(differences, index=rows.index)
 
 
@@ -60,11 +65,14 @@ def is_of_values(name: str) -> bool:
     return name not in COUNTS and statistic_of(name).unit not in _FRACTIONS
 
 
-def decisive(differences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+def decisive(differences: pd.DataFrame, *, all_decide: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Return the decisive difference of each row, and its statistic.
 
     It is the largest difference of the statistics in `BOUNDS` and of the counts. For rows without these statistics, it is the
     largest difference of all statistics except fractions.
+
+    Args:
+        all_decide: Whether it is the largest difference of all statistics instead. Default: False.
 
     Returns:
         The differences, float64, shape [rows], 0 for rows without any value; and the indices of their columns.
@@ -75,7 +83,7 @@ def decisive(differences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     is_count = np.array([name in COUNTS for name in names])
     is_other = np.array([statistic_of(name).unit not in _FRACTIONS for name in names])
     has_bounds = ~np.isnan(values[:, is_bound]).all(axis=1, keepdims=True)
-    counted = np.where(has_bounds, is_bound | is_count, is_other) & ~np.isnan(values)
+    counted = (np.where(has_bounds, is_bound | is_count, is_other) | all_decide) & ~np.isnan(values)
     deciding = np.where(counted, values, -1.0)
     largest = deciding.argmax(axis=1)
     return np.maximum(deciding[np.arange(len(values)), largest], 0.0), largest

@@ -19,6 +19,7 @@ class TensorErrors(NamedTuple):
 
     Attributes:
         l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if the non-finite elements of a and b differ.
+            Two NaN are equal, and so are -0.0 and 0.0.
         cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if only one is.
         max_abs: The largest |a_i - b_i|.
         max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
@@ -35,17 +36,22 @@ class TensorErrors(NamedTuple):
 
 def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> TensorErrors:
     """Compare two tensors."""
-    a, b = _real(one), _real(other)
+    a, b = (_real(each, is_complex=np.iscomplexobj(one) or np.iscomplexobj(other)) for each in (one, other))
     finite = np.isfinite(a) & np.isfinite(b)
     same = finite.all() or np.array_equal(a[~finite], b[~finite], equal_nan=True)
     x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
-    gap = np.abs(x - y)
-    sizes = np.linalg.norm(x), np.linalg.norm(y)
+    gap = _gap(a[finite], b[finite])
+    largest = [float(np.abs(each).max(initial=0.0)) for each in (x, y, gap)]
+    scaled = [each / (size or 1.0) for each, size in zip((x, y, gap), largest, strict=True)]  # squares stay in range
+    norms = [float(np.linalg.norm(each)) for each in scaled]
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(gap > 0, gap / np.maximum(np.abs(x), np.abs(y)), 0.0)
-    both_zero = float(max(sizes) == 0.0)
-    cosine = float(np.clip(x / sizes[0] @ (y / sizes[1]), -1.0, 1.0)) if min(sizes) else both_zero
-    l2 = float(np.linalg.norm(gap) / max(sizes)) if max(sizes) else 0.0
+    unit = max(largest[:2])
+    sizes = [norm * (size / unit) for norm, size in zip(norms, largest, strict=True)] if unit else norms
+    cosine = (
+        float(np.clip(scaled[0] / norms[0] @ (scaled[1] / norms[1]), -1.0, 1.0)) if min(norms[:2]) else float(not unit)
+    )
+    l2 = sizes[2] / max(sizes[:2]) if unit else 0.0
     return TensorErrors(
         l2 if same else np.inf,
         cosine,
@@ -55,10 +61,23 @@ def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> Tensor
     )
 
 
-def _real(values: _Array) -> _Array:
-    """Return the elements as a flat array of real numbers; complex numbers are pairs."""
+def _real(values: _Array, *, is_complex: bool) -> _Array:
+    """Return the elements as a flat array of real numbers: float64, or 64-bit integers. Complex numbers are pairs."""
     flat = np.ascontiguousarray(values).reshape(-1)
-    return flat.view(flat.real.dtype) if np.iscomplexobj(flat) else flat.astype(np.float64, copy=False)
+    if is_complex:
+        return flat.astype(np.complex128).view(np.float64)
+    return flat if flat.dtype in (np.int64, np.uint64) else flat.astype(np.float64, copy=False)
+
+
+def _gap(a: _Array, b: _Array) -> _Array:
+    """Return |a - b| in float64, at most its largest number. It is 0 only if a = b, also for 64-bit integers."""
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        (high_a, low_a), (high_b, low_b) = (np.divmod(each, each.dtype.type(2**32)) for each in (a, b))
+        gap = (high_a.astype(np.float64) - high_b) * 2.0**32 + (low_a.astype(np.float64) - low_b)
+    else:
+        with np.errstate(over="ignore"):
+            gap = a.astype(np.float64) - b
+    return np.minimum(np.abs(gap), np.finfo(np.float64).max)
 
 
 def _ulp_histogram(a: _Array, b: _Array, dtypes: tuple[str, str]) -> _Array:

@@ -162,7 +162,7 @@ class ModuleHooks(SuspendableModuleHooks):
         if self.pre:
             new = self._act(self.pre, new, call)
         if inputs.contribution_hooks or inputs.total_hooks:
-            new = inputs.register(module, new, len(args), call)
+            new = inputs.register(module, new, call)
         if outputs.changes:
             outputs.store_inputs(new, call)
         if new is original:

@@ -75,7 +75,7 @@ def attach(
                 probe.end_step(loss=loss)
 
     All hooks are removed when the block ends, also after an exception. A compiled model is compiled again at its next
-    call.
+    call. In a forked process, they are removed at once, and nothing is written to the run of the parent.
 
     Args:
         model: The model: any `torch.nn.Module`.

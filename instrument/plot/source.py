@@ -65,7 +65,7 @@ def check_single_run(runs: list[str]) -> None:
         )
 
 
-def at_layers(found: Sequence[T], layers: str | Sequence[str] | None, message: str, fix: str = "") -> list[T]:
+def at_layers(tensors: Sequence[T], layers: str | Sequence[str] | None, message: str, fix: str = "") -> list[T]:
     """Return the tensors of some layers or locations; with None, all of them.
 
     Raises:
@@ -73,11 +73,11 @@ def at_layers(found: Sequence[T], layers: str | Sequence[str] | None, message: s
     """
     wanted = [layers] if isinstance(layers, str) else layers
     if wanted is None:
-        return list(found)
-    names = [(one.location, one.layer or ".") for one in found]
+        return list(tensors)
+    names = [(one.location, one.layer or ".") for one in tensors]
     for layer in wanted:
         check_choice(layer, [name for both in names for name in both], "layer", message, fix)
-    return [one for one, both in zip(found, names, strict=True) if not set(wanted).isdisjoint(both)]
+    return [one for one, both in zip(tensors, names, strict=True) if not set(wanted).isdisjoint(both)]
 
 
 def series_with(stats: pd.DataFrame, statistic: str | None) -> list[RecordedSeries]:

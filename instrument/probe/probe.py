@@ -30,7 +30,9 @@ from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..runtime.deferred_interrupts import deferred_signals
+from ..runtime.forks import OwnedByProcess
 from ..stats.device_choice import BY_KERNEL, measured_by
+from ..storage.memory import MemorySink
 from ..tables.sink_interface import Sink
 from ..values.dtensor import own_rank
 from .budget import Budget
@@ -52,11 +54,12 @@ from .slab_rows import check_custom_columns
 PHASES = (*get_args(Phase), "sanity")
 
 
-class Probe:
+class Probe(OwnedByProcess):
     """Attaches hooks to a model and records what they measure. `instrument.attach` yields one.
 
     A probe is a context manager. It attaches all hooks when the block starts and removes all of them when the block
-    ends, also after an exception. Call `end_step` after each optimizer step; all other methods are optional.
+    ends, also after an exception. Call `end_step` after each optimizer step; all other methods are optional. In a forked process,
+    the hooks of its parent are removed, and the end of the block writes nothing.
 
         with Probe(plan, sink, optimizer=optimizer) as probe:
             for batch in loader:
@@ -190,7 +193,8 @@ class Probe:
             with deferred_signals():
                 self.detach()
                 try:
-                    self._finish(exc)
+                    if not self.is_inherited:
+                        self._finish(exc)
                 finally:
                     self.sink.close()
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
@@ -202,6 +206,14 @@ class Probe:
         """Remove all hooks before the end of the block. Nothing is recorded from then on."""
         self._hooks.detach()
         self.clock.closed = True
+
+    def inherit(self) -> None:
+        """Detach the probe in a forked process. The run and its sink belong to the parent."""
+        super().inherit()
+        self.detach()
+        self._sink_of_parent = self.sink  # which must not be finalized
+        self.sink = self.recorder.sink = MemorySink()
+        self.warnings.clear()
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -462,7 +474,10 @@ class Probe:
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
+            AlreadyAttachedError: This process is a fork of the one that records.
         """
+        if self.is_inherited:
+            raise AlreadyAttachedError("this process is a fork of the one that records; attach a probe in this process")
         checked = checked_metrics({"loss": loss, **metrics})
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows

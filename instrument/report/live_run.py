@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..analysis.findings import Finding, Severity, advice_by_rule
+from ..analysis.findings import Finding, advice_by_rule, most_severe_first, rule_findings
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..errors import InstrumentError, InstrumentWarning
 from ..storage.remote_folder import is_address, moved_to
@@ -18,7 +18,6 @@ from .run_history import MAX_VALUES, RunHistory, shown_tables
 
 RUNNING = "running"
 DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept
-SEVERITIES: tuple[Severity, ...] = ("error", "warning")
 
 
 class LiveRun(RunHistory):
@@ -78,20 +77,20 @@ class LiveRun(RunHistory):
         return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
     def findings(self) -> list[Finding]:
-        """Return warnings and errors, the most severe ones first; events of the same rule and layer are one finding."""
-        advice = advice_by_rule((self.info.get("config") or {}).get("rules") or {}, self.info)
+        """Return what the rules found, as in a report, and the other warnings and errors; the most severe ones first."""
+        rules = (self.info.get("config") or {}).get("rules") or {}
+        fired = [event for event in self.fired if event.rule in rules]
+        findings = [*rule_findings(fired, advice_by_rule(rules, self.info))]
         first: dict[tuple[str, str, str | None], dict[str, Any]] = {}
         for event in self.events:
-            first.setdefault((event["rule"], event["severity"], event["layer"]), event)
-        findings = []
-        for severity in SEVERITIES:
-            for key, event in first.items():
-                if event["severity"] == severity:
-                    count = self.event_counts[key]
-                    message = event["message"] + (f" ({count:,} events)" if count > 1 else "")
-                    where, tip = event["layer"] or "", advice.get(event["rule"], "")
-                    findings.append(Finding(event["rule"], where, event["step"], message, severity, float(count), tip))
-        return findings
+            if event["rule"] not in rules and event["severity"] in ("error", "warning"):
+                first.setdefault((event["rule"], event["severity"], event["layer"]), event)
+        for key, event in first.items():
+            count = self.event_counts[key]
+            message = event["message"] + (f" ({count:,} events)" if count > 1 else "")
+            where = event["layer"] or ""
+            findings.append(Finding(event["rule"], where, event["step"], message, event["severity"], float(count)))
+        return most_severe_first(findings)
 
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Read new rows.

@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..analysis.findings import RULE_EVENT_COLUMNS
 from ..analysis.finite import FINITE_STATISTICS, not_finite_in
 from ..analysis.frames import custom_metrics_in, custom_statistics_of, with_custom_columns
 from ..analysis.load import Run
 from ..analysis.plot_data import RecordedSeries, in_forward_order
 from ..config.schedule import STEP_PHASES
+from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import location_name
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import STATISTICS
@@ -54,6 +56,7 @@ class RunHistory:
         coverage: The rows of the table `coverage`.
         events: The first events of each severity, and the first one of each rule and layer.
         event_counts: The number of events by rule, severity and layer.
+        fired: The events with a value, which rules write; each rule writes few.
         effects: The effects of interventions by series.
         acted: The steps at which each intervention fired and its condition held, without values.
         distributions: The quantiles and histograms.
@@ -72,6 +75,7 @@ class RunHistory:
         self.coverage: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.event_counts: Counter[tuple[str, str, str | None]] = Counter()
+        self.fired: list[RuleEvent] = []
         self.effects: dict[RecordedSeries, StepHistory] = {}
         self.acted: dict[str, StepHistory] = {}
         self.distributions = DistributionHistory()
@@ -218,6 +222,8 @@ class RunHistory:
             key = (event["rule"], event["severity"], event["layer"])
             if key not in self.event_counts or self._severities[event["severity"]] < MAX_EVENTS:
                 self.events.append(event)
+            if event["value"] is not None:
+                self.fired.append(RuleEvent(**{name: event[name] for name in RULE_EVENT_COLUMNS}))
             self._severities[event["severity"]] += 1
             self.event_counts[key] += 1
 

@@ -60,7 +60,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
 def values(
     history: RunHistory,
     numbers: Mapping[str, Any],
-    found: Sequence[Finding],
+    all_findings: Sequence[Finding],
     problems: Sequence[str],
     shown: Mapping[str, Panel] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def values(
     Args:
         history: The history of the run.
         numbers: The data of the charts, of which `acted` and `alerts` are needed.
-        found: The findings.
+        all_findings: The findings.
         problems: Files that cannot be read.
         shown: The panels by name. Default: none.
     """
@@ -79,7 +79,7 @@ def values(
         "title": info.get("name") or history.folder.name,
         "status": info["status"],
         "facts": _facts(history),
-        "findings": found,
+        "findings": all_findings,
         "interventions": bool(numbers["acted"]),
         "has_alerts": bool(numbers["alerts"]),
         "coverage": _coverage(history.coverage),

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from ..errors import ConfigError, Problem
+from ..runtime.forks import OwnedByProcess
 from ..tables.schemas import TABLES
 from .parts import part_files
 from .remote_errors import permanent_error_hint, safe_message
@@ -40,7 +41,7 @@ RESPONSE_SECONDS = 30.0  # seconds that the start of a run waits for the first r
 STALL_SECONDS = 300.0  # seconds without progress after which the end of a run stops waiting
 
 
-class Upload:
+class Upload(OwnedByProcess):
     """Sends completed parts during a run, and all other files at the end.
 
     Args:

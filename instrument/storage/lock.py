@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import InstrumentError
+from ..runtime.forks import OwnedByProcess
 
 LOCK = ".lock"
 LOCK_TIMEOUT = 1.0  # in seconds; a reader that checks whether a run is active holds the lock for an instant
@@ -19,7 +20,7 @@ def lock_of(folder: Path, rank: int = 0) -> Path:
     return folder / (f"{LOCK}-{rank:04d}" if rank else LOCK)
 
 
-class FolderLock:
+class FolderLock(OwnedByProcess):
     """A lock on the folder of a run. The operating system releases it when the process ends for any reason."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -35,7 +36,9 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Release the lock and remove its file."""
+        """Release the lock and remove its file. A forked process does not: the lock belongs to its parent."""
+        if self.is_inherited:
+            return
         with suppress(OSError):  # a remaining file is harmless: only the lock on it counts
             self.path.unlink()
         self._lock.release()

@@ -150,6 +150,8 @@ class RunFolder:
     ) -> Iterator[None]:
         """Write to run.json how the block ended: `done`, `stopped`, `interrupted` or `failed`. Then release the lock.
 
+        A forked process leaves the folder to its parent.
+
         Args:
             has_started: Returns whether training has begun. If a configuration error occurs earlier, or the run is
                 discarded, the folder is restored to its previous content.
@@ -157,27 +159,26 @@ class RunFolder:
         """
         try:
             yield
-        except KeyboardInterrupt as interrupt:
-            self.finish("interrupted", interrupt)
-            raise
-        except (ConfigError, DiscardedRunError) as error:
-            if has_started() and not isinstance(error, DiscardedRunError):
-                self.finish("failed", error)
-            else:
+        except BaseException as error:
+            is_refused = isinstance(error, ConfigError) and not has_started()
+            if self._lock.is_inherited:
+                pass
+            elif is_refused or isinstance(error, DiscardedRunError):
                 self._lock.release()
                 self._snapshot.restore()
                 self._replaced.restore()
+            else:
+                self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
             raise
-        except BaseException as error:
-            self.finish("failed", error)
-            raise
-        reason = stop_reason()
-        self.finish("done" if reason is None else "stopped", reason)
+        if not self._lock.is_inherited:
+            reason = stop_reason()
+            self.finish("done" if reason is None else "stopped", reason)
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
         self.record |= record
-        self._write()
+        if not self._lock.is_inherited:
+            self._write()
 
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock.

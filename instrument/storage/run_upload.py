@@ -97,7 +97,7 @@ class RemoteCopy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Upload the remaining files, also after an exception."""
-        if self._upload is None or self._upload.is_refused:
+        if self._upload is None or self._upload.is_refused or self._upload.is_inherited:
             return
         try:
             result = self._finish()

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -212,12 +211,18 @@ class _IndexedBatches(Dataset[LoadedBatch]):
 
     def __getitem__(self, key: _Key) -> LoadedBatch:
         seed_random_states(key.seed)
-        dataset = self.loader.dataset
-        read_items = getattr(dataset, "__getitems__", None) or partial(map, dataset.__getitem__)
-        batch = self.loader.options.collate_fn([*read_items(key.indices)])
-        if isinstance(dataset, Slice):
-            return LoadedBatch(batch, [*map(dataset.index_in_dataset, key.indices)], key.total)
-        return LoadedBatch(batch, key.indices, key.total)
+        dataset, indices = self.loader.dataset, key.indices
+        while isinstance(dataset, Slice):
+            dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
+        read_items = getattr(dataset, "__getitems__", None)
+        items: list[Any] = []
+        try:
+            for part in [indices] if read_items else [[index] for index in indices]:
+                items += read_items(part) if read_items else [dataset[part[0]]]
+            part = indices
+            return LoadedBatch(self.loader.options.collate_fn(items), indices, key.total)
+        except StopIteration as error:  # DataLoader would end the pass without an error.
+            raise RuntimeError(f"the dataset or collate_fn raised StopIteration for samples {part}") from error
 
 
 class _StreamBatches(IterableDataset[LoadedBatch]):

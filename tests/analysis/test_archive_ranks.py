@@ -19,17 +19,9 @@ BATCH = np.arange(12, dtype=np.float32).reshape(6, 2)
 
 
 def context(rank: int = 0, **changed: Any) -> Context:
-    given: dict[str, Any] = {
-        "hook": "kept",
-        "layer": "0",
-        "kind": "forward",
-        "role": "output",
-        "module": nn.Linear(2, 2),
-        "path": "",
-        "moment": StepContext(0, 0, 0, "train"),
-        "rank": rank,
-    }
-    return Context(**given | changed)
+    given: dict[str, Any] = {"kind": "forward", "role": "output", "rank": rank}
+    moment = StepContext(0, 0, 0, "train")
+    return Context(hook="kept", layer="0", module=nn.Linear(2, 2), path="", moment=moment, **given | changed)
 
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
@@ -58,13 +50,11 @@ def find(run: str, ranks: int, rank: int = 0, **changed: Any) -> list[list[float
     return found
 
 
-def test_one_process_finds_the_batch_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_finds_the_batch_of_several_and_each_its_own_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = recorded(tmp_path / "run", 3, "local", monkeypatch)
     assert find(run, 1) == BATCH.tolist()
-
-
-def test_equal_number_of_processes_find_their_own_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = recorded(tmp_path / "run", 3, "local", monkeypatch)
     assert [find(run, 3, rank) for rank in range(3)] == [part.tolist() for part in np.array_split(BATCH, 3)]
 
 
@@ -76,16 +66,19 @@ def test_several_processes_find_shards_of_one_batch(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_tensor_equal_on_every_rank_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    run = recorded(tmp_path / "run", 2, "averaged", monkeypatch, kind="parameter_grad", role="grad")
-    assert find(run, ranks, ranks - 1, kind="parameter_grad", role="grad") == BATCH.tolist()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_parameter_shards_are_combined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
-    """An intervention applies to the full parameter, however many processes have shards of it."""
-    run = recorded(tmp_path / "run", 2, "shard", monkeypatch, kind="step_post", role="param")
-    assert find(run, ranks, ranks - 1, kind="step_post", role="param") == BATCH.tolist()
+@pytest.mark.parametrize(
+    ("scope", "location"),
+    [
+        ("averaged", {"kind": "parameter_grad", "role": "grad"}),  # equal on every rank
+        ("shard", {"kind": "step_post", "role": "param"}),  # combined: an intervention applies to the full parameter
+    ],
+    ids=["equal", "shards"],
+)
+def test_full_parameter_is_found_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, scope: str, location: dict[str, str]
+) -> None:
+    run = recorded(tmp_path / "run", 2, scope, monkeypatch, **location)
+    assert find(run, ranks, ranks - 1, **location) == BATCH.tolist()
 
 
 @pytest.mark.parametrize(
@@ -95,7 +88,6 @@ def test_shards_that_cannot_be_combined_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, kind: str
 ) -> None:
     run = recorded(tmp_path / "run", 2, "local", monkeypatch, kind=kind)
-    with pytest.raises(
-        LookupError, match=f"the tensor of step 0 .* was recorded by 2 processes; cannot be used with {ranks}"
-    ):
+    message = f"the tensor of step 0 .* was recorded by 2 processes; cannot be used with {ranks}"
+    with pytest.raises(LookupError, match=message):
         find(run, ranks, kind=kind)

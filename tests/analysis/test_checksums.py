@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_folders import stats_row
+from run_folders import write_steps
 from tiers import tiered
 
 import instrument
@@ -25,11 +24,8 @@ from instrument.analysis.new_rows import NewRows, RowsRemovedError
 from instrument.storage.checksums import LOCAL_FILES, DamagedFileError
 from instrument.storage.compaction import compact
 from instrument.storage.journal import Journal, JournalReader
-from instrument.storage.parquet import ParquetSink
-from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
 
-KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 STEPS = 6
 MEANS = [0.5 + step for step in range(STEPS)]
 VALUES = np.random.default_rng(0).normal(size=(STEPS, 3, 2)).astype("f4")
@@ -37,45 +33,14 @@ VALUES = np.random.default_rng(0).normal(size=(STEPS, 3, 2)).astype("f4")
 
 def write_run(folder: Path, *, close: bool) -> Path:
     """Write `MEANS` and `VALUES`, one part per table after three steps; the rest is in the journals unless closed."""
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    sink = ParquetSink(folder)
-    for step in range(STEPS):
-        sink.write("stats", [stats_row(step, MEANS[step])])
-        sink.keep((step, 0, 0, *KEY), [3, 2], torch.from_numpy(VALUES[step]))
-        sink.end_step()
-        if step == 2:
-            sink.finish_parts()
-    if close:
-        sink.close()
-    return folder
+    steps = [
+        {"stats": [{"step": step, "mean": mean}], "tensors": [{"step": step, "values": torch.from_numpy(values)}]}
+        for step, (mean, values) in enumerate(zip(MEANS, VALUES, strict=True))
+    ]
+    return write_steps(folder, steps, parts=[2], close=close)
 
 
-def from_pandas(folder: Path) -> tuple[list[float], list[Any], list[str]]:
-    run = instrument.load(folder)
-    return run.stats["mean"].tolist(), [value.tolist() for value in run.tensors()["values"]], run.problems
-
-
-def from_duckdb(folder: Path) -> tuple[list[float], list[Any], list[str]]:
-    run = instrument.load(folder)
-    means = run.sql("select mean from stats order by step")["mean"].tolist()
-    values = run.sql('select "values" from tensors order by step')["values"]
-    return means, [np.reshape(value, (3, 2)).tolist() for value in values], run.problems
-
-
-def from_polars(folder: Path) -> tuple[list[float], list[Any], list[str]]:
-    run = instrument.load(folder)
-    means = run.lazy("stats").sort("step").collect()["mean"].to_list()
-    values = run.lazy("tensors").select("step", "values").sort("step").collect()["values"]
-    return means, [np.reshape(value, (3, 2)).tolist() for value in values], run.problems
-
-
-def from_scan(folder: Path) -> tuple[list[float], list[Any], list[str]]:
-    """Read in batches, as features, replays and exports do."""
-    files = RunFiles(folder)
-    means = [mean for batch in files.scan("stats", ["mean"]) for mean in batch["mean"].to_pylist()]
-    values = [value for batch in files.scan("tensors", ["values"]) for value in batch["values"].to_pylist()]
-    return means, [np.reshape(value, (3, 2)).tolist() for value in values], files.problems
+Reader = Callable[[Path], tuple[list[float], list[Any], list[str]]]
 
 
 def from_new_rows(folder: Path) -> tuple[list[float], list[Any], list[str]]:
@@ -91,11 +56,30 @@ def _columns(new: NewRows) -> list[list[Any]]:
     return [column.to_pylist() for column in read.columns]
 
 
-READERS = {
-    "pandas": from_pandas,
-    "duckdb": from_duckdb,
-    "polars": from_polars,
-    "scan": from_scan,
+def reader(means: Callable[[instrument.Run], Any], values: Callable[[instrument.Run], Any]) -> Reader:
+    """Return a function that reads the means and the values of a run. Its result has the problems, too."""
+
+    def read(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+        run = instrument.load(folder)
+        return list(means(run)), [np.reshape(value, (3, 2)).tolist() for value in values(run)], run.problems
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "pandas": reader(lambda run: run.stats["mean"], lambda run: run.tensors()["values"]),
+    "duckdb": reader(
+        lambda run: run.sql("select mean from stats order by step")["mean"],
+        lambda run: run.sql('select "values" from tensors order by step')["values"],
+    ),
+    "polars": reader(
+        lambda run: run.lazy("stats").sort("step").collect()["mean"],
+        lambda run: run.lazy("tensors").sort("step").select("values").collect()["values"],
+    ),
+    "scan": reader(  # in batches, as features, replays and exports do
+        lambda run: (mean for batch in run.scan("stats", ["mean"]) for mean in batch["mean"].to_pylist()),
+        lambda run: (value for batch in run.scan("tensors", ["values"]) for value in batch["values"].to_pylist()),
+    ),
     "new_rows": from_new_rows,
 }
 
@@ -119,10 +103,10 @@ def flips(folder: Path, count: int) -> Iterator[Path]:
 @pytest.mark.combinations
 @pytest.mark.parametrize("count", tiered([10, 2000], [10]))
 @pytest.mark.parametrize("close", [True, False])
-@pytest.mark.parametrize("reader", READERS)
-def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, reader: str, close: bool, count: int) -> None:
+@pytest.mark.parametrize("name", READERS)
+def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, name: str, close: bool, count: int) -> None:
     folder = write_run(tmp_path / "run", close=close)
-    read: Callable[[Path], tuple[list[float], list[Any], list[str]]] = READERS[reader]
+    read = READERS[name]
     assert read(folder) == (MEANS, VALUES.tolist(), [])
     reported = 0
     for file in flips(folder, count):

@@ -96,37 +96,38 @@ def test_interval_is_accurate_far_from_zero(tmp_path: Path) -> None:
     assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], rel=1e-12)
 
 
-def test_single_pair_has_no_interval(tmp_path: Path) -> None:
-    found = only(losses(tmp_path, {0.1: [2.0], 1.0: [1.5]}).effects_of("hooks.tame.norm"))
-    assert (found["n"], found["difference"]) == (1, -0.5)
-    assert math.isnan(found["ci_low"])
-    assert math.isnan(found["ci_high"])
+NAN = math.nan
+NUMBERS = ["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]
 
 
-@pytest.mark.parametrize("off", [0.0, 0.25])
-def test_equal_differences_have_an_interval_of_zero_width(tmp_path: Path, off: float) -> None:
-    before = [1.5, 7.25, 3.0]
-    found = only(
-        losses(tmp_path, {0.1: before, 1.0: [number + off for number in before]}).effects_of("hooks.tame.norm")
-    )
-    assert (found["ci_low"], found["difference"], found["ci_high"]) == (off, off, off)
+@pytest.mark.parametrize(
+    ("before", "after", "counts", "expected"),
+    [
+        ([2.0], [1.5], (1, 0), [2.0, 1.5, -0.5, NAN, NAN]),
+        ([1.0, NAN], [math.inf, 1.0], (0, 2), [NAN] * 5),
+        ([1.5, 7.25, 3.0], [1.5, 7.25, 3.0], (3, 0), [11.75 / 3, 11.75 / 3, 0.0, 0.0, 0.0]),
+        ([1.5, 7.25, 3.0], [1.75, 7.5, 3.25], (3, 0), [11.75 / 3, 12.5 / 3, 0.25, 0.25, 0.25]),
+    ],
+    ids=["one pair", "no finite pair", "equal numbers", "equal differences"],
+)
+def test_few_or_equal_differences(
+    tmp_path: Path, before: list[float], after: list[float], counts: tuple[int, int], expected: list[float]
+) -> None:
+    found = only(losses(tmp_path, {0.1: before, 1.0: after}).effects_of("hooks.tame.norm"))
+    assert (found["n"], found["not_finite"]) == counts
+    assert found[NUMBERS[:2]].tolist() == pytest.approx(expected[:2], nan_ok=True)
+    np.testing.assert_array_equal(found[NUMBERS[2:]].to_numpy(float), expected[2:])
 
 
 def test_non_finite_and_one_sided_pairs_are_counted(tmp_path: Path) -> None:
-    nan, inf = math.nan, math.inf
-    before = [1.0, 2.0, nan, 1.0, -inf, None, 1.0, None]
+    inf = math.inf
+    before = [1.0, 2.0, NAN, 1.0, -inf, None, 1.0, None]
     after = [2.0, 4.0, 1.0, inf, inf, 1.0, None, None]
     found = only(losses(tmp_path, {0.1: before, 1.0: after}).effects_of("hooks.tame.norm"))
     assert (found["n"], found["not_finite"], found["one_sided"]) == (2, 3, 2)
     assert (found["mean_baseline"], found["mean_value"], found["difference"]) == (1.5, 3.0, 1.5)
     interval = scipy.stats.ttest_rel([2.0, 4.0], [1.0, 2.0]).confidence_interval()
     assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high])
-
-
-def test_row_without_finite_pairs_has_no_numbers(tmp_path: Path) -> None:
-    found = only(losses(tmp_path, {0.1: [1.0, math.nan], 1.0: [math.inf, 1.0]}).effects_of("hooks.tame.norm"))
-    assert (found["n"], found["not_finite"]) == (0, 2)
-    assert found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]].isna().all()
 
 
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
@@ -139,7 +140,7 @@ def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, exa
         half = len(numbers) // 2
         run = losses(tmp_path_factory.mktemp("t"), {0.1: numbers[:half], 1.0: numbers[half : 2 * half]})
         found = only(run.effects_of("hooks.tame.norm"))
-        bounds = found[["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]]
+        bounds = found[NUMBERS]
         assert not np.isinf(bounds.to_numpy(float)).any()
         assert found["n"] + found["not_finite"] == half
 
@@ -257,11 +258,23 @@ def test_steps_argument_limits_the_rows(tmp_path: Path) -> None:
     assert sweep.effects_of("hooks.tame.norm", steps=(9, None)).empty
 
 
-@pytest.mark.parametrize("steps", [5, (5, 3), (3, 3), (0, None, 1), ("a", None), (-1, None)])
-def test_invalid_steps_are_reported(tmp_path: Path, steps: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(
+            ({"steps": steps}, r"steps: the range contains no steps\n    given ")
+            for steps in (5, (5, 3), (3, 3), (0, None, 1), ("a", None), (-1, None))
+        ),
+        *(
+            ({"confidence": confidence}, f"confidence: must be between 0 and 1\n    given    {confidence}")
+            for confidence in (0.0, 1.0, 95)
+        ),
+    ],
+)
+def test_invalid_option_is_reported(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
-    with pytest.raises(instrument.InstrumentError, match=r"steps: the range contains no steps\n    given "):
-        run.effects_of("hooks.tame.norm", steps=steps)
+    with pytest.raises(instrument.InstrumentError, match=message):
+        run.effects_of("hooks.tame.norm", **options)
 
 
 def test_unpaired_runs_are_warned_of_and_listed(tmp_path: Path) -> None:
@@ -280,27 +293,12 @@ def test_unpaired_runs_are_warned_of_and_listed(tmp_path: Path) -> None:
     }
 
 
-def test_fully_paired_sweep_gives_no_warning(tmp_path: Path) -> None:
-    run = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.0, 2.0]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        frame = run.effects_of("hooks.tame.norm")
-    assert len(frame)
-
-
-@pytest.mark.parametrize("confidence", [0.0, 1.0, 95])
-def test_invalid_confidence_is_reported(tmp_path: Path, confidence: float) -> None:
-    run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
-    with pytest.raises(
-        instrument.InstrumentError, match=f"confidence: must be between 0 and 1\n    given    {confidence}"
-    ):
-        run.effects_of("hooks.tame.norm", confidence=confidence)
-
-
 def test_values_keep_their_types(tmp_path: Path) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
     write_run(tmp_path / "none", config=clip_config(None), rows={"metrics": [{"loss": 2.0}]})
-    frame = run.effects_of("hooks.tame.norm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # all runs are in pairs
+        frame = run.effects_of("hooks.tame.norm")
     assert pd.api.types.is_float_dtype(frame["value"])
     frame = instrument.load(tmp_path).effects_of("hooks.tame.norm")
     assert (list(frame["value"]), list(frame["baseline"])) == ([0.1, 1.0], [None, None])

@@ -34,10 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps, whose metric `late` appears at the third one, and an evaluation."""
     path, model = tmp_path_factory.mktemp("custom") / "run", nn.Linear(2, 2)
     rules = {"high": {"watch": "metrics", "stat": "episode_return", "above": 22.5}}
-    with (
-        pytest.warns(instrument.InstrumentWarning, match="at step 3: episode_return 23, above 22.5"),
-        instrument.attach(model, HOOKS, out=path, rules=rules) as probe,
-    ):
+    warned = pytest.warns(instrument.InstrumentWarning, match="at step 3: episode_return 23, above 22.5")
+    with warned, instrument.attach(model, HOOKS, out=path, rules=rules) as probe:
         for step, value in enumerate(RETURNS):
             model(torch.ones(1, 2))
             if step == 2:
@@ -54,6 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+NO_VALUE = "no training step has a value of this metric"
+
+
 def watched(stat: str) -> dict[str, Any]:
     return {"low": {"watch": "metrics", "stat": stat, "below": 0.5}}
 
@@ -61,17 +62,14 @@ def watched(stat: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("stat", "expected"),
     [
-        (
-            "epsiode_return",
-            "no training step has a value of this metric.*allowed  .*episode_return.*similar  episode_return",
-        ),
-        ("recall", "no training step has a value of this metric, only the phase 'eval'"),
-        ("grad_norm", "no training step has a value of this metric"),
+        ("epsiode_return", ".*allowed  .*episode_return.*similar  episode_return"),
+        ("recall", ", only the phase 'eval'"),
+        ("grad_norm", ""),
     ],
 )
 def test_rule_on_a_metric_without_values_is_reported(stat: str, expected: str) -> None:
     model = nn.Linear(2, 2)
-    warned = pytest.warns(instrument.InstrumentWarning, match=f"(?s)rules.low.stat: {expected}")
+    warned = pytest.warns(instrument.InstrumentWarning, match=f"(?s)rules.low.stat: {NO_VALUE}{expected}")
     with warned, instrument.attach(model, HOOKS, rules=watched(stat)) as probe:
         for step in range(3):
             model(torch.ones(1, 2))
@@ -153,9 +151,8 @@ def sweep(tmp_path: Path) -> instrument.Run:
             rows = [{"step": i, "loss": 1.0, "custom": {"score": seed + gain + i, "late": 1.0 + i}} for i in range(2)]
             if (norm, seed) == (1.0, 0):
                 rows = [{**row, "custom": {"score": row["custom"]["score"]}} for row in rows]
-            write_run(
-                tmp_path / f"{norm}-{seed}", config=config, seed=seed, rows={"metrics": rows}, overrides={"norm": norm}
-            )
+            folder = tmp_path / f"{norm}-{seed}"
+            write_run(folder, config=config, seed=seed, rows={"metrics": rows}, overrides={"norm": norm})
     return instrument.load(tmp_path)
 
 

@@ -14,19 +14,20 @@ import distributed_runs
 import numpy as np
 import pytest
 import torch
+from attached_runs import forward_steps
 from conftest import run_in
-from run_folders import row, write_run
+from hook_runs import Calls
+from run_folders import write_run, write_steps
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from training_runs import train_here
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis.features import _recorded_positions
 from instrument.config.base import parse_slice
-from instrument.storage.parquet import ParquetSink
 from instrument.storage.run_files import RunFiles
-from instrument.training.datasets import random_tensors
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 INPUTS = torch.randn(23, 1, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -38,16 +39,17 @@ class Nested(NamedTuple):
     states: tuple[Tensor, Tensor]
 
 
+def head(scores: nn.Module, inputs: Tensor) -> Nested:
+    return Nested(scores(inputs), (inputs.relu(), inputs.half()))
+
+
 class Model(nn.Module):
     """Small model with a pooling layer, a nested output, a layer called twice, and a layer without samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 5, 3)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.shared = nn.Linear(5, 5)
-        self.flat = nn.Flatten(0)
-        self.head = Head()
+        self.conv, self.avgpool, self.shared = nn.Conv2d(1, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Linear(5, 5)
+        self.flat, self.head = nn.Flatten(0), Calls(head, scores=nn.Linear(5, 1))
 
     def forward(self, images: Tensor) -> Nested:
         pooled = self.avgpool(self.conv(images)).flatten(1)
@@ -55,18 +57,7 @@ class Model(nn.Module):
         return self.head(self.shared(self.shared(pooled)))
 
 
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(5, 1)
-
-    def forward(self, inputs: Tensor) -> Nested:
-        return Nested(self.scores(inputs), (inputs.relu(), inputs.half()))
-
-
 class HandWritten:
-    """A forward hook that keeps the output of each batch."""
-
     def __init__(self, module: nn.Module, pick: Callable[[Any], Tensor]) -> None:
         self.pick = pick
         self.kept: list[Tensor] = []
@@ -279,12 +270,8 @@ def test_string_ids_keep_the_recorded_order(tmp_path: Path) -> None:
 
 
 def test_batches_with_numbers_and_strings_as_ids_give_strings() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for ids in ([4, 3], ["a"]):
-            probe.batch(ids=ids)
-            model(torch.zeros(len(ids), 2))
-            probe.end_step()
+    batches = [torch.zeros(2, 2), torch.zeros(1, 2)]
+    probe = forward_steps(nn.Identity(), {"f": {"layers": ".", **RECORD}}, batches, sample_ids=[[4, 3], ["a"]])
     assert probe.features(".").ids.tolist() == ["4", "3", "a"]
 
 
@@ -304,16 +291,10 @@ def test_run_without_tensors_says_how_to_record_them(tmp_path: Path) -> None:
 
 
 def test_batches_without_ids_are_left_out_with_a_warning() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for step in range(3):
-            if step != 1:
-                probe.batch(ids=[step])
-            model(torch.zeros(1, 2))
-            probe.end_step()
-    with pytest.warns(
-        InstrumentWarning, match=r"samples of 1 of 3 tensors are unknown \(step 1, micro_step 0, rank 0\)"
-    ):
+    hooks = {"f": {"layers": ".", **RECORD}}
+    probe = forward_steps(nn.Identity(), hooks, torch.zeros(3, 1, 2), sample_ids=[[0], None, [2]])
+    message = r"samples of 1 of 3 tensors are unknown \(step 1, micro_step 0, rank 0\)"
+    with pytest.warns(InstrumentWarning, match=message):
         assert probe.features("").ids.tolist() == [0, 2]
     assert probe.problems == [
         "tensors: the samples of 1 of 3 tensors are unknown (step 1, micro_step 0, rank 0): skipped"
@@ -323,15 +304,10 @@ def test_batches_without_ids_are_left_out_with_a_warning() -> None:
 
 
 def test_batches_of_different_shape_are_refused() -> None:
-    model = nn.Identity()
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for length in (2, 3):
-            probe.batch(ids=[length])
-            model(torch.zeros(1, length))
-            probe.end_step()
-    with pytest.raises(
-        ConfigError, match=r"differ in shape between batches\n +given +\['samples', 2\], \['samples', 3\]"
-    ):
+    batches = [torch.zeros(1, 2), torch.zeros(1, 3)]
+    probe = forward_steps(nn.Identity(), {"f": {"layers": ".", **RECORD}}, batches, sample_ids=[[2], [3]])
+    message = r"differ in shape between batches\n +given +\['samples', 2\], \['samples', 3\]"
+    with pytest.raises(ConfigError, match=message):
         probe.features(".")
 
 
@@ -402,6 +378,9 @@ def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int] | None) -> None:
+    selected = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})  # units with few elements
+    assert selected is not None
+    assert selected.tolist() == [0, 1, 2, 3]
     is_cut = cut[2] is not None and math.prod(shape) > cut[2]
     samples = list(cut[0]) if isinstance(cut[0], tuple) else cut[0]
     spec = {"samples": samples, "slice": cut[1], "max_elements": cut[2]}
@@ -411,14 +390,6 @@ def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + np.zeros(shape)
         assert np.array_equal(numbers[: cut[0]][parse_slice(cut[1])].reshape(len(wanted), -1)[:, 0], wanted)
 
-
-def test_selected_units_with_few_elements_keep_their_samples() -> None:
-    positions = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})
-    assert positions is not None
-    assert positions.tolist() == [0, 1, 2, 3]
-
-
-# ------------------------------------------------------------------------------------------------------------ runs
 
 NUMBERED = [
     "+model={_target_: distributed_models.Numbered}", "+data={dataset: {_target_: distributed_models.numbered}}",
@@ -482,53 +453,6 @@ before = peak()
 X = instrument.load("run").features("layer", step=range(1, 1000)).X
 print(peak() - before, X.nbytes / 1e6)
 """
-RESNET = [
-    "model={_target_: torchvision.models.resnet50}", "mode=forward", "train.batch_size=100", "init_from=weights.pt",
-    "+data={dataset: {_target_: instrument.training.datasets.random_tensors, shape: [3, 32, 32], samples: 2000}}",
-    "+hooks.pool={layers: avgpool, kind: forward, action: record, stats: none, tensors: true}",
-    "hydra.run.dir=run", "deterministic=true",
-]  # fmt: skip
-MEASURE_POOL = (
-    MEASURE.split("instrument.load", 1)[0]
-    + """
-import numpy as np
-
-warm = instrument.load("warm").features("avgpool")  # imports everything
-before = peak()
-X, y, ids = instrument.load("run").features("avgpool")
-print(peak() - before, X.nbytes / 1e6)
-np.savez("features.npz", X=X, y=y, ids=ids)
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
-def test_features_of_resnet_equal_a_hand_written_hook(tmp_path: Path) -> None:
-    from torchvision.models import resnet50
-
-    torch.manual_seed(0)
-    model = resnet50()
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    answer = run_in(tmp_path, *RESNET)
-    assert answer.code == 0, answer.err
-    answer = run_in(tmp_path, *RESNET, "data.slice={stop: 100}", "hydra.run.dir=warm")
-    assert answer.code == 0, answer.err
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_POOL], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    used, size = map(float, done.stdout.split())
-    assert used < size + 200
-    data = random_tensors("train", (3, 32, 32), samples=2000)
-    hook = HandWritten(model.eval().avgpool, lambda output: output)
-    with torch.no_grad():
-        for images, _ in DataLoader(data, 100):
-            model(images)
-    with np.load(tmp_path / "features.npz") as features:
-        assert features["X"].shape == (2000, 2048)
-        assert np.array_equal(features["X"], torch.cat(hook.kept).flatten(1).numpy())
-        assert np.array_equal(features["y"], data.tensors[1].numpy())
-        assert np.array_equal(features["ids"], np.arange(2000))
 
 
 class RandomImages(Dataset[Any]):
@@ -563,10 +487,7 @@ def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
         f"data.sampler={{_target_: {__name__}.Repeating}}",
     )
     hook = "+hooks.f={layers: layers.0, kind: forward, action: record, tensors: true}"
-    arguments = (*ARGUMENTS[:3], hook, "~data.dataset.size", *sampled, "mode=forward", "hydra.run.dir=run")
-    answer = run_in(tmp_path, *arguments)
-    assert answer.code == 0, answer.err
-    run = instrument.load(tmp_path / "run")
+    run = train_here(tmp_path / "run", *ARGUMENTS[:3], hook, "~data.dataset.size", *sampled, "mode=forward")
     assert run.samples["sample"].tolist() == [3, 1, 3, 0]
     (values,) = run.tensors()["values"]
     assert not np.array_equal(values[0], values[2])
@@ -576,8 +497,7 @@ def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
 
 
 def test_second_evaluation_at_a_step_is_refused() -> None:
-    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True, "phase": "eval"}}
-    model = nn.Sequential(nn.Linear(2, 2))
+    model, hooks = nn.Sequential(nn.Linear(2, 2)), {"h": {"layers": "0", **RECORD, "phase": "eval"}}
     with instrument.attach(model, hooks) as probe:
         for _ in range(2):
             with probe.evaluating():
@@ -589,25 +509,11 @@ def test_second_evaluation_at_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [np.int64(0), np.array(0), 0, [np.int64(0)]], ids=repr)
 def test_step_of_numpy_selects(step: Any) -> None:
-    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True}}
-    model = nn.Sequential(nn.Linear(2, 2))
-    with instrument.attach(model, hooks) as probe:
-        for _ in range(2):
-            probe.batch(ids=[0, 1])
-            model(torch.ones(2, 2))
-            probe.end_step()
+    model, hooks = nn.Sequential(nn.Linear(2, 2)), {"h": {"layers": "0", **RECORD}}
+    probe = forward_steps(model, hooks, torch.ones(2, 2, 2), sample_ids=[[0, 1]] * 2)
     assert probe.features("0", step=step).X.shape == (2, 2)
     with pytest.raises(ConfigError, match="no recorded tensor of layer '0' has this step"):
         probe.features("0", step="last")
-
-
-def test_batch_is_named_once_per_micro_step() -> None:
-    hooks = {"h": {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}}
-    model = nn.Sequential(nn.Linear(2, 2))
-    with instrument.attach(model, hooks) as probe:
-        probe.batch(ids=[0, 1])
-        with pytest.raises(ConfigError, match="named already"):
-            probe.batch(ids=[2, 3])
 
 
 FEATURES = "{layers: layers.0, kind: forward, action: record, stats: none, tensors: true, phase: eval}"
@@ -638,17 +544,14 @@ def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 @pytest.mark.parametrize("tensors", tiered(["list", "bytes"], []))
 def test_features_need_little_more_memory_than_the_array(tmp_path: Path, tensors: Any) -> None:
-    folder = write_run(tmp_path / "run")
-    sink = ParquetSink(folder, tensors=tensors)
     values = torch.arange(512 * 8192, dtype=torch.float32).reshape(512, 8192)  # 17 MB, one row group
+    steps = []
     for step in range(17):
         batch = values[:1] if step == 0 else values  # the other steps have 268 MB
-        sink.keep(row("tensors", step=step, layer="layer", scope="global")[:15], list(batch.shape), batch)
-        ids = [512 * step + (at * 7) % 512 for at in range(len(batch))]
         cells = {"step": step, "target": 1.0, "target_dtype": "int64"}
-        sink.write("samples", [row("samples", **cells, position=at, sample=sample) for at, sample in enumerate(ids)])
-        sink.end_step()
-    sink.close()
+        samples = [{**cells, "position": at, "sample": 512 * step + (at * 7) % 512} for at in range(len(batch))]
+        steps.append({"tensors": [{"step": step, "layer": "layer", "values": batch}], "samples": samples})
+    write_steps(tmp_path / "run", steps, tensors=tensors)
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, check=True)
     used, size = map(float, done.stdout.split())
     assert size > 250

@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import write_run, write_steps
 
 import instrument
 from instrument.analysis.findings import Finding, findings
 from instrument.commands.findings import main
-from instrument.storage.parquet import ParquetSink
 from instrument.tables.reasons import NEVER_DUE, NO_INPUT_GRAPH
-from instrument.tables.schemas import TABLES
 
-USUAL: dict[str, Any] = {
-    "step": 0,
-    "micro_step": 0,
-    "epoch": 0,
-    "phase": "train",
-    "rank": 0,
-    "hook": "seen",
-    "layer": "a",
-    "module_type": "Linear",
-    "kind": "forward",
-    "role": "output",
-    "path": "",
-    "call": 0,
-    "backward": 0,
-    "recompute": False,
-    "numel": 100,
-    "cause": "",
-    "dropped": 0,
-}
+USUAL = {"stats": {"numel": 100}, "effects": {"numel": 100}, "coverage": {"cause": "", "dropped": 0}}
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad", "path": "weight", "hook": "gradients"}
 Rows = list[dict[str, Any]]
 Make = Callable[..., instrument.Run]
@@ -46,16 +26,9 @@ def made(tmp_path: Path) -> Make:
     """Return a factory of runs with the given rows, one step per row; a killed run has neither parts nor an end."""
 
     def make(*, killed: bool = False, config: Any = None, **tables: Rows) -> instrument.Run:
-        status = "running" if killed else "done"
-        (tmp_path / "run.json").write_text(json.dumps({"status": status, "config": config}))
-        sink = ParquetSink(tmp_path)
-        for table, rows in tables.items():
-            for row in rows:
-                sink.write(table, [tuple({**USUAL, **row}.get(name) for name in TABLES[table].names)])
-                sink.end_step()
-        if not killed:
-            sink.close()
-        return instrument.load(tmp_path)
+        steps = [{table: [{**USUAL.get(table, {}), **row}]} for table, rows in tables.items() for row in rows]
+        info = {"status": "running" if killed else "done", "config": config}
+        return instrument.load(write_steps(tmp_path, steps, close=not killed, info=info))
 
     return make
 
@@ -69,20 +42,27 @@ def names_of(run: instrument.Run) -> list[str]:
     return [finding.what for finding in findings(run)]
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_run_without_rows_has_no_findings(made: Make, killed: bool) -> None:
-    assert findings(made(killed=killed)) == []
-
-
-def test_columns_without_values_give_no_findings(made: Make) -> None:
-    rows = [{"step": step, **about} for step in range(3) for about in ({}, GRADIENT, {"module_type": "ReLU"})]
-    assert findings(made(stats=rows, metrics=[{"step": step} for step in range(3)])) == []
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"killed": True},
+        {
+            "stats": [{"step": i, **about} for i in range(3) for about in ({}, GRADIENT, {"module_type": "ReLU"})],
+            "metrics": [{"step": step} for step in range(3)],
+        },
+        {"stats": [{"dead_fraction": 0.0, "saturated_fraction": 0.0, "zero_fraction": 0.5}]},
+        {"stats": [{"nan_count": 1}], "config": {"rules": None}},
+    ],
+    ids=["no rows", "killed", "no values", "healthy units", "no rules"],
+)
+def test_run_without_anything_unusual_has_no_findings(made: Make, tables: dict[str, Any]) -> None:
+    assert findings(made(**tables)) == []
 
 
 def test_findings_of_a_sweep_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in "01":
-        (tmp_path / job).mkdir()
-        (tmp_path / job / "run.json").write_text(json.dumps({"status": "done"}))
+        write_run(tmp_path / job)
     with pytest.raises(instrument.InstrumentError, match=r"findings require a single run, but .* contains 2 runs"):
         findings(instrument.load(tmp_path))
     assert main([str(tmp_path)]) == 2
@@ -96,9 +76,6 @@ def test_findings_are_ordered_by_severity(made: Make) -> None:
     )
     assert [finding.severity for finding in findings(run)] == ["error", "warning", "info", "info"]
     assert names_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
-
-
-# ------------------------------------------------------------------------------------------------ gradients and loss
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -150,9 +127,6 @@ def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float
     assert found.value == f"{non_finite}, 1.5 before"
 
 
-# ------------------------------------------------------------------------------------------------- non-finite values
-
-
 def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     bad = [(5, "late"), (3, "first"), (3, "second"), (4, "later")]
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
@@ -172,9 +146,6 @@ def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     gradients = [{**GRADIENT, "step": step, "inf_count": 1} for step in range(4)]
     skipped = [{"step": step, "skipped": step < 2} for step in range(4)]
     assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
-
-
-# ------------------------------------------------------------------------------------------------ units and updates
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25])
@@ -215,10 +186,6 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 
 
-def test_run_without_rules_has_no_findings_of_rules(made: Make) -> None:
-    assert findings(made(config={"rules": None}, stats=[{"nan_count": 1}])) == []
-
-
 def test_zeros_after_relu_replace_missing_dead_units(made: Make) -> None:
     rows = [
         {"layer": "linear", "zero_fraction": 1.0},
@@ -229,10 +196,6 @@ def test_zeros_after_relu_replace_missing_dead_units(made: Make) -> None:
     found = only(run, "most zeros after a ReLU")
     assert (found.where, found.when, found.value) == ("relu output (seen)", 4, "75.0% of its output is zero")
     assert "most dead units" not in names_of(run)
-
-
-def test_healthy_units_give_no_findings(made: Make) -> None:
-    assert findings(made(stats=[{"dead_fraction": 0.0, "saturated_fraction": 0.0, "zero_fraction": 0.5}])) == []
 
 
 @pytest.mark.parametrize("fraction", [0.75, 0.25])
@@ -254,9 +217,6 @@ def test_usual_update_ratios_give_no_finding(made: Make, ratio: float, values: l
     about = {"kind": "step_post", "role": "update", "hook": "updates", "path": "weight"}
     run = made(stats=[{**about, "step": step, "update_ratio": ratio} for step in range(40)])
     assert [finding.value for finding in findings(run)] == values
-
-
-# ------------------------------------------------------------------------------------------------ hooks
 
 
 def test_hooks_that_did_not_fire_are_grouped_by_cause(made: Make) -> None:

@@ -70,9 +70,8 @@ def test_rows_may_have_different_keys() -> None:
 
 def test_sweep_runs_have_typed_overrides(tmp_path: Path) -> None:
     large = 2**53 + 1  # not representable in float64
-    for i, more in enumerate(
-        [{"hooks.tame": {"norm": 1}, "data.slice.seed": large}, {"hooks.tame": None, "wandb": True}]
-    ):
+    others = [{"hooks.tame": {"norm": 1}, "data.slice.seed": large}, {"hooks.tame": None, "wandb": True}]
+    for i, more in enumerate(others):
         overrides = {
             "train.steps": 10 * i,
             "optimizer.lr": [1, 0.5][i],
@@ -94,13 +93,8 @@ def test_search_objective_is_a_column(tmp_path: Path) -> None:
     """Also if an override has the same name, and next to runs without an objective."""
     for i, used in enumerate(({"objective": 2}, {"objective": None}, {"objective": 0.5}, {})):
         overrides = {"optimizer.lr": 0.1, "objective": "max(stats.l2)"}
-        write_run(
-            tmp_path / str(i),
-            overrides=overrides,
-            metrics={"loss": 1.0},
-            used=used,
-            status="done" if used else "failed",
-        )
+        status = "done" if used else "failed"
+        write_run(tmp_path / str(i), overrides=overrides, metrics={"loss": 1.0}, used=used, status=status)
     sweep = instrument.load(tmp_path)
     assert list(sweep.runs.columns) == [
         "run", "status", "seed", "optimizer.lr", "override.objective", "loss", "objective",
@@ -115,12 +109,8 @@ def test_search_objective_is_a_column(tmp_path: Path) -> None:
 def test_sweep_tables_have_typed_seed_and_override_columns(tmp_path: Path) -> None:
     """A run that takes its seed from the configuration, without an override, belongs to the same seed."""
     large = 2**53 + 1
-    overrides = [
-        {"norm": 1, "seed": 3},
-        {"norm": None, "seed": 3},
-        {"norm": 1, "deterministic": True},
-        {"data.slice.seed": large},
-    ]
+    overrides: list[dict[str, Any]] = [{"norm": 1, "seed": 3}, {"norm": None, "seed": 3}]
+    overrides += [{"norm": 1, "deterministic": True}, {"data.slice.seed": large}]
     for i, (seed, job_overrides) in enumerate(zip((3, 3, 0, 0), overrides, strict=True)):
         rows = {"metrics": [{"step": step, "loss": float(i)} for step in range(2)]}
         write_run(tmp_path / str(i), overrides=job_overrides, seed=seed, rows=rows)

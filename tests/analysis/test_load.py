@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,32 +12,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from run_folders import stats_row
+from run_folders import write_steps
 
 import instrument
 from instrument.analysis.tensor_images import maps_in
-from instrument.storage.parquet import ParquetSink
-
-
-def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:
-    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    assert sink.keep(key, [*tensor.shape, 1], tensor) is not None
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
-    """Write a run of three steps with two layers."""
-    folder.mkdir(parents=True)
-    info = {"status": "done", "seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
-    (folder / "run.json").write_text(json.dumps(info))
-    sink = ParquetSink(folder)
+    steps = []
     for step in range(3):
-        sink.write("stats", [stats_row(step, seed + step, layer=layer) for layer in ("a", "b")])
-        for layer in ("a", "b"):
-            keep_tensor(sink, step, layer, torch.full((2, 3), float(step)))
-        sink.end_step()
-    if close:
-        sink.close()
-    return folder
+        tensor = {"step": step, "values": torch.full((2, 3), float(step)), "source_shape": [2, 3, 1]}
+        stats = [{"step": step, "layer": layer, "mean": seed + step} for layer in ("a", "b")]
+        steps.append({"stats": stats, "tensors": [{**tensor, "layer": layer} for layer in ("a", "b")]})
+    info = {"seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
+    return write_steps(folder, steps, close=close, info=info)
 
 
 def test_run_has_one_frame_per_table_with_plain_strings(tmp_path: Path) -> None:
@@ -69,10 +56,8 @@ def test_sweep_frame_has_typed_override_columns(tmp_path: Path) -> None:
     sweep = instrument.load(tmp_path / "sweep")
     assert [folder.name for folder in sweep.folders] == [str(job) for job in jobs]  # numeric order: 10 after 9
     assert len(sweep.stats) == 24
-    types = sweep.stats.dtypes
-    assert pd.api.types.is_float_dtype(types["hooks.tame.norm"])
-    assert pd.api.types.is_integer_dtype(types["seed"])
-    assert pd.api.types.is_bool_dtype(types["deterministic"])
+    names = ["hooks.tame.norm", "seed", "deterministic"]
+    assert [str(sweep.stats.dtypes[name]) for name in names] == ["float64", "int64", "bool"]
     assert list(sweep.stats.groupby("seed")["mean"].first()) == [float(job) for job in jobs]
     assert list(sweep.stats.groupby("run", sort=False).size()) == [6] * 4
     assert list(sweep.runs.run) == [str(job) for job in jobs]
@@ -80,21 +65,12 @@ def test_sweep_frame_has_typed_override_columns(tmp_path: Path) -> None:
     assert "4 runs, 4 done" in repr(sweep)
 
 
-def test_missing_override_is_null(tmp_path: Path) -> None:
-    make_run(tmp_path / "s" / "0", overrides={"a": 1.5})
-    make_run(tmp_path / "s" / "1", overrides={"b": "x"})
+def test_overrides_keep_their_type_and_are_null_if_missing(tmp_path: Path) -> None:
+    make_run(tmp_path / "s" / "0", overrides={"a": 1.5, "sizes": [64, 10], "hooks.mine": {"layers": "a"}})
+    make_run(tmp_path / "s" / "1", overrides={"b": "x", "sizes": [64, 32, 10]})
     stats = instrument.load(tmp_path / "s").stats
-    assert list(stats.a.dropna()) == [1.5] * 6
-    assert list(stats.b.dropna()) == ["x"] * 6
-
-
-def test_list_and_mapping_overrides_keep_their_type(tmp_path: Path) -> None:
-    make_run(tmp_path / "s" / "0", overrides={"sizes": [64, 10], "hooks.mine": {"layers": "a"}})
-    make_run(tmp_path / "s" / "1", overrides={"sizes": [64, 32, 10]})
-    stats = instrument.load(tmp_path / "s").stats
-    assert stats.sizes[0] == [64, 10]
-    assert stats.sizes[11] == [64, 32, 10]
-    assert stats["hooks.mine"][0] == {"layers": "a"}
+    assert (list(stats.a.dropna()), list(stats.b.dropna())) == ([1.5] * 6, ["x"] * 6)
+    assert (stats.sizes[0], stats.sizes[11], stats["hooks.mine"][0]) == ([64, 10], [64, 32, 10], {"layers": "a"})
 
 
 def test_override_named_like_a_column_is_prefixed(tmp_path: Path) -> None:
@@ -120,23 +96,6 @@ def test_run_that_is_still_being_written_is_readable(tmp_path: Path) -> None:
 def test_folder_without_a_run_is_reported(tmp_path: Path, path: str, words: str) -> None:
     with pytest.raises(instrument.NoRunError, match=words):
         instrument.load(tmp_path / path)
-
-
-def test_sql_queries_one_run(tmp_path: Path) -> None:
-    run = instrument.load(make_run(tmp_path / "it's a run"))
-    answer = run.sql("select layer, max(mean) as top from stats group by 1 order by 1")
-    assert list(answer.itertuples(index=False, name=None)) == [("a", 2.0), ("b", 2.0)]
-    assert run.sql("select count(*) as n from tensors").n[0] == 6
-
-
-def test_sql_queries_a_sweep_by_run(tmp_path: Path) -> None:
-    for job in ("0", "it's"):
-        make_run(tmp_path / "s" / job, seed=int(job == "0"))
-    make_run(tmp_path / "s" / "9", close=False)
-    sweep = instrument.load(tmp_path / "s")
-    answer = sweep.sql("select run, min(mean) as low, count(*) as n from stats group by 1 order by 1")
-    assert list(answer.itertuples(index=False, name=None)) == [("0", 1.0, 6), ("9", 0.0, 6), ("it's", 0.0, 6)]
-    assert sweep.sql("select count(*) as n from events").n[0] == 0
 
 
 def test_sql_without_duckdb_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,43 +131,46 @@ def test_tensors_are_filtered_by_columns(tmp_path: Path, where: dict[str, Any], 
     assert list(zip(rows.layer, rows.step, strict=True)) == found
 
 
-def test_unknown_table_is_refused(tmp_path: Path) -> None:
+COLUMNS = r"its columns are step, .*layer"
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        *(
+            (read, r"unknown table 'stat'; the tables are stats, .*events")
+            for read in (
+                lambda run: run.read("stat", ["step"]),
+                lambda run: [*run.scan("stat", ["step"])],
+                lambda run: run.count("stat"),
+            )
+        ),
+        (lambda run: run.read("stats", ["step", "leyer"]), f"table 'stats' has no column 'leyer'; {COLUMNS}"),
+        (lambda run: run.read("stats", ["step", "run"]), f"table 'stats' has no column 'run'; {COLUMNS}"),
+        (lambda run: [*run.scan("stats", ["step", "leyer"])], f"table 'stats' has no column 'leyer'; {COLUMNS}"),
+        (lambda run: [*run.scan("stats", ["step", "run"])], f"table 'stats' has no column 'run'; {COLUMNS}"),
+        *(
+            (
+                lambda run, name=name: run.tensors(**{name: "a"}),
+                rf"cannot select by column '{name}'; the columns are step, ",
+            )
+            for name in ("leyer", "values", "shape")
+        ),
+    ],
+)
+def test_unknown_name_is_refused(tmp_path: Path, read: Any, message: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
-    for read in (lambda: run.read("stat", ["step"]), lambda: [*run.scan("stat", ["step"])], lambda: run.count("stat")):
-        with pytest.raises(ValueError, match=r"unknown table 'stat'; the tables are stats, .*events"):
-            read()
-
-
-@pytest.mark.parametrize("name", ["leyer", "run"])
-def test_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    for read in (lambda: run.read("stats", ["step", name]), lambda: [*run.scan("stats", ["step", name])]):
-        with pytest.raises(ValueError, match=rf"table 'stats' has no column '{name}'; its columns are step, .*layer"):
-            read()
-    assert not run.problems
-
-
-@pytest.mark.parametrize("name", ["leyer", "values", "shape"])
-def test_tensor_filter_by_an_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    message = rf"cannot select by column '{name}'; the columns are step, micro_step, .*layer"
     with pytest.raises(ValueError, match=message):
-        run.tensors(**{name: "a"})
+        read(run)
+    assert not run.problems
 
 
 FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 
 def write_tensors(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"status": "done", "seed": 0, "overrides": {}, "metrics": {}}')
-    sink = ParquetSink(folder, tensors=mode)
-    for tensor in tensors:
-        key = (0, 0, 0, "train", 0, "seen", "a", "Conv2d", "forward", "output", "", 0, 0, False, "global")
-        sink.keep(key, list(tensor.shape), tensor)
-    sink.end_step()
-    sink.close()
-    return instrument.load(folder)
+    rows = [{"module_type": "Conv2d", "values": tensor} for tensor in tensors]
+    return instrument.load(write_steps(folder, [{"tensors": rows}], tensors=mode))
 
 
 @pytest.mark.parametrize("mode", ["list", "bytes"])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import write_steps
 
 import instrument
 from instrument.analysis import notebook
 from instrument.analysis.load import Run
-from instrument.storage.parquet import ParquetSink
-from instrument.tables.schemas import TABLES
 
 EVIL = "<script>alert('x')</script>"
 INFO: dict[str, Any] = {
@@ -30,8 +28,6 @@ INFO: dict[str, Any] = {
 
 
 class Tags(HTMLParser):
-    """Parse the tags and the text of a page."""
-
     def __init__(self, page: str) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -51,19 +47,9 @@ class Tags(HTMLParser):
 
 
 def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({**INFO, **info}))
-    sink = ParquetSink(folder)
-    for step in range(1200):
-        metrics = {"step": step, "epoch": 0, "phase": "train", "rank": 0, "loss": 2.0}
-        sink.write("metrics", [tuple(metrics.get(name) for name in TABLES["metrics"].names)])
-    identity = (4, 0, 0, "train", 0, EVIL, layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    rest = {"numel": 10, "nan_count": 1, "inf_count": 0}
-    sink.write("stats", [(*identity, *(rest.get(name) for name in TABLES["stats"].names[len(identity) :]))])
-    sink.end_step()
-    if close:
-        sink.close()
-    return folder
+    metrics = [{"step": step, "phase": "train", "loss": 2.0} for step in range(1200)]
+    stats = {"step": 4, "hook": EVIL, "layer": layer, "numel": 10, "nan_count": 1, "inf_count": 0}
+    return write_steps(folder, [{"metrics": metrics, "stats": [stats]}], close=close, info={**INFO, **info})
 
 
 def page_of(run: Run) -> tuple[str, str]:
@@ -75,8 +61,14 @@ def page_of(run: Run) -> tuple[str, str]:
     return page, " ".join(" ".join(tags.words).split())
 
 
-def test_run_page_has_facts_tables_and_findings(tmp_path: Path) -> None:
-    _, words = page_of(instrument.load(make_run(tmp_path / "run")))
+def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows are counted without reading them. The page sets no background, and fetches nothing."""
+    run = instrument.load(make_run(tmp_path / "run"))
+    monkeypatch.setattr(Run, "_frame", None)
+    monkeypatch.setattr(Run, "read", None)
+    page, words = page_of(run)
+    assert not re.search(r"background(-color)?:(?! none)", page)
+    assert not re.search(r"https?:|url\(|src=|href=", page)
     assert "mine" in words
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
     assert "loss 0.1235 · accuracy 0.5 · 1,200 steps" in words
@@ -92,12 +84,6 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     page, words = page_of(instrument.load(make_run(tmp_path / "run", layer=EVIL, name=EVIL, error=EVIL)))
     assert "<script" not in page
     assert words.count(EVIL) == 4  # the name, the error, the layer, the hook
-
-
-def test_page_sets_no_background_and_fetches_nothing(tmp_path: Path) -> None:
-    page, _ = page_of(instrument.load(make_run(tmp_path / "run")))
-    assert not re.search(r"background(-color)?:(?! none)", page)
-    assert not re.search(r"https?:|url\(|src=|href=", page)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +114,6 @@ def test_unreadable_files_are_listed(tmp_path: Path) -> None:
     _, words = page_of(instrument.load(folder))
     assert "could not be read:" in words
     assert f"metrics/{file.name}: cannot be read" in words
-
-
-def test_rows_are_counted_without_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    monkeypatch.setattr(Run, "_frame", None)
-    monkeypatch.setattr(Run, "read", None)
-    assert "stats" in page_of(run)[1]
 
 
 def test_sweep_page_has_overrides_and_counts_failures(tmp_path: Path) -> None:

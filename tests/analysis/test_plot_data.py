@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import train_steps
+from hook_runs import Calls
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,50 +29,37 @@ from instrument.analysis.plot_data import (
 )
 
 
-class Backwards(nn.Module):
-    """A model whose modules are defined in another order than they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.unused = nn.Linear(4, 4)
-        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
+def backwards() -> nn.Module:
+    """Return a model whose modules are defined in another order than they are called."""
+    first, last = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+    return Calls(lambda last, unused, first, x: last(first(x)), last=last, unused=nn.Linear(4, 4), first=first)
 
 
-def recorded(folder: Path, model: nn.Module, steps: int = 1, **fields: Any) -> instrument.Run:
+def recorded(folder: Path, **fields: Any) -> instrument.Run:
     hooks = {"h": {"layers": "**", "kind": "forward", "action": "record", **fields}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
-        for _ in range(steps):
-            loss = model(torch.randn(3, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
-    return instrument.load(folder)
+    return train_steps(backwards(), hooks, [torch.randn(3, 4)], out=folder).run
 
 
-def test_layers_are_in_execution_order(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), exclude="unused*"))
-    assert order == ["first.0", "first.1", "first", "last.0", "last.1", "last", "unused", ""]
-
-
-def test_layer_without_outputs_follows_its_predecessor(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), layers=["first.1", "last.1"]))
-    assert [layer for layer in order if layer in ("first.1", "last.1", "unused", "")] == [
-        "first.1",
-        "last.1",
-        "unused",
-        "",
-    ]
-
-
-def test_layers_without_outputs_are_in_model_order(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), kind="parameter_grad"))
-    assert order == ["last", "last.0", "last.1", "unused", "first", "first.0", "first.1", ""]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"exclude": "unused*"}, ["first.0", "first.1", "first", "last.0", "last.1", "last", "unused", ""]),
+        (
+            {"layers": ["first.1", "last.1"]},
+            ["first.1", "last.1", "unused", ""],
+        ),  # the others follow their predecessors
+        (
+            {"kind": "parameter_grad"},
+            ["last", "last.0", "last.1", "unused", "first", "first.0", "first.1", ""],
+        ),  # no outputs
+    ],
+)
+def test_layers_are_in_execution_order_or_else_in_model_order(
+    tmp_path: Path, fields: dict[str, Any], expected: list[str]
+) -> None:
+    order = forward_order(recorded(tmp_path / "r", **fields))
+    assert [layer for layer in order if layer in expected] == expected
+    assert len(order) == 8
 
 
 @pytest.mark.parametrize(
@@ -117,13 +106,6 @@ def test_several_rows_are_aggregated_per_statistic() -> None:
     np.testing.assert_equal(found["l2"].values, [[math.nan, 2.0], [3.0, 7.0]])
     np.testing.assert_equal(found["max"].values, [[math.nan, 2.0], [5.0, 7.0]])
     np.testing.assert_equal(found["min"].values, [[math.nan, 2.0], [1.0, 7.0]])
-
-
-def test_ungrouped_matrix_equals_the_table() -> None:
-    frame = rows(*(("a", "", step, float(step**2)) for step in range(7)))
-    found = matrices(frame, ["l2"], ["a"], most=100)["l2"]
-    assert not found.is_grouped
-    np.testing.assert_array_equal(found.values[0], frame["l2"])
 
 
 def test_empty_table_gives_an_empty_matrix() -> None:

@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from attached_runs import train_steps
 from buckets import NO_ANSWER, connected, new_clients
 from tiers import tiered
 from waiting import TIMEOUT
@@ -40,15 +41,8 @@ def train(out: Path, seed: int, steps: int = 3) -> None:
     """Train a tiny network and write a run."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, HOOKS, optimizer=optimizer, out=out, seed=seed) as probe:
-        for step in range(steps):
-            probe.batch(ids=range(5 * step, 5 * step + 5))
-            loss = model(torch.randn(5, 4)).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+    batches, ids = torch.randn(steps, 5, 4), [range(5 * step, 5 * step + 5) for step in range(steps)]
+    train_steps(model, HOOKS, batches, sample_ids=ids, out=out, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +82,15 @@ def remote_sweep(uploaded: str, s3: None) -> str:
 
 @pytest.mark.parametrize("remote_root", tiered(SYSTEMS, ["s3"]), indirect=True)
 def test_every_table_of_a_remote_run_is_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = instrument.load(local / "0"), instrument.load(f"{remote_sweep}/0")
-    for name in set(TABLES) - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
-    assert remote.info == local_run.info
-    assert remote.problems == []
-    assert remote.count("stats") == len(local_run.stats)
-    assert "1 done" in repr(remote)
-
-
-def test_every_table_of_a_remote_sweep_is_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = instrument.load(local), instrument.load(remote_sweep)
-    for name in {*TABLES, "runs"} - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
+    for name in ("/0", ""):
+        local_run, remote = instrument.load(f"{local}{name}"), instrument.load(f"{remote_sweep}{name}")
+        for table in set(TABLES) - {"tensors"} | ({"runs"} if name == "" else set()):
+            pd.testing.assert_frame_equal(getattr(remote, table), getattr(local_run, table))
+        assert remote.infos == local_run.infos
+        assert remote.problems == []
+        assert remote.count("stats") == len(local_run.stats)
     assert remote.stats["run"].unique().tolist() == ["0", "1"]
+    assert "2 done" in repr(remote)
 
 
 def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,24 +104,18 @@ def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pyte
     assert instrument.load(remote_sweep).runs["status"].tolist() == ["done", "done"]
 
 
-def test_remote_tensors_are_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = (instrument.load(path).tensors(layer="0", step=[0, 2]) for path in (local, remote_sweep))
-    assert len(remote) == 4
-    assert all((a == b).all() for a, b in zip(local_run["values"], remote["values"], strict=True))
-
-
-def test_remote_features_are_equal(remote_sweep: str, local: Path) -> None:
-    here, remote = (instrument.load(path).features("0") for path in (local, remote_sweep))
-    assert list(here) == list(remote) == ["0", "1"]
-    assert remote["1"].ids.tolist() == [0, 5, 10]
-    assert (here["1"].X == remote["1"].X).all()
-
-
-def test_remote_queries_are_equal(remote_sweep: str, local: Path) -> None:
+def test_remote_tensors_features_and_queries_are_equal(remote_sweep: str, local: Path) -> None:
+    local_run, remote = instrument.load(local), instrument.load(remote_sweep)
+    here, there = (run.tensors(layer="0", step=[0, 2]) for run in (local_run, remote))
+    assert len(there) == 4
+    assert all((a == b).all() for a, b in zip(here["values"], there["values"], strict=True))
+    here, there = (run.features("0") for run in (local_run, remote))
+    assert list(here) == list(there) == ["0", "1"]
+    assert there["1"].ids.tolist() == [0, 5, 10]
+    assert (here["1"].X == there["1"].X).all()
     query = "select layer, count(*) as n, max(l2) as most from stats where step > 0 group by 1 order by 1"
-    local_run, remote = (instrument.load(path).sql(query) for path in (local, remote_sweep))
-    assert len(remote) > 1
-    pd.testing.assert_frame_equal(remote, local_run)
+    assert len(remote.sql(query)) > 1
+    pd.testing.assert_frame_equal(remote.sql(query), local_run.sql(query))
 
 
 def test_running_remote_run_shows_new_rows_when_reloaded(
@@ -168,27 +151,22 @@ def test_damaged_remote_part_is_reported_and_the_rest_is_read(
     assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
 
 
-def test_report_of_a_remote_run_is_written_locally(
-    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report([f"{remote_sweep}/0", "--out", str(tmp_path / "one.html")]) == 0
+@pytest.mark.parametrize("name", ["/0", pytest.param("", marks=pytest.mark.slow)], ids=["run", "sweep"])
+def test_report_of_a_remote_folder_is_written_locally(remote_sweep: str, tmp_path: Path, name: str) -> None:
+    assert report([f"{remote_sweep}{name}", "--out", str(tmp_path / "one.html")]) == 0
     assert (tmp_path / "one.html").stat().st_size > 10_000
-    assert report([f"{remote_sweep}/0"]) == 2
-    assert "--out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_report_of_a_remote_sweep_is_written_locally(remote_sweep: str, tmp_path: Path) -> None:
-    assert report([remote_sweep, "--out", str(tmp_path / "all.html")]) == 0
-    assert (tmp_path / "all.html").stat().st_size > 10_000
-
-
-def test_export_of_a_remote_run_is_written_locally(
-    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_of_a_remote_sweep_is_written_locally(remote_sweep: str, tmp_path: Path) -> None:
     assert export([remote_sweep, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
-    assert export([f"{remote_sweep}/0", "--to", "csv"]) == 2
+
+
+@pytest.mark.parametrize(("write", "options"), [(report, []), (export, ["--to", "csv"])])
+def test_local_folder_is_required_for_a_remote_run(
+    remote_sweep: str, capsys: pytest.CaptureFixture[str], write: Callable[[list[str]], int], options: list[str]
+) -> None:
+    assert write([f"{remote_sweep}/0", *options]) == 2
     assert "--out" in capsys.readouterr().err
 
 

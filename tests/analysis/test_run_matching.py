@@ -71,22 +71,12 @@ def test_key_missing_in_some_runs_is_null_there(tmp_path: Path) -> None:
 
 def test_hook_and_hook_field_match_runs_without_the_hook(tmp_path: Path) -> None:
     seen = {"hooks": {"seen": RECORD}}
-    run = sweep(
-        tmp_path,
-        (1, clip_config(0.1)),
-        (1, clip_config(1)),
-        (1, {"hooks": {"tame": None}}),
-        (2, clip_config(1)),
-        (2, seen),
-    )
+    without = {"hooks": {"tame": None}}
+    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), (1, without), (2, clip_config(1)), (2, seen))
     assert match_indices(run, "hooks.tame.norm") == [(0.1, 0, 2), (1.0, 1, 2), (1.0, 3, 4)]
     assert match_indices(run, "hooks.tame.norm", 1) == [(0.1, 0, 1), (None, 2, 1), (None, 4, 3)]
-    text = "{{layers: [a], kind: parameter_grad, action: clip, norm: {}}}"
-    assert match_indices(run, "hooks.tame") == [
-        (text.format(0.1), 0, 2),
-        (text.format(1.0), 1, 2),
-        (text.format(1.0), 3, 4),
-    ]
+    low, high = (f"{{layers: [a], kind: parameter_grad, action: clip, norm: {norm}}}" for norm in (0.1, 1.0))
+    assert match_indices(run, "hooks.tame") == [(low, 0, 2), (high, 1, 2), (high, 3, 4)]
 
 
 OBSERVING = {
@@ -178,20 +168,16 @@ def test_unpaired_runs_have_a_reason(tmp_path: Path) -> None:
     }
 
 
+NO_KEY = "no run has this key"
+
+
 def test_hook_order_is_part_of_the_training(tmp_path: Path) -> None:
     quiet = {"layers": "b", "kind": "full_backward", "action": "scale", "factor": 0.5}
     tame = {**CLIP, "norm": 1.0}
     calm = {**CLIP, "norm": 0.5}
-    orders: list[dict[str, Any]] = [
-        {"tame": tame, "calm": calm, "quiet": quiet},
-        {"quiet": quiet, "calm": calm, "tame": CLIP},
-    ]
-    run = sweep(
-        tmp_path,
-        (1, {"hooks": orders[0], "lr": 1}),
-        (1, {"hooks": orders[1], "lr": 2}),
-        (1, {"hooks": orders[0], "lr": 3}),
-    )
+    first = {"tame": tame, "calm": calm, "quiet": quiet}
+    orders: list[dict[str, Any]] = [first, {"quiet": quiet, "calm": calm, "tame": CLIP}, first]
+    run = sweep(tmp_path, *[(1, {"hooks": hooks, "lr": lr}) for lr, hooks in enumerate(orders, start=1)])
     assert match_indices(run, "lr") == [(3, 2, 0)]
     assert match_runs(run, "lr").left_out == {1: "it also differs from the runs with lr=1 in the order of hooks"}
 
@@ -199,13 +185,10 @@ def test_hook_order_is_part_of_the_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        (
-            "hooks.tame.nrom",
-            ["no run has this key", "allowed  hooks.tame.norm, train.steps", "similar  hooks.tame.norm"],
-        ),
-        ("train.step", ["no run has this key", "similar  train.steps"]),
+        ("hooks.tame.nrom", [NO_KEY, "allowed  hooks.tame.norm, train.steps", "similar  hooks.tame.norm"]),
+        ("train.step", [NO_KEY, "similar  train.steps"]),
         ("seed", ["paired by their seed"]),
-        ("optimizer.seed", ["no run has this key"]),
+        ("optimizer.seed", [NO_KEY]),
         ("name", ["this key does not affect training"]),
     ],
 )
@@ -235,44 +218,36 @@ def test_key_whose_other_values_failed_is_reported(tmp_path: Path) -> None:
     ]
 
 
-def test_constant_key_lists_the_varying_ones(tmp_path: Path) -> None:
-    run = sweep(tmp_path, *[(1, clip_config(norm, model={"width": 16})) for norm in (0.1, 1)])
-    with pytest.raises(instrument.InstrumentError) as error:
-        match_runs(run, "model.width")
-    assert str(error.value).splitlines() == [
-        "effects_of: all 2 finished runs have model.width=16",
-        "    they differ in: hooks.tame.norm",
-    ]
+PAIR = [(1, clip_config(0.1)), (1, clip_config(1))]
+VARYING = [(1, clip_config(0.1, optimizer={"lr": 1})), (1, clip_config(1.0, optimizer={"lr": 2}))]
 
 
-def test_varying_keys_are_listed_without_overrides(tmp_path: Path) -> None:
-    run = sweep(tmp_path, (1, clip_config(0.1, optimizer={"lr": 1})), (1, clip_config(1.0, optimizer={"lr": 2})))
-    with pytest.raises(instrument.InstrumentError, match=r"allowed  optimizer\.lr, hooks\.tame\.norm"):
-        match_runs(run, "no.such.key")
-
-
-def test_single_run_cannot_be_compared(tmp_path: Path) -> None:
-    run = sweep(tmp_path, (1, clip_config(0.1)))
-    with pytest.raises(instrument.InstrumentError, match="they differ in: none: the runs differ only in their seed"):
-        match_runs(run, "hooks.tame.norm")
-
-
-def test_sweep_without_completed_runs_is_reported(tmp_path: Path) -> None:
-    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), status="failed")
-    with pytest.raises(instrument.InstrumentError, match="none of the 2 runs is finished"):
-        match_runs(run, "hooks.tame.norm")
-
-
-def test_unknown_baseline_is_reported(tmp_path: Path) -> None:
-    run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)))
-    with pytest.raises(instrument.InstrumentError) as error:
-        match_runs(run, "hooks.tame.norm", 0.2)
-    assert str(error.value).splitlines() == [
-        "baseline: no run has this value of hooks.tame.norm",
-        "    given    0.2",
-        "    allowed  0.1, 1.0",
-        "    similar  0.1",
-    ]
+@pytest.mark.parametrize(
+    ("configs", "status", "key", "message"),
+    [
+        (
+            [(1, clip_config(norm, model={"width": 16})) for norm in (0.1, 1)],
+            "done",
+            ("model.width",),
+            "^effects_of: all 2 finished runs have model.width=16\n    they differ in: hooks.tame.norm$",
+        ),
+        (VARYING, "done", ("no.such.key",), "allowed  optimizer.lr, hooks.tame.norm"),
+        (PAIR[:1], "done", ("hooks.tame.norm",), "they differ in: none: the runs differ only in their seed"),
+        (PAIR, "failed", ("hooks.tame.norm",), "none of the 2 runs is finished"),
+        (
+            PAIR,
+            "done",
+            ("hooks.tame.norm", 0.2),
+            "^baseline: no run has this value of hooks.tame.norm\n    given    0.2\n    allowed  0.1, 1.0\n    similar  0.1$",
+        ),
+    ],
+    ids=["constant", "unknown", "one run", "failed", "baseline"],
+)
+def test_key_that_cannot_be_compared_is_reported(
+    tmp_path: Path, configs: list[tuple[int, dict[str, Any]]], status: str, key: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(instrument.InstrumentError, match=message.replace(".", r"\.")):
+        match_runs(sweep(tmp_path, *configs, status=status), *key)
 
 
 def test_unmatched_sweep_lists_reasons_by_run(tmp_path: Path) -> None:

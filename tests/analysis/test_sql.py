@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from run_folders import damage_inside, write_steps
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis import query_sources
-from instrument.storage.parquet import ParquetSink
 from instrument.storage.parts import Part
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
@@ -33,20 +31,11 @@ def make_run(
     folder: Path, *, overrides: Mapping[str, Any] | None = None, close: bool = True, mean: float = 0.0
 ) -> Path:
     """Write a run of six steps and two layers, with a part every two steps; the last rows may be in the journal."""
-    folder.mkdir(parents=True)
-    info = {"status": "done", "seed": 0, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25}}
-    (folder / "run.json").write_text(json.dumps(info))
-    sink = ParquetSink(folder)
-    for step in range(STEPS):
-        for layer in ("b", "a"):
-            cells = {"step": step, "rank": 0, "phase": "train", "layer": layer, "kind": "forward", "mean": mean + step}
-            sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
-        sink.end_step()
-        if step in (1, 3):
-            sink.finish_parts()
-    if close:
-        sink.close()
-    return folder
+    steps = [
+        {"stats": [{"step": step, "layer": layer, "mean": mean + step} for layer in "ba"]} for step in range(STEPS)
+    ]
+    info = {"overrides": dict(overrides or {}), "metrics": {"loss": 0.25}}
+    return write_steps(folder, steps, parts=(1, 3), close=close, info=info)
 
 
 def test_rows_of_a_sweep_are_in_the_order_of_runs_and_steps(tmp_path: Path) -> None:
@@ -61,13 +50,6 @@ def test_rows_of_a_sweep_are_in_the_order_of_runs_and_steps(tmp_path: Path) -> N
 
 def tuples(frame: pd.DataFrame) -> list[tuple[Any, ...]]:
     return list(frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None))
-
-
-def damage_inside(file: Path) -> None:
-    """Damage a file inside; its footer, by which it is opened, is intact."""
-    content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
-    file.write_bytes(content)
 
 
 def part(run: Path, number: int) -> Path:
@@ -301,9 +283,8 @@ def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path, re
     damage_inside(part(tmp_path / "run", 1))
     with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
         if reader == "sql":
-            assert tuples(run.sql("select count(*), max(rank), min(layer), max(phase) from stats")) == [
-                (8, 0, "a", "train")
-            ]
+            statement = "select count(*), max(rank), min(layer), max(phase) from stats"
+            assert tuples(run.sql(statement)) == [(8, 0, "a", "train")]
         else:
             assert run.lazy("stats").collect().height == 8
     assert run.lazy("stats").collect().height == 8

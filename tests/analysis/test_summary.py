@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from attached_runs import forward_steps
 from torch import nn
 
-import instrument
 from instrument.analysis.summary import recorded
 
 
@@ -15,11 +15,8 @@ def test_summary_counts_rows_of_all_record_tables(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     both = {"layers": "*", "kind": "forward", "action": "record", "histogram": 4, "quantiles": [0.5]}
     kept = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
-    with instrument.attach(model, {"both": both, "kept": kept}, out=tmp_path / "run") as probe:
-        for _ in range(3):
-            model(torch.randn(2, 4))
-            probe.end_step()
-    firings, rows, tensors = recorded(instrument.load(tmp_path / "run"))
+    run = forward_steps(model, {"both": both, "kept": kept}, torch.randn(3, 2, 4), out=tmp_path / "run").run
+    firings, rows, tensors = recorded(run)
     assert firings == {"both": 6, "kept": 3}
     assert rows == {"both": 12}
     assert tensors == {"kept": 3}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from attached_runs import train_steps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -68,7 +67,8 @@ def test_downscaled_maps_are_means_of_squares(values: np.ndarray, most: int) -> 
             np.testing.assert_allclose(found[:, row, column], square.mean((1, 2)), rtol=1e-9, atol=1e-6)
 
 
-def record(folder: Path) -> instrument.Run:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
     keep = {"layers": "**", "action": "record", "tensors": True, "stats": "none"}
     hooks = {
@@ -78,20 +78,7 @@ def record(folder: Path) -> instrument.Run:
         "filters": {**keep, "kind": "step_post", "role": "param"},
         "slopes": {**keep, "kind": "parameter_grad"},
     }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
-        for _ in range(2):
-            loss = model(torch.randn(3, 3, 8, 8)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
-    return instrument.load(folder)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    return record(tmp_path_factory.mktemp("maps") / "run")
+    return train_steps(model, hooks, torch.randn(2, 3, 3, 8, 8), out=tmp_path_factory.mktemp("maps") / "run").run
 
 
 def test_maps_are_tensors_with_two_spatial_dimensions(run: instrument.Run) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from attached_runs import forward_steps
+from hook_runs import run_step
 from torch import Tensor, nn
 
 import instrument
@@ -15,6 +17,8 @@ from instrument import ConfigError, HookError
 from instrument.actions.base import Context, StepContext
 from instrument.analysis.run_tables import RunTables
 from instrument.analysis.tensors_of_earlier_runs import RunArchive
+
+KEEP = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
 
 
 def model_of(seed: int) -> nn.Module:
@@ -34,8 +38,7 @@ def run(model: nn.Module, hooks: dict[str, Any], out: Path | None = None, steps:
 
 @pytest.fixture
 def clean(tmp_path: Path) -> Path:
-    keep = {"layers": "*", "kind": "forward", "action": "record", "tensors": True}
-    run(model_of(0), {"kept": keep}, tmp_path / "clean")
+    run(model_of(0), {"kept": {**KEEP, "layers": "*"}}, tmp_path / "clean")
     return tmp_path / "clean"
 
 
@@ -50,21 +53,12 @@ def test_replaced_activation_determines_later_layers(clean: Path) -> None:
 
 
 def test_slice_of_an_activation_is_patched(clean: Path) -> None:
-    seen: dict[str, Any] = patch_hook(clean, fn="patch", slice=":, 0:1")
-    seen["after"] = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
-    other, original = model_of(1), model_of(0)
-    batch = torch.ones(5, 3)
-    with instrument.attach(other, seen) as probe:
-        other(batch)
-        probe.end_step()
+    seen: dict[str, Any] = {**patch_hook(clean, fn="patch", slice=":, 0:1"), "after": KEEP}
+    other, original, batch = model_of(1), model_of(0), torch.ones(5, 3)
+    _, probe = run_step(other, seen, batch)
     (row,) = probe.sink.records("tensors")
     assert torch.equal(row["values"][:, 0], original[0](batch)[:, 0])
     assert torch.equal(row["values"][:, 1:], other[0](batch)[:, 1:])
-
-
-def test_unrecorded_step_is_reported(clean: Path) -> None:
-    with pytest.raises(HookError, match=r"hook 'p' .*has no tensor of step 9"):
-        run(model_of(1), patch_hook(clean, fn="replace", step=9))
 
 
 def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
@@ -72,7 +66,7 @@ def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
     other = model_of(1)
     with instrument.attach(other, patch_hook(clean, **fields)) as probe, probe.in_phase("eval"):
         message = (
-            r"no tensor of step 0 at .*phase 'eval'.*, but one of hook 'kept' in phase 'train'; set 'hook' to use it"
+            "no tensor of step 0 at .*phase 'eval'.*, but one of hook 'kept' in phase 'train'; set 'hook' to use it"
         )
         with pytest.raises(HookError, match=message):
             other(torch.ones(5, 3))
@@ -81,9 +75,10 @@ def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
     assert len(probe.sink.records("effects")) == 1
 
 
-def test_several_recording_hooks_require_a_choice(tmp_path: Path) -> None:
-    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
-    run(model_of(0), {"one": keep, "two": keep}, tmp_path / "both")
+def test_unrecorded_step_and_several_recording_hooks_are_reported(tmp_path: Path) -> None:
+    run(model_of(0), {"one": KEEP, "two": KEEP}, tmp_path / "both")
+    with pytest.raises(HookError, match=r"hook 'p' .*has no tensor of step 9"):
+        run(model_of(1), patch_hook(tmp_path / "both", fn="replace", step=9))
     with pytest.raises(HookError, match=r"ambiguous: .*2 tensors \(hooks one, two\) of step 0 .*; set 'hook'"):
         run(model_of(1), patch_hook(tmp_path / "both", fn="replace"))
     run(model_of(1), patch_hook(tmp_path / "both", fn="replace", hook="two"))
@@ -99,12 +94,10 @@ def test_missing_run_or_run_without_tensors_is_an_error(tmp_path: Path, kind: st
 
 
 def test_tensors_of_the_next_step_are_read_and_pinned_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
     model = nn.Sequential(nn.Identity())
-    with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as probe:
-        for step in range(10):
-            model(torch.full((2, 3), float(step)))
-            probe.end_step()
+    forward_steps(
+        model, {"kept": KEEP}, [torch.full((2, 3), float(step)) for step in range(10)], out=tmp_path / "clean"
+    )
     run = str(tmp_path / "clean")
     done: list[tuple[str, bool]] = []
     read = RunTables.tensors
@@ -133,8 +126,7 @@ def test_tensors_of_the_next_step_are_read_and_pinned_ahead(tmp_path: Path, monk
 
 def test_run_that_is_still_recorded_is_not_read_ahead(tmp_path: Path) -> None:
     model, other = model_of(0), model_of(1)
-    keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
-    with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as recording:
+    with instrument.attach(model, {"kept": KEEP}, out=tmp_path / "clean") as recording:
         model(torch.zeros(5, 3))
         recording.end_step()
         with instrument.attach(other, patch_hook(tmp_path / "clean", fn="replace")) as probe:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Call
 
 import instrument
 from instrument.commands import compact, recover, upload
@@ -27,20 +29,19 @@ def killed(tmp_path: Path) -> Path:
     return folder
 
 
-COMMANDS = [compact.main, recover.main]
+Main = Callable[[list[str]], int]
+COMMANDS: list[Main] = [compact.main, recover.main]
 
 
 @pytest.mark.parametrize("main", COMMANDS)
 def test_command_waits_for_the_lock_of_the_folder(
-    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    main: Main, killed: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert callable(main)
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
     monkeypatch.setattr("instrument.storage.lock.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
     assert lock.acquire()
-    assert main([str(killed)]) == 1
-    assert "the run is in progress; nothing was changed" in capsys.readouterr().err
+    assert "the run is in progress; nothing was changed" in call(main, killed).expect(1).err
     assert list((killed / "journal").glob("metrics-*.arrows"))
     lock.release()
     assert main([str(killed)]) == 0
@@ -49,39 +50,34 @@ def test_command_waits_for_the_lock_of_the_folder(
 
 
 def test_upload_does_not_recover_a_locked_run(
-    killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    killed: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
     for module in ("storage.lock", "commands.upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()
-    assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 1
-    assert capsys.readouterr().err == f"{killed}: the run is in progress; nothing was changed\n"
+    answer = call(upload.main, killed, f"memory://{tmp_path}/there").expect(1)
+    assert answer.err == f"{killed}: the run is in progress; nothing was changed\n"
     lock.release()
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 0
 
 
 @pytest.mark.parametrize("main", COMMANDS)
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_command_works_with_a_damaged_run_json(main: object, killed: Path, content: str) -> None:
-    assert callable(main)
+def test_command_works_with_a_damaged_run_json(main: Main, killed: Path, content: str) -> None:
     (killed / "run.json").write_text(content)
     assert main([str(killed)]) == 0
     assert len(instrument.load(killed).metrics) == 1
 
 
 @pytest.mark.parametrize("main", COMMANDS)
-def test_unwritable_folder_is_reported(
-    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert callable(main)
+def test_unwritable_folder_is_reported(main: Main, killed: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(_: FolderLock) -> bool:
         raise PermissionError(13, "Permission denied", str(killed / ".lock"))
 
     monkeypatch.setattr(FolderLock, "acquire", refuse)
-    assert main([str(killed), str(killed / "nowhere")]) == 2
-    message = capsys.readouterr().err
+    message = call(main, killed, killed / "nowhere").expect(2).err
     assert "Permission denied" in message
     assert "folder not found" in message

@@ -13,10 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, run_in
+from conftest import REPOSITORY
 from run_folders import write_run
 from tiers import tiered
 from torch import Tensor, nn
+from training_runs import train_here
 
 import instrument
 from instrument.analysis.load import Run
@@ -123,16 +124,15 @@ def different(original: Run, wrong: Run) -> Diff:
 
 
 def test_equal_runs_are_identical(original: Run, same: Diff) -> None:
-    found = same
-    assert found.is_identical
-    assert found.first is None
-    assert found.tolerance == pytest.approx(6e-5, rel=0.01)
-    assert "IDENTICAL: all compared numbers are equal" in str(found)
-    assert found.common_steps == (0, 2, 3)
-    assert found.layers["rows"].sum() == original.count("stats")
-    assert found.tensors["tensors"].sum() == original.count("tensors")
-    assert found.unmatched.empty
-    assert found.unmatched_rows == (0, 0)
+    assert same.is_identical
+    assert same.first is None
+    assert same.tolerance == pytest.approx(6e-5, rel=0.01)
+    assert "EQUAL STATISTICS: all compared numbers are equal." in str(same)
+    assert same.common_steps == (0, 2, 3)
+    assert same.layers["rows"].sum() == original.count("stats")
+    assert same.tensors["tensors"].sum() == original.count("tensors")
+    assert same.unmatched.empty
+    assert same.unmatched_rows == (0, 0)
 
 
 def test_layers_are_in_execution_order(same: Diff) -> None:
@@ -250,15 +250,14 @@ def test_steps_limit_the_comparison(original: Run, wrong: Run) -> None:
 def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = different
     monkeypatch.setattr(recorded_differences, "MAX_ROWS", 1)
     monkeypatch.setattr(recorded_differences, "MAX_BYTES", 20_000)
     parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
-        assert getattr(parts, name).equals(getattr(complete, name)), name
-    assert parts.first == complete.first
-    assert parts.tensors.drop(columns="ulp").equals(complete.tensors.drop(columns="ulp"))
-    assert np.array_equal(np.stack(parts.tensors["ulp"]), np.stack(complete.tensors["ulp"]))
+        assert getattr(parts, name).equals(getattr(different, name)), name
+    assert parts.first == different.first
+    assert parts.tensors.drop(columns="ulp").equals(different.tensors.drop(columns="ulp"))
+    assert np.array_equal(np.stack(parts.tensors["ulp"]), np.stack(different.tensors["ulp"]))
 
 
 def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None:
@@ -272,6 +271,58 @@ def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None
         float(np.linalg.norm(values - values[::-1]) / np.linalg.norm(values))
     )
     assert "element by element: relative difference" in str(found)
+
+
+NAN, INF = math.nan, math.inf
+VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
+    "permuted": (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([4.0, 1.0, 2.0]), "EQUAL STATISTICS", "DIFFERENT"),
+    "equal": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "source_shape [2, 3] and [3, 2]"),
+    "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "int64": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "WITHIN", "WITHIN"),
+    "dtype": (
+        torch.ones(3),
+        torch.ones(3).bfloat16(),
+        "EQUAL STATISTICS",
+        "dtype: float32 and bfloat16 at 0 (Identity)",
+    ),
+    "complex": (torch.tensor([1j, 1]), torch.ones(2), "EQUAL STATISTICS", "DIFFERENT"),
+    "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "infinite": (torch.tensor([INF]), torch.tensor([-INF]), "EQUAL STATISTICS", "DIFFERENT"),
+    "not_finite": (torch.tensor([NAN]), torch.tensor([INF]), "nan_count 1 and 0", "DIFFERENT"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_verdict_claims_only_what_was_compared(name: str) -> None:
+    model = nn.Sequential(nn.Identity())
+    for tensors, verdict in zip((False, True), VALUES[name][2:], strict=True):
+        hook = {**TENSORS["kept"], "layers": "0", "stats": "none" if tensors else "default", "tensors": tensors}
+        runs = []
+        for value in VALUES[name][:2]:
+            with instrument.attach(model, {"kept": hook}) as probe:
+                model(value)
+                probe.end_step()
+            runs.append(probe.run)
+        found = instrument.diff(*runs)
+        assert verdict in str(found)
+        assert found.is_identical is (verdict[:5] == "EQUAL")
+        assert found.is_within_tolerance is ("DIFFERENT" not in str(found))
+
+
+def test_tolerance_zero_counts_every_difference(written: Write) -> None:
+    runs = [written([{"rms": 1.0, "max": 2.0, "custom": rest}]) for rest in (None, [("max_remainder", 1.0)])]
+    assert instrument.diff(*runs).first is None
+    found = instrument.diff(*runs, tolerance=0.0).first
+    assert found is not None
+    assert (found.statistic, found.difference) == ("max", 0.5)
+
+
+def test_steps_of_one_run_are_reported(written: Write) -> None:
+    runs = [written([{"rms": 1.0, "step": step} for step in range(steps)]) for steps in (5, 2)]
+    found = instrument.diff(*runs)
+    assert found.other_steps == (3, 0)
+    assert "rows only in A, at steps that the other run did not record: 3" in str(found)
 
 
 @pytest.mark.slow
@@ -373,8 +424,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs: `base`, `seed`, with another seed, and `data`, with other samples."""
     folder = tmp_path_factory.mktemp("diff")
     for name, more in {"base": [], "seed": ["seed=1"], "data": ["data.slice.start=100"]}.items():
-        answer = run_in(folder, *CLI, *more, f"hydra.run.dir={name}")
-        assert answer.code == 0, answer.err
+        train_here(folder / name, *CLI, *more)
     return folder
 
 
@@ -466,13 +516,10 @@ def test_runs_with_nothing_in_common_are_reported(written: Write, name: str) -> 
     assert fix in str(error.value)
 
 
-def test_folder_with_several_runs_is_refused(trained: Path) -> None:
+def test_folder_with_several_runs_and_the_same_folder_are_refused(trained: Path) -> None:
     with pytest.raises(ConfigError, match="contains 3 runs") as error:
         instrument.diff(trained, trained / "base")
     assert str(trained / "base") in str(error.value)
-
-
-def test_same_folder_twice_is_refused(trained: Path) -> None:
     with pytest.raises(ConfigError, match="both runs are the same folder"):
         instrument.diff(trained / "base", trained / "seed" / ".." / "base")
 

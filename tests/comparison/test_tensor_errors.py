@@ -73,6 +73,33 @@ def test_errors_of_special_tensors() -> None:
     assert not tensor_errors(np.array([1, 2]), np.array([1, 3]), ("int64", "int64")).ulp.any()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "one", "other"),
+    [(np.int64, 2**53, 2**53 + 1), (np.int64, -(2**63), 2**63 - 1), (np.uint64, 2**63, 2**63 + 1), (np.int64, -1, 1)],
+)
+def test_integers_are_compared_exactly(dtype: type, one: int, other: int) -> None:
+    errors = tensor_errors(np.array([one], dtype), np.array([other], dtype), (dtype.__name__, dtype.__name__))
+    gap, size = float(abs(one - other)), max(abs(one), abs(other))
+    assert (errors.max_abs, errors.l2, errors.max_rel) == (gap, pytest.approx(gap / size), pytest.approx(gap / size))
+
+
+@pytest.mark.parametrize(("one", "other", "l2"), [(1e200, 2e200, 0.5), (1e-200, 2e-200, 0.5), (-1e308, 1e308, 1.8)])
+def test_elements_whose_squares_float64_does_not_have_differ(one: float, other: float, l2: float) -> None:
+    errors = tensor_errors(np.array([one]), np.array([other]), ("float64", "float64"))
+    assert errors.l2 == pytest.approx(l2, abs=0.01)
+    assert errors.cosine == np.sign(one * np.sign(other))
+
+
+def test_complex_and_real_numbers_are_compared() -> None:
+    assert tensor_errors(np.array([3 + 4j]), np.array([3.0]), ("complex128", "float64")).l2 == 0.8
+
+
+def test_infinite_statistics_differ_from_others() -> None:
+    rows = pd.DataFrame({"mine_a": [np.inf, np.inf, np.inf, np.nan], "mine_b": [np.inf, -np.inf, 1.0, 1.0]})
+    found = relative_differences(rows, ["mine"], None, 0.0)["mine"].to_numpy()
+    np.testing.assert_array_equal(found, [0.0, np.inf, np.inf, np.nan])
+
+
 def test_differences_of_statistics_are_lower_bounds() -> None:
     generator = np.random.default_rng(0)
     for _ in range(50):

@@ -6,19 +6,20 @@ import copy
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hook_runs import Calls
+from hydra import compose as compose_hydra
+from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from tiers import tiered
 from torch import nn
+from training_runs import compose
 
 from instrument import ConfigError
-from instrument.commands.validated_config import read_config
 from instrument.config.experiment import RunConfig
-from instrument.config.search_path import config_loader
 from instrument.fields.targets import build
 from instrument.plan.hook_plan import make_plan
 from instrument.tasks import Outcome
@@ -46,7 +47,7 @@ def options(group: str) -> list[str]:
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return read_config(config_loader().load_configuration("config", list(overrides), RunMode.RUN))[0]
+    return compose(*overrides)[0]
 
 
 def config_with_option(group: str, option: str) -> RunConfig:
@@ -61,7 +62,7 @@ def test_conf_groups_are_all_tested() -> None:
 
 def test_hydra_output_folders_are_separate_from_runs() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", list(BASE), return_hydra_config=True)
+        config = compose_hydra("config", list(BASE), return_hydra_config=True)
     HydraConfig.instance().set_config(config)
     run, sweep = config.hydra.run.dir, config.hydra.sweep.dir
     assert (run.split("/")[:2], sweep.split("/")[:2]) == (["runs", "run"], ["runs", "run"])
@@ -164,19 +165,18 @@ def test_dataset_root_comes_from_the_environment(name: str, monkeypatch: pytest.
     assert config_of("model=lenet", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
 
 
-class Scores(nn.Linear):
-    """A layer that returns logits, or with targets a dict of losses."""
-
-    def forward(
-        self, input: torch.Tensor, targets: torch.Tensor | None = None, labels: torch.Tensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        logits = super().forward(input)
-        return {"logits": logits} if targets is None else {"mean": logits.mean(), "square": logits.square().mean()}
+def losses(layer: nn.Module, input: Any, targets: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
+    """Return logits, or with targets a dict of losses."""
+    logits = layer(input)
+    return {"logits": logits} if targets is None else {"mean": logits.mean(), "square": logits.square().mean()}
 
 
 TASK_INPUTS = {
-    "huggingface": (Scores(4, 10), {"input": torch.randn(3, 4), "labels": torch.tensor([1, 9, 0])}),
-    "loss_dict": (Scores(4, 10), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
+    "huggingface": (
+        Calls(losses, layer=nn.Linear(4, 10)),
+        {"input": torch.randn(3, 4), "labels": torch.tensor([1, 9, 0])},
+    ),
+    "loss_dict": (Calls(losses, layer=nn.Linear(4, 10)), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
     "autoencoder": (nn.Linear(4, 4), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
     "next_token": (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.randint(7, (3, 6))),
     "wgan_gp": (DenseGAN(image=(1, 4, 4)), [torch.randn(3, 1, 4, 4), torch.tensor([1, 9, 0])]),
@@ -226,15 +226,13 @@ def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
     assert group["lr"] / first == pytest.approx({"cosine": 0.0, "step": 0.1}[name], abs=1e-9)
 
 
-@pytest.mark.parametrize("name", options("train"))
-def test_every_train_option_sets_steps_or_epochs(name: str) -> None:
-    train = config_with_option("train", name).train
-    assert (train.steps, train.epochs) == {"default": (100, None), "epochs": (None, 1)}[name]
-
-
-@pytest.mark.parametrize("name", options("sink"))
-def test_every_sink_parses(name: str) -> None:
-    assert config_with_option("sink", name).sink.tensors == {"parquet": "list", "volume": "bytes"}[name]
+@pytest.mark.parametrize("group", ["train", "sink"])
+def test_every_option_sets_its_values(group: str) -> None:
+    expected = {"default": (100, None), "epochs": (None, 1), "parquet": "list", "volume": "bytes"}
+    for name in options(group):
+        config = config_with_option(group, name)
+        found = (config.train.steps, config.train.epochs) if group == "train" else config.sink.tensors
+        assert found == expected[name], name
 
 
 @pytest.mark.parametrize("name", options("hooks"))
@@ -260,12 +258,9 @@ def test_every_apply_option_changes_the_model(name: str) -> None:
     assert [module.inplace for module in rectifiers] == [name != "no_inplace"] * len(rectifiers)
 
 
-def test_several_hooks_options_and_custom_hooks_combine() -> None:
+def test_command_line_combines_changes_and_removes_hooks() -> None:
     config = config_of(*BASE, "hooks=[gradients,dead_relu]", "+hooks.mine={layers: '.', kind: forward, action: record}")
     assert list(config.hooks) == ["output_gradients", "parameter_gradients", "dead_relu", "mine"]
-
-
-def test_command_line_changes_and_removes_a_hook() -> None:
     compose_here = partial(config_of, "+exp=mnist_hooks")
     assert compose_here("hooks.tame.norm=0.1").hooks["tame"].norm == 0.1  # type: ignore[union-attr]
     assert "noisy" not in compose_here("~hooks.noisy").hooks

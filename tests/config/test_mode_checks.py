@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from test_parse import CONFIG
 
 from instrument import ConfigError
 from instrument.config.experiment import RunConfig
@@ -13,15 +14,16 @@ from instrument.config.parse import parse_config
 OUTPUTS = {"layers": "*", "kind": "forward", "action": "record"}
 
 
+PROBED = {"dataset": {"_target_": "mine.Data"}, "probe_batch": 3}
+
+
 def parsed(**changes: Any) -> RunConfig:
-    config = {
-        "model": {"_target_": "torch.nn.Identity"},
-        "data": {"dataset": {"_target_": "mine.Data"}},
-        "task": {"_target_": "mine.Task"},
-        "optimizer": {"_target_": "torch.optim.SGD"},
-        "train": {"steps": 3},
-    }
-    return parse_config({**config, **changes})
+    return parse_config({**CONFIG, **changes})
+
+
+def forward(hook: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Return the changes of a run with `mode: forward`."""
+    return {"mode": "forward", **({} if hook is None else {"hooks": {"h": {**OUTPUTS, **hook}}}), **changes}
 
 
 def test_hooks_act_in_the_phase_of_the_mode() -> None:
@@ -39,35 +41,23 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
             "compiled code calls no functions",
         ),
         ({"hooks": {"h": {**OUTPUTS, "phase": "forward"}}}, "hooks.h.phase", "mode: train has no such phase"),
-        (
-            {"mode": "forward", "hooks": {"h": {**OUTPUTS, "phase": "eval"}}},
-            "hooks.h.phase",
-            "mode: forward has no such phase",
-        ),
+        (forward({"phase": "eval"}), "hooks.h.phase", "mode: forward has no such phase"),
         ({"hooks": {"h": {**OUTPUTS, "phase": "probe"}}}, "hooks.h.phase", "set data.probe_batch=N"),
+        ({"data": PROBED, "hooks": {"h": OUTPUTS}}, "data.probe_batch", "no hook has phase: probe"),
+        (forward({"kind": "tensor"}), "hooks.h.kind", "set forward.grad=true"),
         (
-            {"data": {"dataset": {"_target_": "mine.Data"}, "probe_batch": 3}, "hooks": {"h": OUTPUTS}},
-            "data.probe_batch",
-            "no hook has phase: probe",
-        ),
-        ({"mode": "forward", "hooks": {"h": {**OUTPUTS, "kind": "tensor"}}}, "hooks.h.kind", "set forward.grad=true"),
-        (
-            {"mode": "forward", "forward": {"grad": True}, "hooks": {"h": {**OUTPUTS, "kind": "parameter_grad"}}},
+            forward({"kind": "parameter_grad"}, forward={"grad": True}),
             "hooks.h",
             "requires an optimizer step, which phase forward does not have; parameter_grad_micro sees",
         ),
         (
-            {"mode": "forward", "hooks": {"h": {**OUTPUTS, "kind": "state_dict_post"}}},
+            forward({"kind": "state_dict_post"}),
             "hooks.h",
             "requires a state dict that is saved or loaded, which phase forward does not have",
         ),
         ({"hooks": {"h": {**OUTPUTS, "kind": "step_post", "phase": "probe"}}}, "hooks.h", "which phase probe does not"),
-        ({"mode": "forward", "train": {"steps": 3, "accumulate": 2}}, "train.accumulate", "accumulates no gradients"),
-        (
-            {"mode": "forward", "data": {"dataset": {"_target_": "mine.Data"}, "probe_batch": 3}},
-            "data.probe_batch",
-            "mode: forward does not train",
-        ),
+        (forward(train={"steps": 3, "accumulate": 2}), "train.accumulate", "accumulates no gradients"),
+        (forward(data=PROBED), "data.probe_batch", "mode: forward does not train"),
         ({"mode": "forwards"}, "mode", "not an allowed value"),
         ({"forward": {"of": "[:, 3]"}}, "forward", "'of' requires 'grad: true'"),
         ({"forward": {"grad": True, "of": "logits[a]"}}, "forward.of", "is not a slice"),

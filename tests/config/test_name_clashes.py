@@ -74,11 +74,8 @@ def test_listed_file_and_command_line_change_fields(overrides: list[str], every:
     assert composed(*overrides)["hooks"] == {"activations": hook}
 
 
-def test_experiment_changes_the_default_rules() -> None:
+def test_experiment_changes_the_default_rules_and_adds_hooks() -> None:
     rules = composed("+exp=strict")["rules"]
     assert rules["dead_units"] == {"rule": "dead_units", "optional": True, "above": 0.3}
     assert rules["mine"] == {"rule": "non_finite", "then": "stop"}
-
-
-def test_hook_set_is_added_to_other_hooks() -> None:
     assert [*composed("+exp=own", "hooks=dead_relu")["hooks"]] == ["dead_relu", "activations"]

@@ -12,9 +12,12 @@ import pytest
 from instrument.errors import ConfigError
 from instrument.fields.registry import Registry
 
+Install = Callable[..., Path]
+Shapes = Registry[Any]
+
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Install a package: its name, the text of its only module, and its entry points of the group `instrument.shapes`."""
 
     def install(package: str, module: str, **points: str) -> Path:
@@ -31,7 +34,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 
 @pytest.fixture
-def shapes() -> Registry[Any]:
+def shapes() -> Shapes:
     """A registry with one entry."""
     registry: Registry[Any] = Registry(
         "shapes", "shape", check=lambda entry: None if callable(entry) else "is not a class"
@@ -43,7 +46,7 @@ def shapes() -> Registry[Any]:
     return registry
 
 
-def test_installed_entry_is_imported_at_first_use(installed: Callable[..., Path], shapes: Registry[Any]) -> None:
+def test_installed_entry_is_imported_at_first_use(installed: Install, shapes: Shapes) -> None:
     installed("squares", "class Square: ...", square="squares:Square")
     assert list(shapes) == ["circle", "square"]
     assert "square" in shapes
@@ -52,16 +55,14 @@ def test_installed_entry_is_imported_at_first_use(installed: Callable[..., Path]
     assert [entry.__name__ for entry in shapes.values()] == ["Circle", "Square"]
 
 
-def test_builtin_entry_does_not_search_installed_packages(
-    shapes: Registry[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builtin_entry_does_not_search_installed_packages(shapes: Shapes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.entry_points", None)
     assert "circle" in shapes
     assert shapes.find("circle", "hooks.x.shape").__name__ == "Circle"
 
 
 def test_installed_entry_may_use_the_decorator_too(
-    installed: Callable[..., Path], shapes: Registry[Any], monkeypatch: pytest.MonkeyPatch
+    installed: Install, shapes: Shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "all_shapes", type(sys)("all_shapes"))
     sys.modules["all_shapes"].SHAPES = shapes  # type: ignore[attr-defined]
@@ -77,7 +78,7 @@ def test_folder_is_imported_at_first_use() -> None:
     assert "instrument.config.schema" in sys.modules
 
 
-def test_unknown_name_lists_all_entries(installed: Callable[..., Path], shapes: Registry[Any]) -> None:
+def test_unknown_name_lists_all_entries(installed: Install, shapes: Shapes) -> None:
     installed("squares_2", "class Square: ...", square="squares_2:Square")
     with pytest.raises(ConfigError) as caught:
         shapes.find("squar", "hooks.x.shape")
@@ -86,7 +87,7 @@ def test_unknown_name_lists_all_entries(installed: Callable[..., Path], shapes: 
     assert (problem.allowed, problem.similar) == (["circle", "square"], ["square"])
 
 
-def test_name_registered_twice_is_reported_with_both_places(shapes: Registry[Any]) -> None:
+def test_name_registered_twice_is_reported_with_both_places(shapes: Shapes) -> None:
     def again() -> None:
         shapes.register("circle")(dict)
 
@@ -99,7 +100,7 @@ def test_name_registered_twice_is_reported_with_both_places(shapes: Registry[Any
     assert shapes["circle"].__name__ == "Circle"
 
 
-def test_same_code_may_register_its_entry_again(shapes: Registry[Any]) -> None:
+def test_same_code_may_register_its_entry_again(shapes: Shapes) -> None:
     for entry in (list, dict):
         shapes.register("cell")(entry)
     assert shapes["cell"] is dict
@@ -114,7 +115,7 @@ def test_same_code_may_register_its_entry_again(shapes: Registry[Any]) -> None:
     ],
 )
 def test_broken_entry_point_names_package_and_entry_point(
-    installed: Callable[..., Path], shapes: Registry[Any], module: str, message: str, request: pytest.FixtureRequest
+    installed: Install, shapes: Shapes, module: str, message: str, request: pytest.FixtureRequest
 ) -> None:
     name = f"broken_{abs(hash(request.node.name))}"
     installed(name, module, square=f"{name}:Square")
@@ -125,9 +126,7 @@ def test_broken_entry_point_names_package_and_entry_point(
 
 
 @pytest.mark.parametrize("second", ["circle", "square"])
-def test_entry_points_with_the_same_name_are_reported(
-    installed: Callable[..., Path], shapes: Registry[Any], second: str
-) -> None:
+def test_entry_points_with_the_same_name_are_reported(installed: Install, shapes: Shapes, second: str) -> None:
     installed("one", "", square="one:Square")
     installed("two", "", **{second: "two:Square"})
     with pytest.raises(ConfigError) as caught:

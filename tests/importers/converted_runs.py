@@ -38,7 +38,6 @@ class Converted:
         return hooks
 
     def has_note(self, *texts: str) -> bool:
-        """Return whether one note contains all texts."""
         return any(all(text in note for text in texts) for note in self.notes)
 
 
@@ -94,7 +93,6 @@ class Net(nn.Module):
 
 
 def train(file: Path, steps: int) -> AttachedProbe:
-    """Train the net for a few steps with the hooks of an experiment file, and return the probe."""
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())

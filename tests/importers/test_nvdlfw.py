@@ -75,32 +75,24 @@ unused:
 
 def test_features_of_transformer_engine_select_linear_layers(convert: Converter) -> None:
     result = convert(ENGINE)
-    assert result.hooks["precision_activation"] == {
-        "layers": "re:.*(fc1|fc2).*",
-        "types": "*Linear",
-        "kind": "forward_pre",
-        "action": "record",
-        "every": 2,
-        "start": 2,
-        "stop": 3,
-        "stats": ["abs_max"],
-    }
+    selection = {"layers": "re:.*(fc1|fc2).*", "types": "*Linear", "kind": "forward_pre", "action": "record"}
+    schedule = {"every": 2, "start": 2, "stop": 3}
+    assert result.hooks["precision_activation"] == {**selection, **schedule, "stats": ["abs_max"]}
+    for texts in (
+        ("precision.transformer_engine.DisableFp8Gemm", "no counterpart"),
+        ("precision.transformer_engine.PerTensorScaling", "no counterpart"),
+        ("precision.transformer_engine.LogFp8TensorStats", "underflows%"),
+        ("LogTensorStats[output].stats", "'dynamic_range'"),
+        ("LogTensorStats[output].stats", "'max_blockwise_dynamic_range'"),
+        ("unused", "disabled in the source"),
+    ):
+        assert result.has_note(*texts), texts
     layers = tuple(f"layers.{i}.mlp.{name}" for i in BLOCKS for name in ("fc1", "fc2"))
     weights = tuple(f"{layer}.weight" for layer in layers)
     assert record(result.file) == {
         f"precision_{tensor}": weights if tensor in ("weight", "wgrad") else layers
         for tensor in ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
     }
-
-
-def test_features_without_counterpart_are_named(convert: Converter) -> None:
-    result = convert(ENGINE)
-    assert result.has_note("precision.transformer_engine.DisableFp8Gemm", "no counterpart")
-    assert result.has_note("precision.transformer_engine.PerTensorScaling", "no counterpart")
-    assert result.has_note("precision.transformer_engine.LogFp8TensorStats", "underflows%")
-    assert result.has_note("LogTensorStats[output].stats", "'dynamic_range'")
-    assert result.has_note("LogTensorStats[output].stats", "'max_blockwise_dynamic_range'")
-    assert result.has_note("unused", "disabled in the source")
     only = "a: {enabled: true, layers: {layer_types: [fc1]}, transformer_engine: {DisableFp8Layer: {enabled: true}}}"
     assert convert(only).hooks == {}
 

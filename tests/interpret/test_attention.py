@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from attached_runs import forward_steps
 from figures import overlaps
+from hook_runs import Calls, run_step
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from instrument.plot import attention
 HEADS, LENGTH, WIDTH = 3, 6, 12
 TOKENS = torch.tensor([[ord(letter) for letter in text] for text in ("the sea", "a_b$c\nd")])[:, :LENGTH]
 FUNCTION = {"layers": "blocks.*", "kind": "function", "action": "record", "stats": "none", "tensors": True}
+SOFTMAX = {**FUNCTION, "functions": "softmax"}
 INPUT = {"layers": ".", "kind": "forward_pre", "action": "record", "stats": "none", "tensors": True}
 
 
@@ -56,16 +58,6 @@ class Model(nn.Module):
         return hidden
 
 
-def recorded(model: nn.Module, batch: Tensor = TOKENS, ids: Any = None, out: Path | None = None, **hooks: Any) -> Any:
-    """Return the run of one forward pass."""
-    with torch.no_grad(), instrument.attach(model, hooks, out=out) as probe:
-        if ids is not None:
-            probe.batch(ids=ids)
-        model(batch)
-        probe.end_step()
-    return probe.run
-
-
 @pytest.fixture(scope="module")
 def model() -> Model:
     torch.manual_seed(0)
@@ -75,22 +67,12 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     """Two steps with one batch each."""
-    hooks = {
-        "probabilities": {**FUNCTION, "functions": "softmax"},
-        "scores": {**FUNCTION, "functions": "masked_fill"},
-        "tokens": INPUT,
-    }
+    hooks = {"probabilities": SOFTMAX, "scores": {**FUNCTION, "functions": "masked_fill"}, "tokens": INPUT}
     folder = tmp_path_factory.mktemp("attention") / "run"
-    with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
-        for ids in ([7, 3], [4, 9]):
-            probe.batch(ids=ids)
-            model(TOKENS if ids[0] == 7 else TOKENS.flip(0))
-            probe.end_step()
-    return instrument.load(folder)
+    return forward_steps(model, hooks, [TOKENS, TOKENS.flip(0)], sample_ids=[[7, 3], [4, 9]], out=folder).run
 
 
 def maps_of(figure: Figure) -> dict[str, Axes]:
-    """Return the maps by title."""
     return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
 
 
@@ -100,7 +82,6 @@ def values_of(axes: Axes) -> np.ndarray:
 
 
 def labels_of(axes: Axes) -> tuple[list[str], list[str]]:
-    """Return the labels of the queries and of the keys."""
     ticks = (axes.get_yticklabels(), axes.get_xticklabels())
     queries, keys = ([label.get_text() for label in labels] for labels in ticks)
     return queries, keys
@@ -130,11 +111,11 @@ def test_sample_is_selected_by_id(run: instrument.Run) -> None:
 def test_frame_and_run_without_ids_select_by_position(model: Model, run: instrument.Run) -> None:
     frame = run.tensors(hook="probabilities", step=0)
     expected = frame[frame.layer == "blocks.0"]["values"].iloc[0][1, 2]
-    unnamed = recorded(model, probabilities={**FUNCTION, "functions": "softmax"})
+    unnamed = forward_steps(model, {"probabilities": SOFTMAX}, [TOKENS]).run
     for data in (frame, unnamed):
         (axes,) = maps_of(attention(data, "blocks.0", head=2, sample=1)).values()
         np.testing.assert_array_equal(values_of(axes), expected)
-    named = recorded(model, ids=["cat", "dog"], probabilities={**FUNCTION, "functions": "softmax"})
+    named = forward_steps(model, {"probabilities": SOFTMAX}, [TOKENS], sample_ids=[["cat", "dog"]]).run
     (axes,) = maps_of(attention(named, "blocks.0", head=2, sample="dog")).values()
     np.testing.assert_array_equal(values_of(axes), expected)
 
@@ -154,7 +135,7 @@ def test_tokens_are_labels(run: instrument.Run) -> None:
 
 
 def test_tokens_of_a_long_sequence_are_thinned(model: Model) -> None:
-    run = recorded(model, torch.randint(0, 128, (1, 90)), probabilities={**FUNCTION, "functions": "softmax"})
+    run = forward_steps(model, {"probabilities": SOFTMAX}, [torch.randint(0, 128, (1, 90))]).run
     figure = attention(run, "blocks.0", head=[0, 1])
     assert overlaps(figure) == []
     queries, keys = labels_of(next(iter(maps_of(figure).values())))
@@ -173,9 +154,9 @@ def test_rows_are_layers_in_forward_order(run: instrument.Run) -> None:
 
 
 def test_selected_heads_and_positions_keep_their_numbers(model: Model) -> None:
-    hooks = {"kept": {**FUNCTION, "functions": "softmax", "units": [2, 1], "samples": 1}}
-    hooks["last"] = {**FUNCTION, "functions": "softmax", "slice": "1, :, -2:"}
-    run = recorded(model, ids=[5, 6], **hooks)
+    hooks = {"kept": {**SOFTMAX, "units": [2, 1], "samples": 1}}
+    hooks["last"] = {**SOFTMAX, "slice": "1, :, -2:"}
+    run = forward_steps(model, hooks, [TOKENS], sample_ids=[[5, 6]]).run
     model(TOKENS)
     expected = model.blocks[0].probabilities.detach()
     maps = maps_of(attention(run, "blocks.0", hook="kept"))
@@ -184,14 +165,14 @@ def test_selected_heads_and_positions_keep_their_numbers(model: Model) -> None:
     (axes,) = maps_of(attention(run, "blocks.0", hook="last", head=0)).values()
     np.testing.assert_array_equal(values_of(axes), expected[1, 0, -2:])
     assert labels_of(axes) == (["4", "5"], list("012345"))
-    with pytest.raises(
-        InstrumentError, match=r"(?s)sample: the attention of this sample was not recorded.*5.*allowed  6"
-    ):
+    message = r"(?s)sample: the attention of this sample was not recorded.*5.*allowed  6"
+    with pytest.raises(InstrumentError, match=message):
         attention(run, "blocks.0", hook="last", sample=5)
 
 
 def test_reordered_heads_and_samples_keep_their_numbers(model: Model) -> None:
-    run = recorded(model, ids=[5, 6], kept={**FUNCTION, "functions": "softmax", "units": [2, 0, 1], "samples": [1, 0]})
+    hook = {**SOFTMAX, "units": [2, 0, 1], "samples": [1, 0]}
+    run = forward_steps(model, {"kept": hook}, [TOKENS], sample_ids=[[5, 6]]).run
     model(TOKENS)
     expected = model.blocks[0].probabilities.detach()
     maps = maps_of(attention(run, "blocks.0", sample=6))
@@ -200,33 +181,18 @@ def test_reordered_heads_and_samples_keep_their_numbers(model: Model) -> None:
 
 
 def test_selected_heads_of_a_frame_are_unknown(model: Model) -> None:
-    run = recorded(model, kept={**FUNCTION, "functions": "softmax", "units": [2]})
+    run = forward_steps(model, {"kept": {**SOFTMAX, "units": [2]}}, [TOKENS]).run
     with pytest.raises(InstrumentError, match=r"pass the run if the hook selects heads or positions"):
         attention(run.tensors())
 
 
-def test_units_in_another_dimension_are_no_heads() -> None:
-    hook = {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}
-    run = recorded(nn.Sequential(nn.Conv1d(2, 8, 1)), torch.rand(2, 2, 4), units=hook)
-    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
-        attention(run)
-
-
 def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
-    with (
-        torch.no_grad(),
-        instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe,
-    ):
-        for ids in ([8, 9], None):
-            if ids is not None:
-                probe.batch(ids=ids)
-            model(TOKENS)
-            probe.end_step()
+    probe = forward_steps(model, {"probabilities": SOFTMAX}, [TOKENS, TOKENS], sample_ids=[[8, 9]])
     assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
 
 
 def test_title_names_the_first_of_several_calls(model: Model) -> None:
-    with torch.no_grad(), instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe:
+    with torch.no_grad(), instrument.attach(model, {"probabilities": SOFTMAX}) as probe:
         model(TOKENS)
         model(TOKENS.flip(0))
         probe.end_step()
@@ -240,27 +206,20 @@ def test_input_ids_are_preferred_to_a_mask() -> None:
         def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(input_ids * attention_mask)
 
-    model, hooks = Masked(), {"probabilities": {**FUNCTION, "functions": "softmax"}, "tokens": INPUT}
-    with torch.no_grad(), instrument.attach(model, hooks) as probe:
-        model(attention_mask=torch.ones_like(TOKENS), input_ids=TOKENS)
-        probe.end_step()
+    given = {"attention_mask": torch.ones_like(TOKENS), "input_ids": TOKENS}
+    _, probe = run_step(Masked(), {"probabilities": SOFTMAX, "tokens": INPUT}, **given)
     (axes,) = maps_of(attention(probe.run, "blocks.0", head=0)).values()
     assert labels_of(axes)[1] == [str(token) for token in TOKENS[0].tolist()]
 
 
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_that_a_module_returns_are_found(average: bool) -> None:
-    class Returns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-
-        def forward(self, hidden: Tensor) -> Tensor:
-            output: Tensor = self.attention(hidden, hidden[:, :4], hidden[:, :4], average_attn_weights=average)[0]
-            return output
-
-    batch = torch.rand(2, LENGTH, WIDTH)
-    run = recorded(Returns(), batch, all={**FUNCTION, "kind": "forward", "layers": "**"})
+    returns = Calls(
+        lambda attention, x: attention(x, x[:, :4], x[:, :4], average_attn_weights=average)[0],
+        attention=nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+    )
+    hook = {**FUNCTION, "kind": "forward", "layers": "**"}
+    run = forward_steps(returns, {"all": hook}, [torch.rand(2, LENGTH, WIDTH)]).run
     axes = [axes for axes in attention(run).axes if axes.images]
     assert len(axes) == (1 if average else HEADS)
     assert labels_of(axes[0]) == (list("012345"), list("0123"))
@@ -269,10 +228,13 @@ def test_weights_that_a_module_returns_are_found(average: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", [{"functions": "softmax"}, {"kind": "forward", "layers": "1"}], ids=str)
-def test_softmax_over_classes_is_no_attention(hook: dict[str, str]) -> None:
-    run = recorded(
-        nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)), torch.rand(2, 4, 3), all={**FUNCTION, "layers": "**", **hook}
-    )
+def test_softmax_over_classes_and_units_are_no_attention(hook: dict[str, str]) -> None:
+    units = {"units": {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}}
+    run = forward_steps(nn.Sequential(nn.Conv1d(2, 8, 1)), units, [torch.rand(2, 2, 4)]).run
+    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
+        attention(run)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1))
+    run = forward_steps(model, {"all": {**FUNCTION, "layers": "**", **hook}}, [torch.rand(2, 4, 3)]).run
     with pytest.raises(InstrumentError, match="these tensors are not attention probabilities"):
         attention(run)
 
@@ -291,32 +253,41 @@ def test_scores_are_drawn_if_their_location_is_named(run: instrument.Run) -> Non
     scores = run.tensors(hook="scores", layer="blocks.0", step=0)["values"].iloc[0][1, 0]
     np.testing.assert_array_equal(values_of(maps_of(figure)["head 0"]), np.where(np.isfinite(scores), scores, np.nan))
     assert figure.axes[-1].get_ylabel() == "value"
-    only = recorded(nn.Sequential(Model()), scores={**FUNCTION, "layers": "0.blocks.*", "functions": "masked_fill"})
-    with pytest.raises(
-        InstrumentError,
-        match=r"(?s)layer: these tensors are not attention prob.*0\.blocks\.0\[masked_fill\.0\] \[2, 3, 6, 6\]",
-    ):
+    hook = {**FUNCTION, "layers": "0.blocks.*", "functions": "masked_fill"}
+    only = forward_steps(nn.Sequential(Model()), {"scores": hook}, [TOKENS]).run
+    message = r"(?s)layer: these tensors are not attention prob.*0\.blocks\.0\[masked_fill\.0\] \[2, 3, 6, 6\]"
+    with pytest.raises(InstrumentError, match=message):
         attention(only)
 
 
-def test_arguments_without_data_are_errors_with_options(run: instrument.Run) -> None:
-    with pytest.raises(
-        InstrumentError, match=r"(?s)layer: no tensor with attention.*'blocks\.7'.*blocks\.0\[softmax\.0\]"
-    ):
-        attention(run, "blocks.7")
-    with pytest.raises(
-        InstrumentError, match=r"(?s)head: .*no such recorded head.*\[2, 3, 6, 6\].*given    9.*0, 1, 2"
-    ):
-        attention(run, "blocks.0", head=9)
-    with pytest.raises(InstrumentError, match=r"(?s)sample: .*given    0\n.*allowed  7, 3, 4, 9"):
-        attention(run, "blocks.0", sample=0)
-    with pytest.raises(InstrumentError, match=r"(?s)step: no attention was recorded at this step.*'5'.*0, 1"):
-        attention(run, step=5)
-    with pytest.raises(InstrumentError, match=r"(?s)tokens: the number of tokens is not that.*given    2.*allowed  6"):
-        attention(run, "blocks.0", tokens=["a", "b"])
-    with pytest.raises(InstrumentError, match=r"(?s)hook: no data with this value.*'attention'.*probabilities"):
-        attention(run, hook="attention")
-    with pytest.raises(InstrumentError, match="tokens: a function requires the recorded token ids"):
-        attention(run.tensors(hook="probabilities"), tokens=chr)
-    with pytest.raises(InstrumentError, match=r"(?s)no attention probabilities were recorded.*functions: softmax"):
-        attention(run.tensors(hook="tokens"))
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (
+            lambda run: attention(run, "blocks.7"),
+            r"layer: no tensor with attention.*'blocks\.7'.*blocks\.0\[softmax\.0\]",
+        ),
+        (
+            lambda run: attention(run, "blocks.0", head=9),
+            r"head: .*no such recorded head.*\[2, 3, 6, 6\].*given    9.*0, 1, 2",
+        ),
+        (lambda run: attention(run, "blocks.0", sample=0), r"sample: .*given    0\n.*allowed  7, 3, 4, 9"),
+        (lambda run: attention(run, step=5), r"step: no attention was recorded at this step.*'5'.*0, 1"),
+        (
+            lambda run: attention(run, "blocks.0", tokens=["a", "b"]),
+            r"tokens: the number of tokens is not that.*given    2.*allowed  6",
+        ),
+        (lambda run: attention(run, hook="attention"), r"hook: no data with this value.*'attention'.*probabilities"),
+        (
+            lambda run: attention(run.tensors(hook="probabilities"), tokens=chr),
+            "tokens: a function requires the recorded token ids",
+        ),
+        (
+            lambda run: attention(run.tensors(hook="tokens")),
+            r"no attention probabilities were recorded.*functions: softmax",
+        ),
+    ],
+)
+def test_arguments_without_data_are_errors_with_options(run: instrument.Run, draw: Any, message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        draw(run)

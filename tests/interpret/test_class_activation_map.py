@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_in
+from hook_runs import run_step
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from training_runs import train_here
 
 import instrument
 from instrument import InstrumentError
@@ -123,17 +125,13 @@ def test_maps_are_drawn_over_the_image_of_each_sample(run: instrument.Run, model
 
 
 def test_maps_without_images_and_ids(model: MnistCNN, images: Tensor) -> None:
-    with instrument.attach(model, {"maps": HOOKS["maps"]}) as probe:
-        scores = model(images)
-        probe.end_step()
+    scores, probe = run_step(model, {"maps": HOOKS["maps"]}, images)
     figure = plot(probe.run, classifier=model.decoder[0].weight, samples=1)
     (axes,) = charts_of(figure)
     best = class_activation_map(probe.run, classifier=model.decoder[0].weight)
     assert best.y is None
     weight = model.decoder[0].weight
-    expected = (model.encoder(images).mean((2, 3)) @ weight.T).argmax(
-        1
-    )  # the default class: without the bias of an array
+    expected = (model.encoder(images).mean((2, 3)) @ weight.T).argmax(1)  # an array has no bias
     assert best.classes[:, 0].tolist() == expected.tolist()
     assert axes.get_title() == f"sample 1: class {expected[1]}"
     assert len(axes.images) == 1
@@ -196,13 +194,9 @@ def test_weights_of_another_step_and_gradients_of_a_loss_are_refused(tmp_path: P
         "+hooks.gradients={layers: encoder.1, kind: full_backward_pre, action: record, tensors: true}",
     ]
     small = ("data=digits", "model=mnist_cnn", "model.image_size=8", "model.global_pooling=true", "model.decoder=[]")
-    one = ("data.slice.stop=8", "train.steps=1", "train.save=true", "quiet=true", "hydra.run.dir=out")
-    answer = run_in(tmp_path, *small, *one, *hooks)
-    assert answer.code == 0, answer.err
-    run = instrument.load(tmp_path / "out")
-    with pytest.raises(
-        InstrumentError, match=r"the saved weights are those after 1 steps(.|\n)*phase: probe at step 1"
-    ):
+    run = train_here(tmp_path / "out", *small, "data.slice.stop=8", "train.steps=1", "train.save=true", *hooks)
+    message = r"the saved weights are those after 1 steps(.|\n)*phase: probe at step 1"
+    with pytest.raises(InstrumentError, match=message):
         class_activation_map(run, classifier="decoder.0")
     with pytest.raises(InstrumentError, match=r"the saved weights have no such name(.|\n)*decoder\.0"):
         class_activation_map(run, classifier="decoder.1")

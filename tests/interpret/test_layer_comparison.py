@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import forward_steps
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -28,17 +28,10 @@ def by_hand(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.trace(k @ l) / np.sqrt(np.trace(k @ k) * np.trace(l @ l)))
 
 
-def recorded(
-    model: nn.Module, batch: Tensor, ids: Any = None, out: Path | None = None, size: int = 100
-) -> instrument.Run:
+def recorded(model: nn.Module, batch: Tensor, ids: Tensor | None = None, size: int = 100, **options: Any) -> Any:
     """Return a run with the outputs of all layers of a model, one step for each batch of `size` samples."""
-    with torch.no_grad(), instrument.attach(model, {"features": RECORD}, out=out) as probe:
-        for start in range(0, len(batch), size):
-            if ids is not None:
-                probe.batch(ids=ids[start : start + size])
-            model(batch[start : start + size])
-            probe.end_step()
-    return probe.run
+    sample_ids = () if ids is None else ids.split(size)
+    return forward_steps(model, {"features": RECORD}, batch.split(size), sample_ids=sample_ids, **options).run
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +43,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def run(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     batch = torch.randn(30, 2, 8)
-    return recorded(model, batch, torch.arange(30), tmp_path_factory.mktemp("similarity") / "run", size=16)
+    return recorded(model, batch, torch.arange(30), 16, out=tmp_path_factory.mktemp("similarity") / "run")
 
 
 @pytest.mark.parametrize("block", tiered([2**25, 8 * 24 * 7], [8 * 24 * 7]))
@@ -120,18 +113,14 @@ def test_figure_shows_the_table(run: instrument.Run) -> None:
 def test_outputs_are_preferred_to_results_of_functions() -> None:
     hooks = {"inside": {**RECORD, "kind": "function", "functions": "linear"}, "outputs": RECORD}
     model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(6, 4)
-    with torch.no_grad(), instrument.attach(model, hooks) as probe:
-        probe.batch(ids=torch.arange(6))
-        model(batch)
-        probe.end_step()
+    probe = forward_steps(model, hooks, [batch], sample_ids=[range(6)])
     expected = layer_similarity(recorded(model, batch, torch.arange(6)))
     pd.testing.assert_frame_equal(layer_similarity(probe.run), expected)
 
 
 def test_missing_layers_are_errors(run: instrument.Run) -> None:
-    with pytest.raises(
-        InstrumentError, match=r"(?s)layers: no tensors of this layer.*given    conv.*0 \[14, 3, 8\].*fix"
-    ):
+    message = r"(?s)layers: no tensors of this layer.*given    conv.*0 \[14, 3, 8\].*fix"
+    with pytest.raises(InstrumentError, match=message):
         layer_similarity(run, layers=["conv"])
     with pytest.raises(InstrumentError, match=r"layers: no layer was recorded"):
         layer_similarity(run, hook="other")

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hook_runs import Calls, run_step
 from torch import Tensor, nn
 
 import instrument
@@ -25,16 +26,8 @@ HOOKS: dict[str, dict[str, Any]] = {
 WIDTH, VOCABULARY, LENGTH = 5, 11, 4
 
 
-class Residual(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [N, T, width] to the same shape."""
-        return hidden + torch.tanh(self.linear(hidden))
+def residual() -> nn.Module:
+    return Calls(lambda linear, hidden: hidden + torch.tanh(linear(hidden)), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Model(nn.Module):
@@ -43,13 +36,12 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(Residual(), Residual())
+        self.blocks = nn.Sequential(residual(), residual())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         nn.init.normal_(self.norm.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map [N, T] to logits."""
         logits: Tensor = self.head(self.norm(self.blocks(self.embed(tokens))))
         return logits
 
@@ -169,13 +161,7 @@ def test_runs_without_ids_and_with_vectors() -> None:
 def test_recorded_positions_keep_their_numbers_and_targets(
     model: Model, tokens: Tensor, run: instrument.Run, field: dict[str, Any], positions: list[int]
 ) -> None:
-    part = recorded(
-        model,
-        tokens,
-        [20, 10, 30],
-        residual={**HOOKS["residual"], **field},
-        tokens={**HOOKS["tokens"], "kind": "forward_pre"},
-    )
+    part = recorded(model, tokens, [20, 10, 30], residual={**HOOKS["residual"], **field}, tokens=HOOKS["tokens"])
     table = logit_lens(part, model.head, layers=["blocks.1"])
     assert table["position"].tolist() == positions * 3
     complete = logit_lens(run, model.head, layers=["blocks.1"]).set_index(["layer", "sample", "position"])
@@ -194,9 +180,7 @@ def test_targets_are_input_ids_if_a_mask_was_recorded_too(tokens: Tensor) -> Non
             return super().forward(input_ids * attention_mask)
 
     model = Masked()
-    with torch.no_grad(), instrument.attach(model, HOOKS) as probe:
-        model(attention_mask=torch.ones_like(tokens), input_ids=tokens)
-        probe.end_step()
+    _, probe = run_step(model, HOOKS, attention_mask=torch.ones_like(tokens), input_ids=tokens)
     table = logit_lens(probe.run, model.head, layers=["blocks.0"])
     assert table["target"].tolist()[: LENGTH - 1] == tokens[0, 1:].tolist()
 
@@ -218,32 +202,34 @@ def test_figure_shows_the_most_probable_tokens(model: Model, run: instrument.Run
         plot(table, sample=7)
 
 
-def test_wrong_arguments_are_errors(model: Model, run: instrument.Run) -> None:
-    with pytest.raises(
-        InstrumentError, match=r"(?s)layers: no layer was recorded with 7 features.*blocks\.0 \[3, 4, 5\]"
-    ):
-        logit_lens(run, torch.zeros(VOCABULARY, 7))
-    with pytest.raises(
-        InstrumentError, match=r"(?s)layers: the residual stream must have shape.*blocks\.0 \[3, 4, 5\]"
-    ):
-        logit_lens(run, torch.zeros(VOCABULARY, 7), layers=["blocks.0"])
-    with pytest.raises(
-        InstrumentError, match=r"(?s)layers: no tensors of this layer.*given    block\.1.*similar  blocks\.1"
-    ):
-        logit_lens(run, model.head, layers=["block.1"])
-    with pytest.raises(InstrumentError, match=r"(?s)unembed: wrong shape.*\[5\].*\[vocabulary, features\]"):
-        logit_lens(run, torch.zeros(5))
-    with pytest.raises(
-        InstrumentError, match=r"(?s)unembed: the saved weights have no such name.*heads\.weight.*similar  head\.weight"
-    ):
-        logit_lens(run, "heads")
-    with pytest.raises(
-        InstrumentError, match=r"(?s)norm: the saved weights of this layer are not those of an nn\.LayerNorm"
-    ):
-        logit_lens(run, "head", norm="head")
-    with pytest.raises(InstrumentError, match=r"(?s)tokens: wrong shape or dtype.*float32 \[3, 4\].*\[3, 4\]"):
-        logit_lens(run, model.head, tokens=torch.zeros(3, 4))
-    with pytest.raises(InstrumentError, match=r"(?s)targets: a target is not one of the 11 tokens.*given    99"):
-        logit_lens(run, model.head, targets=torch.full((3, 4), 99))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"unembed": torch.zeros(VOCABULARY, 7)},
+            r"layers: no layer was recorded with 7 features.*blocks\.0 \[3, 4, 5\]",
+        ),
+        (
+            {"unembed": torch.zeros(VOCABULARY, 7), "layers": ["blocks.0"]},
+            r"layers: the residual stream must have shape.*blocks\.0 \[3, 4, 5\]",
+        ),
+        ({"layers": ["block.1"]}, r"layers: no tensors of this layer.*given    block\.1.*similar  blocks\.1"),
+        ({"unembed": torch.zeros(5)}, r"unembed: wrong shape.*\[5\].*\[vocabulary, features\]"),
+        ({"unembed": "heads"}, r"unembed: the saved weights have no such name.*heads\.weight.*similar  head\.weight"),
+        (
+            {"unembed": "head", "norm": "head"},
+            r"norm: the saved weights of this layer are not those of an nn\.LayerNorm",
+        ),
+        ({"tokens": torch.zeros(3, 4)}, r"tokens: wrong shape or dtype.*float32 \[3, 4\].*\[3, 4\]"),
+        ({"targets": torch.full((3, 4), 99)}, r"targets: a target is not one of the 11 tokens.*given    99"),
+    ],
+)
+def test_wrong_arguments_are_errors(model: Model, run: instrument.Run, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        logit_lens(run, **{"unembed": model.head, **options})
+
+
+def test_weights_that_were_not_saved_are_an_error(model: Model) -> None:
+    run = recorded(model, torch.zeros(1, 4, dtype=torch.int64), None, residual=HOOKS["residual"])
     with pytest.raises(InstrumentError, match=r"the run saved no weights.*weights\.pt"):
-        logit_lens(recorded(model, torch.zeros(1, 4, dtype=torch.int64), None, residual=HOOKS["residual"]), "head")
+        logit_lens(run, "head")

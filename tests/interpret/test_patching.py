@@ -43,8 +43,6 @@ Recorder = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def record(model: nn.Sequential) -> Recorder:
-    """A function that records a run, and returns its folder."""
-
     def run(folder: Path, **fields: Any) -> Path:
         hooks = {**({"patch": {**ZERO, **fields}} if fields else {}), "output": OUTPUT}
         with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
@@ -66,7 +64,6 @@ def positions(record: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def change(folder: Path, **values: Any) -> None:
-    """Change values in the run.json of a run."""
     file = folder / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
@@ -99,9 +96,8 @@ def test_statistic_of_a_layer_is_a_metric(model: nn.Sequential, positions: Path)
     deviation = lambda output: output.std(correction=0)  # noqa: E731
     expected = [[by_hand(model, layer, position, deviation) for position in (0, -1)] for layer in (2, 10)]
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-6)
-    with pytest.raises(
-        InstrumentError, match=r"(?s)metric: no location has this statistic.*given    std.*hook='output'.*layer='10'"
-    ):
+    message = r"(?s)metric: no location has this statistic.*given    std.*hook='output'.*layer='10'"
+    with pytest.raises(InstrumentError, match=message):
         patching(instrument.load(positions), "std", layer="3")
 
 
@@ -181,27 +177,32 @@ def test_layers_alone_are_one_column(record: Recorder, tmp_path: Path) -> None:
     assert axes.get_xlabel() == ""
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "lost"}, "metric: unknown metric or statistic.*'lost'.*loss"),
+        ({"metric": "accuracy"}, "metric: no run and its baseline have a finite value.*accuracy"),
+        (
+            {"intervention": "patched"},
+            r"intervention: the runs do not differ.*given    patched.*hooks\.patch\.layers",
+        ),
+    ],
+)
+def test_argument_that_the_runs_do_not_have_is_refused(positions: Path, options: Any, message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        patching(instrument.load(positions), **options)
+
+
 def test_errors_name_the_swept_keys(record: Recorder, positions: Path, tmp_path: Path) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)metric: unknown metric or statistic.*'lost'.*loss"):
-        patching(instrument.load(positions), "lost")
-    with pytest.raises(InstrumentError, match=r"(?s)metric: no run and its baseline have a finite value.*accuracy"):
-        patching(instrument.load(positions), "accuracy")
-    with pytest.raises(
-        InstrumentError, match=r"(?s)intervention: the runs do not differ.*given    patched.*hooks\.patch\.layers"
-    ):
-        patching(instrument.load(positions), intervention="patched")
     extra = record(tmp_path / "three", layers="3", positions=[0], scale=0.5, fn="add", value=1.0)
-    runs = [instrument.load(positions), instrument.load(extra)]
-    with pytest.raises(
-        InstrumentError, match=r"(?s)differ in more than two fields of 'patch'.*hooks\.patch\.layers.*hooks\.patch\.fn"
-    ):
-        patching(runs)
+    message = r"(?s)differ in more than two fields of 'patch'.*hooks\.patch\.layers.*hooks\.patch\.fn"
+    with pytest.raises(InstrumentError, match=message):
+        patching([instrument.load(positions), instrument.load(extra)])
     plain = [
-        make_run(tmp_path / f"plain{seed}", seed=seed, steps=1, overrides={"optimizer.lr": seed}) for seed in range(2)
+        make_run(tmp_path / f"plain{seed}", seed=seed, steps=1, overrides={"optimizer.lr": seed}) for seed in (0, 1)
     ]
-    with pytest.raises(
-        InstrumentError, match=r"(?s)do not differ in any field of an intervention \(2 of 2 runs.*optimizer\.lr"
-    ):
+    message = r"(?s)do not differ in any field of an intervention \(2 of 2 runs.*optimizer\.lr"
+    with pytest.raises(InstrumentError, match=message):
         patching(plain)
 
 
@@ -211,9 +212,8 @@ def test_intervention_is_selected(positions: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "run.json").read_text())["config"]
         if patch := config["hooks"].get("patch"):
             change(folder, config={**config, "hooks": {**config["hooks"], "second": {**patch, "name": "second"}}})
-    with pytest.raises(
-        InstrumentError, match=r"(?s)differ in several interventions.*intervention='patch' or intervention='second'"
-    ):
+    message = r"(?s)differ in several interventions.*intervention='patch' or intervention='second'"
+    with pytest.raises(InstrumentError, match=message):
         patching(instrument.load(root))
     axes, bar = patching(instrument.load(root), intervention="second").axes
     assert (axes.get_ylabel(), bar.get_ylabel()) == ("hooks.second.layers", "loss")  # no run without only this one

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from attached_runs import forward_steps
+from hook_runs import Calls
 from report_fixtures import data_of, new_page
 from torch import nn
 
@@ -22,35 +24,18 @@ if TYPE_CHECKING:
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 
 
-class Attention(nn.Module):
-    """Probabilities of three heads on token ids."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, length)
-        self.scores = nn.Conv2d(1, 3, 1)
-        self.probabilities = nn.Softmax(-1)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens [N, T] to [N, 3, T, T]."""
-        output: torch.Tensor = self.probabilities(self.scores(self.embed(tokens)[:, None]))
-        return output
-
-
 def run_of(folder: Path, length: int) -> instrument.Run:
-    """Record two batches of two samples."""
     torch.manual_seed(0)
-    model = Attention(length)
+    model = Calls(
+        lambda embed, scores, probabilities, tokens: probabilities(scores(embed(tokens)[:, None])),
+        **{"embed": nn.Embedding(100, length), "scores": nn.Conv2d(1, 3, 1), "probabilities": nn.Softmax(-1)},
+    )
     hooks = {
         "maps": {**RECORD, "layers": ["scores", "probabilities"]},
         "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},
     }
-    with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
-        for ids in ([4, 5], [9, 8]):
-            probe.batch(ids=ids)
-            model(torch.arange(2 * length).reshape(2, length) % 90 + ids[0])
-            probe.end_step()
-    return instrument.load(folder)
+    ids, tokens = [[4, 5], [9, 8]], torch.arange(2 * length).reshape(2, length) % 90
+    return forward_steps(model, hooks, [tokens + first for first, _ in ids], sample_ids=ids, out=folder).run
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +54,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
         zero = {"kind": "forward", "action": "modify", "fn": "zero"}
         hooks = {"ablate": {**zero, "layers": place[0], "units": [place[1]]}} if place else {}
         hooks["kept"] = {**RECORD, "layers": "1"}
-        with (
-            torch.no_grad(),
-            instrument.attach(
-                model, hooks, out=folder / ("base" if place is None else "_".join(map(str, place)))
-            ) as probe,
-        ):
+        out = folder / ("base" if place is None else "_".join(map(str, place)))
+        with instrument.attach(model, hooks, out=out) as probe:
             probe.end_step(loss=model(torch.ones(2, 3)).square().mean())
     return instrument.load(folder)
 

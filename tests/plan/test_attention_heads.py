@@ -51,28 +51,23 @@ def torchvision_transformer() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(2, 3, 8, 8)
 
 
-MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str]] = {
+MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], str, str]] = {
     "GPT-2": (
         lambda: language_model("GPT2LMHeadModel", vocab_size=16, n_positions=8, n_embd=16, n_layer=2, n_head=4),
         "transformer.h.{}.attn",
+        "c_proj",
     ),
-    "BERT": (lambda: language_model("BertModel", vocab_size=16, **WIDE), "encoder.layer.{}.attention"),
+    "BERT": (lambda: language_model("BertModel", vocab_size=16, **WIDE), "encoder.layer.{}.attention", "output.dense"),
     "Llama": (
         lambda: language_model("LlamaForCausalLM", vocab_size=16, num_key_value_heads=2, **WIDE),
         "model.layers.{}.self_attn",
+        "o_proj",
     ),
-    "ViT of transformers": (vision_transformer, "layers.{}.attention"),
-    "ViT of timm": (timm_transformer, "blocks.{}.attn"),
-    "ViT of torchvision": (torchvision_transformer, "encoder.layers.encoder_layer_{}.self_attention"),
+    "ViT of transformers": (vision_transformer, "layers.{}.attention", "o_proj"),
+    "ViT of timm": (timm_transformer, "blocks.{}.attn", "proj"),
+    "ViT of torchvision": (torchvision_transformer, "encoder.layers.encoder_layer_{}.self_attention", ""),
 }
-"""Each model with its inputs, and the attention module of a block."""
-PROJECTIONS = {
-    "GPT-2": "c_proj",
-    "BERT": "output.dense",
-    "Llama": "o_proj",
-    "ViT of transformers": "o_proj",
-    "ViT of timm": "proj",
-}
+"""Each model with its inputs, the attention module of a block, and the projection in it, if its hooks fire."""
 
 
 def documented() -> dict[str, dict[str, Any]]:
@@ -100,7 +95,7 @@ def ablated_by_hand(name: str, model: nn.Module, inputs: Tensor) -> Tensor:
         if isinstance(attention, nn.MultiheadAttention):  # it calls no hook of its projection
             attention.out_proj.weight.data[:, 4:8] = 0
         else:
-            attention.get_submodule(PROJECTIONS[name]).register_forward_pre_hook(ablate)
+            attention.get_submodule(MODELS[name][2]).register_forward_pre_hook(ablate)
     return output_of(model, inputs)
 
 
@@ -133,20 +128,16 @@ def test_documentation_names_the_heads_of_each_model() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_heads_of_an_attention_module_are_refused_with_their_location(name: str) -> None:
-    model, _ = MODELS[name][0]()
-    attention = MODELS[name][1].format(1)
-    location = (
-        re.escape(f"{attention}.{PROJECTIONS[name]}, kind: forward_pre")
-        if name in PROJECTIONS
-        else (
-            re.escape(f"{attention}, kind: function, functions: multi_head_attention_forward, role: input, ")
-            + r"path: multi_head_attention_forward\.0\.11;.*set_fastpath_enabled\(False\)"
-        )
-    )
+    create, attentions, projection = MODELS[name]
+    model, attention = create()[0], attentions.format(1)
+    location = re.escape(f"{attention}.{projection}, kind: forward_pre")
+    if not projection:
+        function = f"{attention}, kind: function, functions: multi_head_attention_forward, role: input, "
+        path = r"path: multi_head_attention_forward\.0\.11;.*set_fastpath_enabled\(False\)"
+        location = re.escape(function) + path
+    message = rf"hooks\.h\.heads: features in the \w+ of '{attention}'(.|\n)*fix +layers: {location}"
     for kind in ("forward", "forward_pre"):
-        with pytest.raises(
-            ConfigError, match=rf"hooks\.h\.heads: features in the \w+ of '{attention}'(.|\n)*fix +layers: {location}"
-        ):
+        with pytest.raises(ConfigError, match=message):
             instrument.attach(model, {"h": {"layers": attention, "kind": kind, **ZERO}}).__enter__()
 
 
@@ -219,10 +210,8 @@ def test_heads_in_a_dimension_of_their_own_are_refused(
     shape: tuple[int, ...], of: int, module: nn.Module, message: str
 ) -> None:
     hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": "zero", "heads": {"of": of, "take": [1]}}
-    with (
-        pytest.raises(ConfigError, match=rf"hooks\.h\.heads: (.|\n)*{message}"),
-        instrument.attach(module, {"h": hook}),
-    ):
+    refused = pytest.raises(ConfigError, match=rf"hooks\.h\.heads: (.|\n)*{message}")
+    with refused, instrument.attach(module, {"h": hook}):
         module(torch.randn(shape))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 
 import instrument
@@ -25,17 +26,12 @@ class Net(nn.Module):
         self.conv = nn.Conv2d(1, 3, 3, padding=1)
         self.fc = nn.Linear(48, 5)
         self.rnn = nn.GRU(5, 6, batch_first=True)
-        self.wave = Wave()
+        self.wave = Calls(lambda x: torch.complex(x, x))
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.fc(self.conv(images).flatten(1))
         self.wave(features)
         return self.rnn(features.unsqueeze(1))[0].sum()
-
-
-class Wave(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.complex(x, x)
 
 
 BATCH = torch.zeros(2, 1, 4, 4)
@@ -53,7 +49,6 @@ WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
 
 def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
-    """Return the problem of a spec at the tensors of the network."""
     model = Net()
     plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
     try:
@@ -173,9 +168,6 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     with pytest.raises(ConfigError) as caught:
         check_parameters(make_plan(parse_hooks(specs), model))
     assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
-
-
-# ---------------------------------------------------------------------------------------- without shape inference
 
 
 @pytest.mark.parametrize(

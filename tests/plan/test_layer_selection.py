@@ -89,9 +89,6 @@ def test_empty_selection_is_reported_with_the_nearest(
     assert found.message.startswith(problem)
     assert list(found.similar[:1]) == [near] if near else True
     assert str(found.given).strip("[]'") in str(fields)
-
-
-def test_empty_match_lists_existing_names() -> None:
-    found = problem_of(layers="nowhere")
-    assert "encoder.0.0" in found.allowed
-    assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
+    if problem == "this pattern matches no module":
+        assert "encoder.0.0" in found.allowed
+        assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed

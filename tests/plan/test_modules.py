@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -43,15 +44,9 @@ class Tied(nn.Module):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-class Keeper(nn.Module):
-    """A model with its own attribute called `module`, which is not a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
+def keeper() -> nn.Module:
+    """Return a model with its own attribute called `module`, which is not a wrapper."""
+    return Calls(lambda module, x: module(x), module=Block())
 
 
 class Hider(nn.Module):
@@ -65,6 +60,8 @@ class Hider(nn.Module):
         self.inner = nn.Sequential()
         self.inner.extra = [nn.Sigmoid()]  # type: ignore[assignment]
         self.numbers = [1, 2]
+        self.deep = [[nn.Linear(4, 4)]]
+        self.dicts = {"x": {"y": nn.ReLU()}}
 
 
 def names(model: nn.Module) -> list[str]:
@@ -88,6 +85,7 @@ def test_shared_module_has_all_its_names() -> None:
     assert block.aliases == ("again", "list.0")
     assert fc.names == ("first.fc", "again.fc", "list.0.fc")
     assert layer_of(model, "list.1").aliases == ("act",)
+    assert Layers.of(model).by_module[id(model.again)].name == "first"
     every = dict(model.named_modules(remove_duplicate=False))
     assert {name: layer.module for layer in Layers.of(model) for name in layer.names} == every
 
@@ -101,23 +99,16 @@ def test_layer_has_depth_type_and_label(name: str, depth: int, type_name: str, l
     assert (layer.depth, layer.type, layer.label) == (depth, type_name, label)
 
 
-def test_own_parameters_exclude_those_of_children() -> None:
-    model = Tied()
-    assert [name for name, _ in layer_of(model, "").own_parameters()] == ["scale"]
-    assert [name for name, _ in layer_of(model, "head").own_parameters()] == ["weight"]  # its bias is None
-
-
 def test_tied_parameters_have_all_their_names() -> None:
     model = Tied()
+    own = {name: [own for own, _ in layer_of(model, name).own_parameters()] for name in ("", "head")}
+    assert own == {"": ["scale"], "head": ["weight"]}  # without those of the children, and without a bias that is None
     found = Layers.of(model).parameter_names
     assert found[id(model.embed.table)] == ("table", "weight")
     assert found[id(model.scale)] == ("scale",)
-
-
-def test_parameter_registered_twice_has_both_names() -> None:
-    model = nn.Linear(3, 3)
-    model.register_parameter("twin", model.weight)
-    assert Layers.of(model).parameter_names[id(model.weight)] == ("weight", "twin")
+    linear = nn.Linear(3, 3)
+    linear.register_parameter("twin", linear.weight)
+    assert Layers.of(linear).parameter_names[id(linear.weight)] == ("weight", "twin")
 
 
 def wrappers(model: nn.Module) -> dict[str, nn.Module]:
@@ -125,21 +116,17 @@ def wrappers(model: nn.Module) -> dict[str, nn.Module]:
         "DataParallel": nn.DataParallel(model),
         "torch.compile": torch.compile(model, backend="eager"),  # type: ignore[dict-item]
         "checkpoint_wrapper": checkpoint_wrapper(model),
+        "subclass": type("MyParallel", (nn.DataParallel,), {})(model),
         "several": nn.DataParallel(checkpoint_wrapper(torch.compile(model, backend="eager"))),  # type: ignore[arg-type]
     }
 
 
 @pytest.mark.parametrize("wrapper", wrappers(Block()))
-def test_wrapper_segment_is_dropped_from_names(wrapper: str) -> None:
-    model = Block()
-    layers = list(Layers.of(wrappers(model)[wrapper]))
+def test_wrapper_is_replaced_by_the_wrapped_module(wrapper: str) -> None:
+    block = Block()
+    layers = list(Layers.of(wrappers(block)[wrapper]))
     assert [layer.name for layer in layers] == ["", "fc", "act"]
-    assert layers[0].module is model
-    assert layers[0].type == "Block"
-
-
-@pytest.mark.parametrize("wrapper", wrappers(Block()))
-def test_inner_wrapper_is_replaced_by_the_wrapped_module(wrapper: str) -> None:
+    assert (layers[0].module, layers[0].type) == (block, "Block")
     inner = Block()
     model = nn.Sequential(nn.Linear(4, 4), wrappers(inner)[wrapper])
     assert names(model) == ["", "0", "1", "1.fc", "1.act"]
@@ -148,15 +135,8 @@ def test_inner_wrapper_is_replaced_by_the_wrapped_module(wrapper: str) -> None:
 
 
 def test_custom_attribute_called_module_keeps_its_name() -> None:
-    assert names(Keeper()) == ["", "module", "module.fc", "module.act"]
-    assert names(nn.DataParallel(Keeper())) == ["", "module", "module.fc", "module.act"]
-
-
-def test_subclass_of_a_wrapper_is_a_wrapper() -> None:
-    class MyParallel(nn.DataParallel):  # type: ignore[type-arg]
-        pass
-
-    assert names(MyParallel(Block())) == ["", "fc", "act"]
+    assert names(keeper()) == ["", "module", "module.fc", "module.act"]
+    assert names(nn.DataParallel(keeper())) == ["", "module", "module.fc", "module.act"]
 
 
 def test_cyclic_module_ends_the_traversal() -> None:
@@ -167,12 +147,6 @@ def test_cyclic_module_ends_the_traversal() -> None:
     assert layer_of(model, "").aliases == ("fc.parent",)
 
 
-def test_by_module_finds_the_layer() -> None:
-    model = Shared()
-    layers = Layers.of(model)
-    assert layers.by_module[id(model.again)].name == "first"
-
-
 def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
     model = Hider()
     hidden = Layers.of(model).hidden()
@@ -181,12 +155,14 @@ def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
         ("blocks[1]", "Linear"),
         ("heads['a']", "ReLU"),
         ("pair[0]", "Tanh"),
+        ("deep[0][0]", "Linear"),
+        ("dicts['x']['y']", "ReLU"),
         ("inner.extra[0]", "Sigmoid"),
     ]
     assert hidden[0][1] is model.blocks[0]
 
 
-@pytest.mark.parametrize("model", [Block(), Shared(), Keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
+@pytest.mark.parametrize("model", [Block(), Shared(), keeper(), nn.DataParallel(Block()), checkpoint_wrapper(Block())])
 def test_ordinary_model_has_no_hidden_modules(model: nn.Module) -> None:
     assert Layers.of(model).hidden() == []
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -29,22 +30,18 @@ class Noisy(nn.Module):
         self.unused = nn.Linear(4, 4)
         self.register_buffer("count", torch.zeros(1))
         self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("mean", None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += random.random() + np.random.rand() + torch.rand(())
         self.last = x.detach()  # a tensor of another shape replaces the buffer
+        self.mean = x.mean(0)
         return self.frozen(self.drop(self.norm(x)))
 
 
-class Pair(nn.Module):
-    """A model with nested inputs and outputs that calls one module twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Any]:
-        return {"first": self.fc(x), "rest": (self.fc(x[:2]), mask, None)}
+def pair() -> nn.Module:
+    """Return a model with nested inputs and outputs that calls one module twice."""
+    return Calls(lambda fc, x, *, mask: {"first": fc(x), "rest": (fc(x[:2]), mask, None)}, fc=nn.Linear(4, 4))
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -81,7 +78,9 @@ def test_shape_inference_leaves_no_trace(training: bool, mode: bool) -> None:
         seen.append(model.training)
         model(torch.randn(8, 4, requires_grad=True))
 
-    infer_shapes(model, forward, training=training)
+    inferred = infer_shapes(model, forward, training=training)
+    assert id(model.unused) not in inferred
+    assert id(model.drop) in inferred
     assert seen == [training]
     assert_same(traces(model), before)
 
@@ -94,16 +93,19 @@ def test_failed_shape_inference_leaves_no_trace() -> None:
     assert_same(traces(model), before)
 
 
-def test_shape_inference_works_under_no_grad() -> None:
+def test_shape_inference_works_under_no_grad_and_in_inference_mode() -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():
         inferred = infer_shapes(model, lambda: model(torch.ones(1, 4)), training=True)
         assert not torch.is_grad_enabled()
     assert inferred[id(model)].outputs[0][0].requires_grad
+    inferring = Calls(torch.inference_mode()(lambda layer, x: layer(x)), layer=model)
+    inferred = infer_shapes(inferring, lambda: inferring(torch.ones(1, 4)), training=True)
+    assert not inferred[id(model)].outputs[0][0].requires_grad
 
 
 def test_shape_inference_records_every_tensor_of_every_call() -> None:
-    model = Pair()
+    model = pair()
     x, mask = torch.zeros(3, 4), torch.zeros(3, dtype=torch.bool)
     inferred = infer_shapes(model, lambda: model(x, mask=mask), training=True)
     seen = TensorInfo("0", (3, 4), torch.float32, False)
@@ -134,31 +136,6 @@ def test_shape_inference_pads_nested_tensors(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=layout)
     (calls,) = infer_shapes(model, lambda: model(nested), training=True).values()
     assert ([calls.inputs[0][0].shape], [calls.outputs[0][0].shape]) == ([(2, 5, 3)], [(2, 5, 2)])
-
-
-def test_shape_inference_supports_inference_mode() -> None:
-    class Inferring(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.inference_mode():
-                return self.fc(x)
-
-    model = Inferring()
-    inferred = infer_shapes(model, lambda: model(torch.zeros(1, 2)), training=True)
-    assert not inferred[id(model.fc)].outputs[0][0].requires_grad
-
-
-def test_module_that_does_not_run_is_absent() -> None:
-    model = Noisy()
-    inferred = infer_shapes(model, lambda: model(torch.zeros(8, 4)), training=True)
-    assert id(model.unused) not in inferred
-    assert id(model.drop) in inferred
-
-
-# ------------------------------------------------------------------------------------------ batches that do not fit
 
 
 def misfit_problem(model: nn.Module, forward: Callable[[], Any]) -> Problem:
@@ -205,35 +182,23 @@ def test_loss_error_is_attributed_to_the_task() -> None:
     problem = misfit_problem(model, lambda: F.cross_entropy(model(torch.zeros(2, 4)), torch.tensor([0, 7])))
     assert problem.where == "task"
     assert "cannot compute the loss" in problem.message
-
-
-def test_error_before_the_model_is_called_is_not_an_error_of_the_loss() -> None:
-    problem = misfit_problem(nn.Linear(4, 3), lambda: {}["prompts"])
+    problem = misfit_problem(model, lambda: {}["prompts"])
     assert (problem.where, problem.given) == ("task", "KeyError: 'prompts'")
     assert "the error occurs before the task calls the model" in problem.message
 
 
 def test_error_caught_by_the_model_is_not_blamed_later() -> None:
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fussy = nn.Linear(9, 9)
-            self.plain = nn.Linear(4, 4)
+    def careful(fussy: nn.Module, plain: nn.Module, x: Tensor) -> Any:
+        try:
+            return fussy(x)
+        except RuntimeError:
+            return plain(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.fussy(x)
-            except RuntimeError:
-                return self.plain(x)
-
-    model = Careful()
+    model = Calls(careful, fussy=nn.Linear(9, 9), plain=nn.Linear(4, 4))
     problem = misfit_problem(model, lambda: model(torch.zeros(2, 4)) + torch.zeros(7))
     assert problem.where == "task"
     inferred = infer_shapes(model, lambda: model(torch.zeros(2, 4)), training=True)
     assert [len(inferred[id(module)].outputs) for module in (model, model.fussy, model.plain)] == [1, 0, 1]
-
-
-# ------------------------------------------------------------------------------------------------ lazy modules
 
 
 def test_lazy_modules_are_materialized_without_random_draws() -> None:
@@ -243,7 +208,7 @@ def test_lazy_modules_are_materialized_without_random_draws() -> None:
     assert torch.get_rng_state().equal(state)
     assert [module.training for module in model.modules()] == mode
     assert type(model[3]) is nn.Linear
-    assert {name: list(value.shape) for name, value in model.named_parameters()} == {
+    weights = {
         "0.weight": [2, 1, 3, 3],
         "0.bias": [2],
         "1.weight": [2],
@@ -251,6 +216,7 @@ def test_lazy_modules_are_materialized_without_random_draws() -> None:
         "3.weight": [5, 32],
         "3.bias": [5],
     }
+    assert {name: list(value.shape) for name, value in model.named_parameters()} == weights
     assert model[1].num_batches_tracked == 0
     assert model[1].running_mean.abs().sum() == 0
 

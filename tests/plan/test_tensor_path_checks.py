@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from torch import nn
 
 from instrument import ConfigError
@@ -50,11 +51,6 @@ def test_path_check_skips_modules_that_were_not_called() -> None:
         check_paths(plan, {"train": infer_shapes(MODEL, lambda: MODEL(torch.randn(2, 3, 4)), training=True)})
 
 
-class Residual(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.softmax(x, x.dim() - 1)
-
-
 @pytest.mark.parametrize(
     ("spec", "where", "near"),
     [
@@ -69,7 +65,7 @@ class Residual(nn.Module):
     ids=str,
 )
 def test_functions_and_their_paths_are_checked(spec: dict[str, Any], where: str | None, near: list[str]) -> None:
-    model = nn.Sequential(Residual(), nn.Linear(4, 4))
+    model = nn.Sequential(Calls(lambda x: x + torch.softmax(x, x.dim() - 1)), nn.Linear(4, 4))
     own = {"own": True} if spec.get("layers") == "." else {}
     plan = make_plan(
         parse_hooks({"mine": {"layers": "0", "kind": "function", "action": "record", **spec, **own}}), model

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from rich.console import Console
 from torch import nn
 
@@ -44,18 +45,12 @@ def test_tree_contains_the_shapes_of_outputs() -> None:
     ]
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        probabilities = torch.softmax(self.linear(x) / x.dim(), -1)
-        return probabilities.chunk(2, 1)[0]
+def attend(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(linear(x) / x.dim(), -1).chunk(2, 1)[0]
 
 
 def test_tree_lists_the_functions_of_matched_modules() -> None:
-    model = nn.Sequential(Attention(), nn.Flatten())
+    model = nn.Sequential(Calls(attend, linear=nn.Linear(4, 4)), nn.Flatten())
     functions = {"kind": "function", "functions": "softmax", "action": "record"}
     hooks = {
         "probabilities": {**functions, "layers": "0"},
@@ -67,7 +62,7 @@ def test_tree_lists_the_functions_of_matched_modules() -> None:
     inside = "div.0 [2, 4], softmax.0 [2, 4], chunk.0 [2, 2]"
     assert tree(model, inferred=inferred, **hooks) == [
         ". Sequential  [2, 2]",
-        "0 Attention  [2, 2]  probabilities → scores → own",
+        "0 Calls  [2, 2]  probabilities → scores → own",
         f"probabilities, scores: linear.0 [2, 4], {inside}",
         f"own: {inside}",
         "linear Linear  20 parameters  [2, 4]",

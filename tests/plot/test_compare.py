@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,11 +53,14 @@ def test_metric_over_steps_equals_the_table(sweep: instrument.Run) -> None:
     assert legend_of(figure)[:6] == labels
 
 
-def test_run_with_nan_loss_has_a_cross_at_its_last_value(sweep: instrument.Run) -> None:
-    figure = compare(sweep)
+@pytest.mark.parametrize(
+    ("x", "at", "words"), [(None, 1, "not finite from this step on"), ("clip.norm", 10.0, "not finite at the end")]
+)
+def test_run_with_nan_loss_has_a_cross(sweep: instrument.Run, x: str | None, at: float, words: str) -> None:
+    figure = compare(sweep, "loss", x)
     (cross,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
-    assert cross.get_xdata() == [1]
-    assert legend_of(figure)[-1] == "not finite from this step on"
+    assert cross.get_xdata() == [at]
+    assert words in legend_of(figure)
 
 
 def test_seeds_share_a_colour_and_differ_in_dashes(sweep: instrument.Run) -> None:
@@ -107,22 +111,9 @@ def test_last_value_over_an_override_has_points_and_means(sweep: instrument.Run)
     assert axes.get_title() == "loss (train), last recorded"
 
 
-def test_non_finite_last_value_is_a_cross(sweep: instrument.Run) -> None:
-    figure = compare(sweep, "loss", "clip.norm")
-    (cross,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
-    assert cross.get_xdata() == [10.0]
-    assert "not finite at the end" in legend_of(figure)
-
-
 def test_runs_with_other_differences_have_separate_lines() -> None:
-    frame = pd.DataFrame(
-        {
-            "run": list("abcd"),
-            "loss": [1.0, 2.0, 3.0, 4.0],
-            "lr_": [1, 2, 1, 2],
-            "act": ["relu", "relu", "tanh", "tanh"],
-        }
-    )
+    keys = {"lr_": [1, 2, 1, 2], "act": ["relu", "relu", "tanh", "tanh"]}
+    frame = pd.DataFrame({"run": list("abcd"), "loss": [1.0, 2.0, 3.0, 4.0], **keys})
     found = lines(compare(metrics_table(frame), x="lr_").axes[0])
     assert {label: points.tolist() for label, points in found.items()} == {
         "act=relu": [[1.0, 1.0], [2.0, 2.0]],
@@ -145,13 +136,19 @@ def test_last_metric_is_from_evaluations_if_available() -> None:
     assert compare(both).axes[0].get_title() == "loss (train)"
 
 
-def test_labels_are_differing_overrides_with_folder_if_ambiguous() -> None:
+def test_labels_are_differing_overrides_with_folder_if_ambiguous(tmp_path: Path) -> None:
     same = pd.DataFrame(
         {"run": ["a", "b", "c"], "loss": 0.0, "lr_": [1.0, 1.0, np.nan], "exp": "e", "long": ["", "", "x" * 80]}
     )
     overrides = overrides_of(same, "metrics")
     assert list(overrides) == ["lr_", "long"]
     assert list(labels_of(overrides).values()) == ["a lr_=1 long=", "b lr_=1 long=", "c long=" + "x" * 80]
+    for job, differing in enumerate([{"a": 1, "c": True}, {"b": 2, "c": False}]):
+        make_run(tmp_path / str(job), overrides=differing)
+    run = instrument.load(tmp_path)
+    assert list(labels_of(overrides_of(run.metrics, "metrics")).values()) == ["a=1 c=True", "c=False b=2"]
+    ticks = compare(run, x="a").axes[0].get_xticklabels()
+    assert [label.get_text() for label in ticks] == ["1", "not set"]
 
 
 def test_override_with_the_name_of_a_column_is_found() -> None:
@@ -174,31 +171,25 @@ def test_legend_of_many_runs_fits_the_figure() -> None:
     assert legend.get_window_extent().y0 >= 0.0
 
 
-def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)y: unknown metric or statistic.*'los'.*similar  loss"):
-        compare(sweep, "los")
-    with pytest.raises(
-        InstrumentError, match=r"(?s)x: the runs do not differ in this override.*'norm'.*clip\.norm, seed"
-    ):
-        compare(sweep, x="norm")
-    with pytest.raises(InstrumentError, match="plotting l2 over seed requires layer="):
-        compare(sweep, "l2", "seed", hook="grads")
-    with pytest.raises(InstrumentError, match="no run has a value of this metric in phase train"):
-        compare(sweep, "accuracy")
-    with pytest.raises(InstrumentError, match=r"(?s)phase: no metrics were recorded in this phase.*'eval'"):
-        compare(sweep, phase="eval")
-    with pytest.raises(InstrumentError, match=r"(?s)several series match.*hook='acts'.*hook='grads'"):
-        compare(sweep, "l2")
-    with pytest.raises(InstrumentError, match="runs is empty"):
-        compare([])
-    with pytest.raises(InstrumentError, match="columns that are missing from the metrics table: run"):
-        compare(sweep.metrics.drop(columns="run"))
-
-
-def test_label_omits_missing_overrides(tmp_path: Path) -> None:
-    for job, overrides in enumerate([{"a": 1, "c": True}, {"b": 2, "c": False}]):
-        make_run(tmp_path / str(job), overrides=overrides)
-    overrides = overrides_of(instrument.load(tmp_path).metrics, "metrics")
-    assert list(labels_of(overrides).values()) == ["a=1 c=True", "c=False b=2"]
-    figure = compare(instrument.load(tmp_path), x="a")
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["1", "not set"]
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda sweep: compare(sweep, "los"), "y: unknown metric or statistic.*'los'.*similar  loss"),
+        (
+            lambda sweep: compare(sweep, x="norm"),
+            r"x: the runs do not differ in this override.*'norm'.*clip\.norm, seed",
+        ),
+        (lambda sweep: compare(sweep, "l2", "seed", hook="grads"), "plotting l2 over seed requires layer="),
+        (lambda sweep: compare(sweep, "accuracy"), "no run has a value of this metric in phase train"),
+        (lambda sweep: compare(sweep, phase="eval"), "phase: no metrics were recorded in this phase.*'eval'"),
+        (lambda sweep: compare(sweep, "l2"), "several series match.*hook='acts'.*hook='grads'"),
+        (lambda sweep: compare([]), "runs is empty"),
+        (
+            lambda sweep: compare(sweep.metrics.drop(columns="run")),
+            "columns that are missing from the metrics table: run",
+        ),
+    ],
+)
+def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run, draw: Any, message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        draw(sweep)

@@ -35,16 +35,8 @@ def pixels_of(axes: Axes) -> np.ndarray:
 
 def tensor_table(values: np.ndarray, **columns: Any) -> pd.DataFrame:
     """Return a table with one tensor, in the format of `run.tensors()`."""
-    moment = {
-        "micro_step": 0,
-        "rank": 0,
-        "dtype": "float32",
-        "call": 0,
-        "backward": 0,
-        "recompute": False,
-        "phase": "train",
-        "step": 0,
-    }
+    zeros = dict.fromkeys(("step", "micro_step", "rank", "call", "backward"), 0)
+    moment = {**zeros, "dtype": "float32", "recompute": False, "phase": "train"}
     seen = {"hook": "h", "kind": "forward", "role": "output", "layer": "a", "path": ""}
     row = {**moment, **seen, "values": values, "shape": values.shape, "source_shape": (1,) * 4, **columns}
     return pd.DataFrame([row])
@@ -153,9 +145,8 @@ def test_color_scale_of_a_step_of_all_steps_and_of_each_channel() -> None:
     np.testing.assert_array_equal(pixels_of(first), mosaic(np.array([[[0.0, 1.0]], [[0.0, 1.0]]])))
     np.testing.assert_array_equal(pixels_of(last), mosaic(np.array([[[-1.0, 0.5]], [[1.0 / 3.0, 1.0]]])))
     assert first.child_axes[0].get_ylabel() == "of the channel's largest magnitude"
-    with pytest.raises(
-        InstrumentError, match=r"(?s)scale: unknown color scale.*'chanel'.*step, shared, channel.*similar"
-    ):
+    message = r"(?s)scale: unknown color scale.*'chanel'.*step, shared, channel.*similar"
+    with pytest.raises(InstrumentError, match=message):
         feature_maps(frame, scale="chanel")
 
 
@@ -175,18 +166,29 @@ def test_color_image_is_scaled_to_its_value_range() -> None:
     assert list(alone) == ["a[0], step 0"]
 
 
-def test_missing_maps_are_an_error_with_options(run: instrument.Run) -> None:
-    with pytest.raises(
-        InstrumentError, match=r"(?s)hook.*no data with this value was recorded.*'grads'.*maps.*filters"
-    ):
-        feature_maps(run, hook="grads")
-    with pytest.raises(InstrumentError, match=r"(?s)layer: no maps of this layer.*'encoder'.*0\.weight"):
-        feature_maps(run, "encoder")
-    with pytest.raises(InstrumentError, match=r"(?s)step: no maps were recorded at this step.*'9'.*0, 1, 2, 3"):
-        feature_maps(run, hook="maps", step=9)
-    with pytest.raises(InstrumentError, match="sample: 0 has 2 samples at step 0, numbered from 0; given 5"):
-        feature_maps(run, hook="maps", sample=5)
-    with pytest.raises(InstrumentError, match="no images, feature maps or filters were recorded"):
-        feature_maps(tensor_table(np.ones((3, 4)), source_shape=(3, 4)))
-    with pytest.raises(InstrumentError, match="the tensors table has no rows"):
-        feature_maps(run.tensors().iloc[:0])
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (
+            lambda run: feature_maps(run, hook="grads"),
+            "hook.*no data with this value was recorded.*'grads'.*maps.*filters",
+        ),
+        (lambda run: feature_maps(run, "encoder"), r"layer: no maps of this layer.*'encoder'.*0\.weight"),
+        (
+            lambda run: feature_maps(run, hook="maps", step=9),
+            "step: no maps were recorded at this step.*'9'.*0, 1, 2, 3",
+        ),
+        (
+            lambda run: feature_maps(run, hook="maps", sample=5),
+            "sample: 0 has 2 samples at step 0, numbered from 0; given 5",
+        ),
+        (
+            lambda run: feature_maps(tensor_table(np.ones((3, 4)), source_shape=(3, 4))),
+            "no images, feature maps or filters were recorded",
+        ),
+        (lambda run: feature_maps(run.tensors().iloc[:0]), "the tensors table has no rows"),
+    ],
+)
+def test_missing_maps_are_an_error_with_options(run: instrument.Run, draw: Any, message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        draw(run)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from figures import axis_labels, legend_of, make_run, mesh_of, overlaps, stats_of
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, Normalize
 from tiers import tiered
 
 import instrument
@@ -38,27 +38,26 @@ def test_outputs_show_std_in_forward_order(run: instrument.Run) -> None:
     axes = heatmap(run, hook="acts").axes[0]
     assert axes.get_title().startswith("std of acts")
     assert axis_labels(axes) == ["0", "1", "2", "3", "."]
-
-
-def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
     one, two = heatmap(run, "mean", hook="acts"), heatmap(run.stats, "mean", hook="acts")
     np.testing.assert_array_equal(mesh_of(one.axes[0]).get_array(), mesh_of(two.axes[0]).get_array())
-    assert axis_labels(one.axes[0]) == axis_labels(two.axes[0])
     assert one._repr_png_() == two._repr_png_()  # type: ignore[attr-defined]
 
 
-def test_color_scale_of_signed_values_is_centered_at_zero() -> None:
-    signed = mesh_of(heatmap(stats_of({"a": [-1.0, 3.0]})).axes[0])
-    assert (signed.get_cmap().name, signed.get_clim()) == ("RdBu_r", (-3.0, 3.0))
-    magnitude = mesh_of(heatmap(stats_of({"a": [1.0, 3.0]})).axes[0])
-    assert (magnitude.get_cmap().name, magnitude.get_clim()) == ("viridis", (0.0, 3.0))
-
-
-@pytest.mark.parametrize(("values", "is_log"), [([1.0, 99.0], False), ([1.0, 100.0], True), ([0.0, 100.0], False)])
-def test_wide_color_scale_is_logarithmic(values: list[float], is_log: bool) -> None:
+@pytest.mark.parametrize(
+    ("values", "norm", "cmap", "limits"),
+    [
+        ([-1.0, 3.0], Normalize, "RdBu_r", (-3.0, 3.0)),
+        ([1.0, 3.0], Normalize, "viridis", (0.0, 3.0)),
+        ([1.0, 99.0], Normalize, "viridis", (0.0, 99.0)),
+        ([1.0, 100.0], LogNorm, "viridis", (1.0, 100.0)),
+        ([0.0, 100.0], Normalize, "viridis", (0.0, 100.0)),
+    ],
+)
+def test_color_scale_follows_the_values(
+    values: list[float], norm: type, cmap: str, limits: tuple[float, float]
+) -> None:
     mesh = mesh_of(heatmap(stats_of({"a": values})).axes[0])
-    assert isinstance(mesh.norm, LogNorm) is is_log
-    assert mesh.get_clim()[1] == values[1]
+    assert (type(mesh.norm), mesh.get_cmap().name, mesh.get_clim()) == (norm, cmap, limits)
 
 
 def test_color_bar_has_a_label_and_ticks() -> None:
@@ -66,6 +65,7 @@ def test_color_bar_has_a_label_and_ticks() -> None:
     figure = heatmap(frame)
     bar = figure.axes[1]
     assert bar.get_ylabel() == "zero_fraction"
+    assert mesh_of(figure.axes[0]).get_clim() == (0.0, 1.0)  # of a fraction
     assert len([label for label in bar.get_yticklabels() if label.get_text()]) >= 3
 
 
@@ -87,11 +87,7 @@ def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:
     assert axes.get_xlabel() == "step (groups of up to 10: mean)"
     assert axes.get_xticklabels()[1].get_text() == "10"
     assert axes.get_xticks()[1] == 1.0  # first step of the group
-
-
-def test_mean_of_several_values_in_a_step_is_noted() -> None:
-    frame = stats_of({"a": [1.0, 3.0]}).assign(step=0)
-    axes = heatmap(frame).axes[0]
+    axes = heatmap(stats_of({"a": [1.0, 3.0]}).assign(step=0)).axes[0]
     assert mesh_of(axes).get_array().tolist() == [[2.0]]
     assert axes.get_xlabel() == "step (mean of several in a step)"
 
@@ -145,11 +141,6 @@ def test_heat_map_of_several_runs_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InstrumentError, match=r"2 were given \(one, two\)"):
             heatmap(source)
     assert axis_labels(heatmap(both.stats.query("run == 'two'")).axes[0]) == PARAMETERS
-
-
-def test_fraction_has_a_scale_from_0_to_1(run: instrument.Run) -> None:
-    figure = heatmap(run.stats.assign(zero_fraction=0.25), "zero_fraction", hook="acts")
-    assert mesh_of(figure.axes[0]).get_clim() == (0.0, 1.0)
 
 
 def test_zeros_are_marked_on_a_logarithmic_scale(run: instrument.Run) -> None:

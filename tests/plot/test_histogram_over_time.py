@@ -37,15 +37,8 @@ def edges(mesh: QuadMesh) -> list[float]:
 
 def distributions(*cells: dict[str, Any]) -> pd.DataFrame:
     """Return a `distributions` table of one layer with a row per step."""
-    same = {
-        "hook": "h",
-        "kind": "forward",
-        "role": "output",
-        "phase": "train",
-        "layer": "a",
-        "path": "",
-        "recompute": False,
-    }
+    names = ("hook", "kind", "role", "phase", "layer", "path", "recompute")
+    same = dict(zip(names, ("h", "forward", "output", "train", "a", "", False), strict=True))
     empty = {"levels": None, "quantiles": None, "low": math.nan, "high": math.nan, "counts": None}
     return pd.DataFrame([{**same, "step": step, **empty, **cell} for step, cell in enumerate(cells)])
 
@@ -62,6 +55,8 @@ def test_columns_have_the_bins_and_fractions_of_their_step(run: instrument.Run) 
     assert len({mesh.get_clim() for mesh in columns(axes)}) == 1
     assert axes.get_title() == "0 (acts: forward output)"
     assert axes.figure.axes[1].get_ylabel() == "fraction of the step's finite elements"
+    same = histogram_over_time(run.distributions, "0").axes[0]
+    assert [edges(mesh) for mesh in columns(same)] == [edges(mesh) for mesh in columns(axes)]
 
 
 def test_quantiles_are_lines_over_histograms(run: instrument.Run) -> None:
@@ -80,11 +75,6 @@ def test_quantiles_without_histograms_are_bands() -> None:
     assert np.asarray(band.get_data().baseline).tolist() == [1.0, 1.0]
     assert legend_of(figure) == ["0.1 to 0.9 quantile", "median", "0.99 quantile"]
     assert len(figure.axes) == 1
-
-
-def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
-    one, two = histogram_over_time(run, "3"), histogram_over_time(run.distributions, "3")
-    assert [edges(mesh) for mesh in columns(one.axes[0])] == [edges(mesh) for mesh in columns(two.axes[0])]
 
 
 def test_empty_bins_are_blank_and_wide_scales_logarithmic() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attached_runs import forward_steps
 from device_statistics import use_general_path
 from tiers import tiered
 from torch import Tensor, nn
@@ -47,6 +48,11 @@ class SimulatedTime:
         return Measured()
 
 
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedTime:
+    return SimulatedTime(monkeypatch)
+
+
 def model_of(layers: int) -> nn.Module:
     """Return a model whose layers have outputs of different sizes, by which `SimulatedTime` identifies them."""
     return nn.Sequential(*(nn.Linear(i + 1, i + 2) for i in range(layers)))
@@ -68,11 +74,10 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
 
 
 @pytest.mark.parametrize("number", tiered(range(10), [2]))
-def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_budget_overhead_converges_to_the_limit(simulated: SimulatedTime, number: int) -> None:
     draw = random.Random(number)
     layers, step_seconds = draw.randrange(3, 40), 10 ** draw.uniform(-3, -1)
     budget = draw.choice([0.01, 0.02, 0.05, 0.1])
-    simulated = SimulatedTime(monkeypatch)
     at_first = budget * draw.uniform(1.2, 8.0)  # overhead without a budget
     weights = [draw.expovariate(1.0) for _ in range(layers)]
     simulated.costs = {i + 2: at_first * step_seconds * weight / sum(weights) for i, weight in enumerate(weights)}
@@ -92,8 +97,7 @@ def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch,
     assert f"; since the last change, the overhead was {probe.overhead:.1%}" in line
 
 
-def test_hooks_within_the_budget_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = SimulatedTime(monkeypatch)
+def test_hooks_within_the_budget_are_unchanged(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.0005, 3: 0.0004}
     with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": "10%"}, rules=None) as probe:
         train(simulated, probe, 500, 0.01)
@@ -104,9 +108,8 @@ def test_hooks_within_the_budget_are_unchanged(monkeypatch: pytest.MonkeyPatch) 
     assert probe.warnings == []
 
 
-def test_hidden_cost_is_measured_by_pausing_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_cost_is_measured_by_pausing_hooks(simulated: SimulatedTime) -> None:
     """Hooks evict caches: here the rest of a step slows down by as much as the hooks take."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         model = probe.plan.layers.model
@@ -120,9 +123,8 @@ def test_hidden_cost_is_measured_by_pausing_hooks(monkeypatch: pytest.MonkeyPatc
     assert any("2.0 times" in row["message"] for row in probe.sink.records("events"))
 
 
-def test_shown_overhead_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shown_overhead_is_that_of_the_latest_steps(simulated: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The overhead falls at each change. The end of a step takes 0.2 ms with and without records."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.0006}
 
     def end_step(sink: instrument.MemorySink) -> None:
@@ -141,9 +143,8 @@ def test_shown_overhead_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPa
     assert figures[6][1] is None, "the last check measured other rates"
 
 
-def test_cost_of_subsampled_hooks_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_of_subsampled_hooks_is_measured_again(simulated: SimulatedTime) -> None:
     """A record after steps without one evicts more of the caches: 9 ms that no hook timer measures."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.003}
     longer = steps = 0
     hooked = instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}, rules=None)
@@ -161,9 +162,8 @@ def test_cost_of_subsampled_hooks_is_measured_again(monkeypatch: pytest.MonkeyPa
         assert probe.overhead <= 0.05
 
 
-def test_slower_machine_does_not_count_as_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_machine_does_not_count_as_overhead(simulated: SimulatedTime) -> None:
     """All steps record; the steps without records are early ones, when a step took half the time."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         train(simulated, probe, 200, 0.01)
@@ -171,8 +171,7 @@ def test_slower_machine_does_not_count_as_overhead(monkeypatch: pytest.MonkeyPat
     assert probe.overhead == pytest.approx(0.05, rel=0.05)
 
 
-def test_evaluation_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = SimulatedTime(monkeypatch)
+def test_evaluation_is_not_part_of_a_step(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "50%"}, rules=None) as probe:
         for _ in range(150):
@@ -192,9 +191,8 @@ def test_evaluation_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=str,
 )
-def test_hooks_with_rare_steps_are_never_paused(monkeypatch: pytest.MonkeyPatch, schedule: dict[str, Any]) -> None:
+def test_hooks_with_rare_steps_are_never_paused(simulated: SimulatedTime, schedule: dict[str, Any]) -> None:
     """Only hooks that run at every step are paused to measure steps without records."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
     for others in ({}, {"often": RECORD}):
         with instrument.attach(model_of(1), {"h": {**RECORD, **schedule}, **others}, budget={"time": 10.0}) as probe:
@@ -204,8 +202,7 @@ def test_hooks_with_rare_steps_are_never_paused(monkeypatch: pytest.MonkeyPatch,
         assert probe.warnings == []
 
 
-def test_hooks_in_evaluations_are_never_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = SimulatedTime(monkeypatch)
+def test_hooks_in_evaluations_are_never_paused(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.001}
     specs = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
     with instrument.attach(model_of(1), specs, budget={"time": 10.0}) as probe:
@@ -217,56 +214,39 @@ def test_hooks_in_evaluations_are_never_paused(monkeypatch: pytest.MonkeyPatch) 
     assert sum(row["hook"] == "train" for row in probe.sink.records("stats")) < 60
 
 
-def test_byte_budget_applies_from_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    SimulatedTime(monkeypatch)
-    spec = {**RECORD, "stats": "none", "tensors": True}
-    with instrument.attach(
-        nn.Identity(), {"h": {**spec, "layers": "."}}, budget={"time": "5%", "bytes": 100_000}
-    ) as probe:
-        for _ in range(100):
-            probe.plan.layers.model(torch.ones(1000))
-            probe.end_step()
+def test_byte_budget_applies_from_the_first_step(simulated: SimulatedTime) -> None:
+    spec = {**RECORD, "layers": ".", "stats": "none", "tensors": True}
+    budget = {"time": "5%", "bytes": 100_000}
+    probe = forward_steps(nn.Identity(), {"h": spec}, torch.ones(100, 1000), budget=budget)
     assert len(probe.sink.rows["tensors"]) * 4000 <= 100_000
 
 
-@pytest.mark.parametrize(
-    ("spec", "bytes_a_row"),
-    [({"stats": "none", "histogram": 1000, "quantiles": True}, 4000), ({"stats": "none", "tensors": True}, 4000)],
-    ids=str,
-)
-def test_bytes_include_all_recorded_data(spec: dict[str, Any], bytes_a_row: int) -> None:
-    with instrument.attach(nn.Identity(), {"h": {**RECORD, **spec, "layers": "."}}, budget={"bytes": "1GB"}) as probe:
+@pytest.mark.parametrize("fields", [{"histogram": 1000, "quantiles": True}, {"tensors": True}], ids=str)
+def test_bytes_include_all_recorded_data(fields: dict[str, Any]) -> None:
+    spec = {**RECORD, "layers": ".", "stats": "none", **fields}
+    with instrument.attach(nn.Identity(), {"h": spec}, budget={"bytes": "1GB"}) as probe:
         probe.plan.layers.model(torch.ones(1000))
         assert probe.budget is not None
-        assert probe.recorder.bytes_of(probe.attached_hooks[0]) == pytest.approx(bytes_a_row, rel=0.02)
+        assert probe.recorder.bytes_of(probe.attached_hooks[0]) == pytest.approx(4000, rel=0.02)
 
 
 def test_overhead_factor_uses_its_default_without_data() -> None:
     steps, slower = [1.0, 1.1, 0.9] * 6, [1.2, 1.3, 1.1] * 6
-    assert overhead_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2), (
-        "twice the measured cost, with some uncertainty"
-    )
-    assert overhead_factor(slower * 500, steps * 500, 0.1) == pytest.approx(2.0, abs=0.01), (
-        "with enough samples the estimate is certain"
-    )
-    assert overhead_factor(slower, steps, 1e-6) == pytest.approx(USUAL_FACTOR, abs=0.01), (
-        "the difference is too small to measure"
-    )
+    # Twice the measured cost, with some uncertainty unless there are many samples; the last difference is too small to measure.
+    assert overhead_factor(slower, steps, 0.1) == pytest.approx(1.6, abs=0.2)
+    assert overhead_factor(slower * 500, steps * 500, 0.1) == pytest.approx(2.0, abs=0.01)
+    assert overhead_factor(slower, steps, 1e-6) == pytest.approx(USUAL_FACTOR, abs=0.01)
     assert overhead_factor(slower[:2], steps, 0.1) == USUAL_FACTOR
     assert overhead_factor(steps * 500, slower * 500, 0.1) == 1.0, "the factor is never below 1"
     assert overhead_factor([9.0] * 100, [1.0] * 100, 0.1) == MAX_FACTOR
 
 
 def test_byte_budget_never_pauses_hooks() -> None:
-    with instrument.attach(model_of(2), {"h": RECORD}, budget={"bytes": "1GB"}, rules=None) as probe:
-        for _ in range(100):
-            probe.plan.layers.model(torch.ones(1, 1))
-            probe.end_step()
+    probe = forward_steps(model_of(2), {"h": RECORD}, torch.ones(100, 1, 1), budget={"bytes": "1GB"}, rules=None)
     assert len(probe.sink.rows["stats"]) == 200
 
 
-def test_most_expensive_site_is_subsampled_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = SimulatedTime(monkeypatch)
+def test_most_expensive_site_is_subsampled_first(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.0001, 3: 0.002}
     with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}, rules=None) as probe:
         train(simulated, probe, 600, 0.01)
@@ -278,9 +258,8 @@ def test_most_expensive_site_is_subsampled_first(monkeypatch: pytest.MonkeyPatch
 
 
 def test_budget_drops_tensors_then_l1_and_resumes(
-    monkeypatch: pytest.MonkeyPatch,
+    simulated: SimulatedTime,
 ) -> None:
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 10.0}
     spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
     model = model_of(1)
@@ -304,9 +283,8 @@ def test_budget_drops_tensors_then_l1_and_resumes(
     assert not second.attached_hooks[0].action.keeps_tensors
 
 
-def test_budget_restores_sampling_after_a_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_restores_sampling_after_a_burst(simulated: SimulatedTime) -> None:
     """Hooks are slow for a while; afterwards the budget is used again, and not exceeded."""
-    simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.02}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "20%"}, rules=None) as probe:
         train(simulated, probe, 400, 0.01)
@@ -322,8 +300,7 @@ def test_budget_restores_sampling_after_a_burst(monkeypatch: pytest.MonkeyPatch)
     assert sum("is sampled more often again" in message for message in messages) == 4
 
 
-def test_budget_never_changes_interventions(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = SimulatedTime(monkeypatch)
+def test_budget_never_changes_interventions(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.01}
     specs = {"seen": RECORD, "half": {**RECORD, "action": "scale", "factor": 0.5}}
     with instrument.attach(model_of(1), specs, budget={"time": "1%"}) as probe:
@@ -333,10 +310,9 @@ def test_budget_never_changes_interventions(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_byte_budget_lasts_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+def test_byte_budget_lasts_to_the_end_of_the_run(simulated: SimulatedTime, known: bool) -> None:
     """Ten tensors of 4 kB per step for 1,000 steps would be 40 MB."""
 
-    simulated = SimulatedTime(monkeypatch)
     allowed = 5_000_000
     model = nn.Sequential(*(nn.Identity() for _ in range(10)))
     specs = read_specs({"h": {**RECORD, "stats": "none", "tensors": True}})
@@ -376,20 +352,17 @@ def test_run_reports_what_the_budget_dropped(cli: Cli, monkeypatch: pytest.Monke
         ({"bytes": "1.5 MiB"}, (None, 3 * 2**19)),
         ({"bytes": 500}, (None, 500)),
         ({}, (None, None)),
+        *(({"time": time}, None) for time in ("much", 0, "-5%")),
+        *(({"bytes": size}, None) for size in ("2 elephants", 0)),
+        ({"money": 1}, None),
     ],
     ids=str,
 )
-def test_budget_fractions_and_sizes_are_parsed(
-    written: dict[str, Any], expected: tuple[float | None, int | None]
-) -> None:
+def test_budget_is_parsed_or_refused(written: dict[str, Any], expected: tuple[float | None, int | None] | None) -> None:
+    if expected is None:
+        with pytest.raises(instrument.ConfigError, match="budget"):
+            parse_budget(written)
+        return
     budget = parse_budget(written)
     assert budget is not None
     assert (budget.time, budget.bytes) == expected
-
-
-@pytest.mark.parametrize(
-    "written", [{"time": "much"}, {"time": 0}, {"time": "-5%"}, {"bytes": "2 elephants"}, {"bytes": 0}, {"money": 1}]
-)
-def test_invalid_budget_is_refused(written: dict[str, Any]) -> None:
-    with pytest.raises(instrument.ConfigError, match="budget"):
-        parse_budget(written)

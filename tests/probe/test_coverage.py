@@ -13,47 +13,28 @@ from instrument.probe.coverage import coverage_warnings
 from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_INPUT_GRAPH
 
 
-def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = "", hook: str = "h") -> dict[str, Any]:
-    return {
-        "hook": hook,
-        "layer": layer,
-        "kind": "forward",
-        "path": path,
-        "expected": expected,
-        "fired": fired,
-        "cause": cause,
-    }
-
-
-def test_full_coverage_gives_no_warning() -> None:
-    assert coverage_warnings([row("a", 4), row("b", 0, expected=0, cause=NO_INPUT_GRAPH)]) == []
-
-
-def test_hook_not_expected_to_fire_is_reported() -> None:
-    (warning,) = coverage_warnings([row("b", 0, expected=0, cause=FROZEN)])
-    assert warning == (f"hook 'h' (forward) did not fire on b: {FROZEN}", "b")
+def row(layer: str, fired: int, cause: str = "", **cells: Any) -> dict[str, Any]:
+    given = {"hook": "h", "layer": layer, "kind": "forward", "path": "", "expected": 4, "fired": fired, "cause": cause}
+    return {**given, **cells}
 
 
 def test_each_hook_and_cause_has_one_warning() -> None:
-    warnings = coverage_warnings(
-        [
-            row("a", 4),
-            row("b", 1, cause="this"),
-            row("c", 0, cause="this", path="bias"),
-            row("d", 0, cause="that"),
-            row("b", 0, cause="this", hook="k"),
-        ]
-    )
-    assert warnings == [
+    rows = [
+        row("a", 4),
+        row("excused", 0, NO_INPUT_GRAPH, expected=0),
+        row("b", 1, "this"),
+        row("c", 0, "this", path="bias"),
+        row("d", 0, "that"),
+        row("b", 0, "this", hook="k"),
+        row("frozen", 0, FROZEN, expected=0),
+        row("", 0, NEVER_DUE, expected=0),
+    ]
+    assert coverage_warnings(rows) == [
         ("hook 'h' (forward) fired 1 of 8 times on b, c.bias: this", None),
         ("hook 'h' (forward) fired 0 of 4 times on d: that", "d"),
         ("hook 'k' (forward) fired 0 of 4 times on b: this", "b"),
-    ]
-
-
-def test_root_is_a_dot_and_unscheduled_hooks_are_reported() -> None:
-    assert coverage_warnings([row("", 0, expected=0, cause=NEVER_DUE)]) == [
-        (f"hook 'h' (forward) did not fire on .: {NEVER_DUE}", "")
+        (f"hook 'h' (forward) did not fire on frozen: {FROZEN}", "frozen"),
+        (f"hook 'h' (forward) did not fire on .: {NEVER_DUE}", ""),
     ]
 
 

@@ -72,18 +72,22 @@ def rows_of(probe: instrument.Probe) -> list[dict[str, Any]]:
     return [row for table in ("stats", "effects") for row in probe.sink.records(table)]  # type: ignore[attr-defined]
 
 
+def assert_rows_are_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == {
+            name: pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, float) else value
+            for name, value in wanted.items()
+        }
+
+
 def test_rows_of_a_device_equal_those_of_the_cpu(driver: Driver) -> None:
     found = rows_of(train(SPECS))
     launches = Counter(function for function, *_ in driver.launches)
     assert launches == {MEASURE: 3 * 6, COMPARE: 3 * 2}  # in each step but the first, which has no buffer yet
     cpu_kernel.disconnect_driver()
     expected = rows_of(train(SPECS))
-    assert len(found) == len(expected) == 4 * (6 + 2)
-    for row, wanted in zip(found, expected, strict=True):
-        assert row == {
-            name: pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, float) else value
-            for name, value in wanted.items()
-        }
+    assert len(found) == 4 * (6 + 2)
+    assert_rows_are_close(found, expected)
 
 
 def test_buffers_have_the_size_of_the_largest_step_and_alternate(driver: Driver) -> None:
@@ -140,24 +144,15 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
-def test_connect_driver_rejects_no_elements(driver: Driver) -> None:
+def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         cpu_kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
     assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
-
-
-def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
-    for kind, tensors, programs, threads in (
-        (4, 1, 1, 128),
-        (-1, 1, 1, 128),
-        (0, 3, 1, 128),
-        (0, 1, 0, 128),
-        (0, 1, 1, 0),
-    ):
+    for invalid in ((4, 1, 1, 1, 128), (-1, 1, 1, 1, 128), (0, 3, 1, 1, 128), (0, 1, 1, 0, 128), (0, 1, 1, 1, 0)):
         with pytest.raises(ValueError, match="kind must be 0 to 3"):
-            cpu_kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
+            cpu_kernel.native.add_launcher(1, 0, 0, *invalid, 32, 0, 0)
     slab = cpu_kernel.make_slab(12)
     with pytest.raises(ValueError, match="negative number of rows"):
         slab.set_buffer(1, 0, 0, -1)
@@ -275,12 +270,8 @@ def test_boundary_tensors_are_measured_by_one_launch(driver: Driver, batches: li
     assert batches == [4, 4, 8] * 3
     cpu_kernel.disconnect_driver()
     expected = rows_of(train(BOUNDARY, first_value=1.0))
-    assert len(found) == len(expected) == 4 * 4 * 4 - 4
-    for row, wanted in zip(found, expected, strict=True):
-        assert row == {
-            name: pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, float) else value
-            for name, value in wanted.items()
-        }
+    assert len(found) == 4 * 4 * 4 - 4
+    assert_rows_are_close(found, expected)
 
 
 def test_boundary_tensors_are_measured_singly_with_interventions(driver: Driver, batches: list[int]) -> None:

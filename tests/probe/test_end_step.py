@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from attached_runs import forward_steps
 from torch import nn
 
 import instrument
@@ -25,10 +26,7 @@ def test_missing_end_step_is_reported(ends_micro_steps: bool) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_called_end_step_gives_no_warning(steps: int) -> None:
-    model = nn.Linear(2, 2)
-    with warnings.catch_warnings(), instrument.attach(model, HOOKS) as probe:
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(steps):
-            model(torch.zeros(1, 2))
-            probe.end_step()
+        probe = forward_steps(nn.Linear(2, 2), HOOKS, torch.zeros(steps, 1, 2))
     assert not probe.sink.records("events")

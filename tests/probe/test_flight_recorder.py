@@ -59,14 +59,16 @@ def train(
 
 def stored(probe: AttachedProbe) -> dict[tuple[int, str], Tensor]:
     rows = probe.sink.records("tensors")
-    return {(row["step"], row["layer"]): torch.as_tensor(row["values"]).view(row["shape"]) for row in rows}
+    found = {(row["step"], row["layer"]): torch.as_tensor(row["values"]).view(row["shape"]) for row in rows}
+    assert len(found) == len(rows), "tensors are written once"
+    return found
 
 
 def messages(probe: AttachedProbe) -> list[str]:
     return [row["message"] for row in probe.sink.records("events") if row["rule"] == "flight_recorder"]
 
 
-def test_tensors_of_the_step_and_of_the_one_before_are_written() -> None:
+def test_tensors_and_samples_of_the_step_and_of_the_one_before_are_written() -> None:
     """They equal those of a hook that writes all steps."""
     everything = {key: value for key, value in EVIDENCE.items() if key != "keep"}
     probe, complete = train({"evidence": EVIDENCE}), train({"evidence": everything})
@@ -76,19 +78,14 @@ def test_tensors_of_the_step_and_of_the_one_before_are_written() -> None:
     assert all(torch.equal(found[key].nan_to_num(7), expected[key].nan_to_num(7)) for key in found)
     assert found[5, "1"].isnan().any()
     assert not found[5, "0"].isnan().any()
+    ids: dict[int, list[int]] = {}
+    for row in probe.sink.records("samples"):
+        ids.setdefault(row["step"], []).append(row["sample"])
+    assert (min(ids), ids[4], ids[5]) == (4, [16, 17, 18, 19], [20, 21, 22, 23])
     assert messages(probe)[0] == "hook 'evidence' wrote 6 tensors of the steps 4 to 5: rule non_finite fired"
     assert [row["step"] for row in probe.sink.records("stats")] == [
         row["step"] for row in complete.sink.records("stats")
     ]
-
-
-def test_samples_of_the_written_tensors_are_written() -> None:
-    ids = {}
-    for row in train({"evidence": EVIDENCE}).sink.records("samples"):
-        ids.setdefault(row["step"], []).append(row["sample"])
-    assert ids[4] == [16, 17, 18, 19]
-    assert ids[5] == [20, 21, 22, 23]
-    assert min(ids) == 4
 
 
 class Read(instrument.Rule):
@@ -115,12 +112,6 @@ def test_rules_read_each_step_once(others: dict[str, Any], tmp_path: Path, monke
     assert len(fired) == len(others)
 
 
-def test_tensors_are_written_once() -> None:
-    rows = train({"evidence": EVIDENCE}).sink.records("tensors")
-    keys = [(row["step"], row["layer"]) for row in rows]
-    assert len(keys) == len(set(keys))
-
-
 def test_only_the_rule_of_when_writes() -> None:
     rules = {"large": {"watch": "evidence", "stat": "abs_max", "above": 1e6}, "bad": {"rule": "non_finite"}}
     silent = train({"evidence": {**EVIDENCE, "when": "large"}}, rules=rules)
@@ -144,17 +135,11 @@ def test_failed_run_writes_the_last_steps(tmp_path: Path) -> None:
 
 
 def test_interrupted_run_writes_nothing() -> None:
-    model, probes = nn.Linear(2, 2), []
-
-    def interrupted() -> None:
-        with instrument.attach(model, {"evidence": {**EVIDENCE, "layers": "."}}) as probe:
-            probes.append(probe)
-            model(torch.ones(1, 2))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert not stored(probes[0])
+    model, hooks = nn.Linear(2, 2), {"evidence": {**EVIDENCE, "layers": "."}}
+    with pytest.raises(KeyboardInterrupt), instrument.attach(model, hooks) as probe:  # noqa: PT012
+        model(torch.ones(1, 2))
+        raise KeyboardInterrupt
+    assert not stored(probe)
 
 
 def test_hook_with_a_schedule_keeps_its_recorded_steps() -> None:
@@ -162,15 +147,16 @@ def test_hook_with_a_schedule_keeps_its_recorded_steps() -> None:
     assert sorted({step for step, _ in found}) == [0, 5]
 
 
+def context_of(step: int) -> Context:
+    return Context("h", "forward", "output", "", nn.Identity(), "", StepContext(step, 0, 0, "train"))
+
+
 def test_memory_is_bounded_and_reused() -> None:
     """Steps with the same shapes use the memory of the oldest step."""
     recorder = FlightRecorder({"h": 3})
-    addresses = set()
-    module = nn.Identity()
     for step in range(20):
         for size in (4, 4, 2):
-            context = Context("h", "forward", "output", "", module, "", StepContext(step, 0, 0, "train"))
-            recorder.add(context, (size,), torch.full((size,), float(step)), None, has_pending_step=False)
+            recorder.add(context_of(step), (size,), torch.full((size,), float(step)), None, has_pending_step=False)
     assert recorder.bytes == {"h": 3 * (4 + 4 + 2) * 4}
     taken = recorder.take("h")
     addresses = {one.copy.memory.data_ptr() for one in taken}
@@ -194,8 +180,7 @@ def test_one_more_step_is_kept_while_the_rules_wait_for_a_gpu() -> None:
     """When they read step 18, the tensors of step 19 are in memory already."""
     recorder = FlightRecorder({"h": 2})
     for step in range(20):
-        context = Context("h", "forward", "output", "", nn.Identity(), "", StepContext(step, 0, 0, "train"))
-        recorder.add(context, (1,), torch.ones(1), torch.float64, has_pending_step=step > 0)
+        recorder.add(context_of(step), (1,), torch.ones(1), torch.float64, has_pending_step=step > 0)
     assert [one.context.step for one in recorder.take("h")] == [17, 18, 19]
 
 

@@ -7,7 +7,7 @@ gradients are tested with tensors on the meta device, which have no values eithe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,21 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_constants()
 
 
+def copies_by_step(
+    model: nn.Module, hooks: Any, inputs: Callable[[], Sequence[Tensor]], **options: Any
+) -> tuple[Any, list[list[str]]]:
+    """Train two steps of a model with hooks. Return the probe, and the copies from the host in each step."""
+    optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with instrument.attach(model, hooks, optimizer=optimizer, **options) as probe:
+        for _ in range(2):
+            with Launches() as launches:
+                model(*inputs()).square().mean().backward()
+                optimizer.step()
+            copies.append(launches.copies)
+            probe.end_step()
+    return probe, copies
+
+
 def test_every_function_is_tried() -> None:
     tried = {change["fn"] for change in CHANGES.values() if "fn" in change}
     known = {name for name, spec in FUNCTIONS.items() if "run" not in spec.model_fields}
@@ -178,13 +193,9 @@ def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None
 
     model = nn.Bilinear(3, 4, 2, device="meta")
     spec = {"layers": ".", "kind": kind, "action": "modify", "fn": halve, "together": True}
-    with instrument.attach(model, {"h": spec}) as probe:
-        for _ in range(2):
-            inputs = [torch.empty(5, size, device="meta", requires_grad=True) for size in (3, 4)]
-            with Launches() as launches:
-                model(*inputs).sum().backward()
-            assert launches.copies == []
-            probe.end_step()
+    inputs = [torch.empty(5, size, device="meta", requires_grad=True) for size in (3, 4)]
+    probe, copies = copies_by_step(model, {"h": spec}, lambda: inputs)
+    assert copies == [[], []]
     assert [row["fired"] for row in probe.coverage()] == [2]
     assert len(probe.sink.rows["effects"]) == 4
 
@@ -288,22 +299,14 @@ def test_hooks_without_values_work_forward_and_backward(shift: int) -> None:
     tried = [change for change, kind in kinds.items() if possible(change, kind)]
     specs = {change: {**spec_of(change, kinds[change]), "layers": str(i)} for i, change in enumerate(tried)}
     model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in tried))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, specs, optimizer=optimizer) as probe:
-        for step in range(2):
-            with Launches() as launches:
-                loss = model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean()
-                loss.backward()
-                optimizer.step()
-            assert launches.copies == [] or not step
-            probe.end_step()
+    probe, copies = copies_by_step(model, specs, lambda: [torch.empty(3, 4, device="meta", requires_grad=True)])
+    assert copies[1] == []
     assert {row["hook"] for row in probe.coverage()} == {*tried}
     assert all(row["fired"] == 2 for row in probe.coverage())
     assert all(rows_by_hook(probe, table)[change] >= 2 for change in tried for table in tables_of(change))
 
 
 def hooks_of_every_kind(**spec: Any) -> dict[str, dict[str, Any]]:
-    """Return a hook of each kind, each on another layer."""
     hooks = {kind: {"layers": str(i), "kind": kind, **spec} for i, kind in enumerate(KINDS)}
     for kind in FUNCTION_KINDS:
         hooks[kind]["functions"] = "linear"
@@ -315,16 +318,7 @@ def hooks_of_every_kind(**spec: Any) -> dict[str, dict[str, Any]]:
 def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[str, str]) -> None:
     def train(device: str, hooks: dict[str, Any], out: Path | None = None) -> list[list[str]]:
         model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in KINDS))
-        optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
-        with instrument.attach(model, hooks, optimizer=optimizer, out=out) as probe:
-            for _ in range(2):
-                with Launches() as launches:
-                    loss = model(torch.zeros(3, 4, device=device, requires_grad=True)).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                copies.append(launches.copies)
-                probe.end_step()
-        return copies
+        return copies_by_step(model, hooks, lambda: [torch.zeros(3, 4, device=device, requires_grad=True)], out=out)[1]
 
     train("cpu", hooks_of_every_kind(action="record", tensors=True), tmp_path / "run")
     firings = len(KINDS) + 1  # `parameter_grad` changes weight and bias
@@ -337,17 +331,10 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
 def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, Any]) -> None:
     np.save("vector.npy", np.ones(4))
     model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in KINDS))
-    optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
     hooks = hooks_of_every_kind(action="modify", vector="vector.npy", **fields)
-    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-        for _ in range(2):
-            with Launches() as launches:
-                model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean().backward()
-                optimizer.step()
-            copies.append(len(launches.copies))
-            probe.end_step()
-    assert copies[0] >= len(KINDS)
-    assert copies[1] == 0
+    _, copies = copies_by_step(model, hooks, lambda: [torch.empty(3, 4, device="meta", requires_grad=True)])
+    assert len(copies[0]) >= len(KINDS)
+    assert copies[1] == []
 
 
 BIG = 1_000_000

@@ -94,7 +94,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.
 
 
 def interrupt(model: nn.Module, optimizer: torch.optim.Optimizer, part: str, trace: InterruptAtLine) -> None:
-    """Attach, train and detach, and interrupt one part of it."""
     try:
         sys.settrace(trace if part == "attach" else None)
         with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
@@ -178,11 +177,8 @@ def test_failed_registration_leaves_no_hook(monkeypatch: pytest.MonkeyPatch, num
     for owner in (nn.Module, torch.optim.Optimizer, torch.Tensor):
         for name in [name for name in vars(owner) if name.startswith("register_") and name.endswith("_hook")]:
             monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
-    with (
-        pytest.raises(RuntimeError, match="no hooks, please"),
-        instrument.attach(model, HOOKS, optimizer=optimizer, rules=None),
-    ):
-        pass
+    with pytest.raises(RuntimeError, match="no hooks, please"):
+        instrument.attach(model, HOOKS, optimizer=optimizer, rules=None).__enter__()
     assert not remaining
     assert not hooks_left(model, optimizer)
     assert torch.equal(model(torch.ones(1, 3)), expected)
@@ -206,22 +202,15 @@ def test_later_registration_that_fails_registers_nothing() -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_interrupts_while_detaching_are_raised_after_all_rows(times: int) -> None:
-    model = nn.Linear(2, 2)
-    probes: list[Any] = []
-
-    def run() -> None:
-        with instrument.attach(model, {"h": {**RECORD, "layers": "."}}, rules=None) as probe:
-            probes.append(probe)
-            model(torch.ones(1, 2))
-            probe.end_step()
-            for _ in range(times):
-                probe._hooks._attached.callback(signal.raise_signal, signal.SIGINT)  # before the hooks are removed
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run()
+    model, hooks = nn.Linear(2, 2), {"h": {**RECORD, "layers": "."}}
+    with pytest.raises(KeyboardInterrupt) as caught, instrument.attach(model, hooks, rules=None) as probe:  # noqa: PT012
+        model(torch.ones(1, 2))
+        probe.end_step()
+        for _ in range(times):
+            probe._hooks._attached.callback(signal.raise_signal, signal.SIGINT)  # before the hooks are removed
     assert caught.value.__context__ is None
     assert not model._forward_hooks
-    assert probes[0].sink.records("coverage")[0]["fired"] == 1
+    assert probe.sink.records("coverage")[0]["fired"] == 1
 
 
 def test_interrupt_of_other_signals_is_deferred_too() -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from attached_runs import forward_steps, train_steps
 from device_statistics import forget_constants, use_device_statistics
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
-from instrument.config.spec_file import read_specs
 from instrument.hooks.attached_hook import AttachedHook
-from instrument.plan.hook_plan import make_plan
 from instrument.stats import device_kernel
 from instrument.stats.device_choice import measured_by
 from instrument.stats.device_copy import Transfer
@@ -139,16 +139,8 @@ def possible(change: str, kind: str) -> bool:
 @pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
 def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spec = spec_of(change, kind)
-    with instrument.attach(model, {change: spec}, optimizer=optimizer) as probe:
-        for _ in range(2):
-            batch = torch.randn(3, 4, requires_grad=True)
-            loss = model(batch).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+    batches = [torch.randn(3, 4, requires_grad=True) for _ in range(2)]
+    probe = train_steps(model, {change: spec_of(change, kind)}, batches)
     assert len(guarded) >= 2
     for table in tables_of(change):
         assert len(probe.sink.rows[table]) >= 2
@@ -164,9 +156,6 @@ def test_guard_detects_a_hook_that_waits(guarded: list[str]) -> None:
     with instrument.attach(model, {"h": spec}), pytest.raises(instrument.HookError, match="WaitedError"):
         model(torch.randn(3, 4))
     assert guarded == ["h"]
-
-
-# ------------------------------------------------------------------------------------------- rows one step later
 
 
 @pytest.fixture
@@ -214,21 +203,21 @@ def test_metrics_row_waits_only_when_it_is_accessed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("pending_transfers")
 def test_error_in_the_loop_loses_no_completed_step() -> None:
     model = nn.Linear(2, 2)
-
-    def train(probe: instrument.Probe) -> None:
+    with pytest.raises(RuntimeError, match="in the loop"), instrument.attach(model, SPECS) as probe:  # noqa: PT012
         model(torch.ones(1, 2))
         probe.end_step(loss=torch.tensor(1.0))
         raise RuntimeError("in the loop")
-
-    sink = instrument.MemorySink()
-
-    probe = instrument.Probe(make_plan(read_specs(SPECS), model), sink)
-    with pytest.raises(RuntimeError, match="in the loop"), probe:
-        train(probe)
-    assert len(sink.rows["stats"]) == len(sink.rows["metrics"]) == 1
+    assert len(probe.sink.rows["stats"]) == len(probe.sink.rows["metrics"]) == 1
 
 
-# ------------------------------------------------------------------------------------------------ with a GPU
+@contextmanager
+def no_synchronization(step: int) -> Iterator[None]:
+    """Raise an error if something waits for the GPU, except in the first step, which initialises caches."""
+    torch.cuda.set_sync_debug_mode("error" if step else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
@@ -242,14 +231,11 @@ def test_no_hook_waits_for_a_gpu(change: str) -> None:
     batch = torch.randn(3, 4, device="cuda")
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for step in range(4):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step initialises caches
-            try:
+            with no_synchronization(step):
                 loss = model(batch).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             probe.end_step(loss=loss)
     assert len(probe.sink.rows["metrics"]) == 4
 
@@ -273,11 +259,8 @@ def test_recorded_tensors_replace_those_of_a_gpu_without_waiting(tmp_path: Path,
     spec = {"layers": "0", "kind": "forward", "action": "modify", "run": str(tmp_path / "run"), **change}
     with instrument.attach(model, {"p": spec}) as probe:
         for step in range(6):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")
-            try:
+            with no_synchronization(step):
                 output = model(on_gpu[step])
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             probe.end_step()
     torch.testing.assert_close(output.cpu(), expected)
 
@@ -300,7 +283,8 @@ def test_hook_in_a_captured_graph_of_a_gpu_is_refused() -> None:
 def test_gpu_statistics_equal_cpu_statistics(dtype: torch.dtype) -> None:
     tensor = torch.randn(3000, 1033).to(dtype)
     specs = {"h": {"layers": ".", "kind": "forward", "action": "record", "stats": "all"}}
-    expected, *measured = (row for device in ("cpu", "cuda") for row in rows_of_three_steps(tensor.to(device), specs))
+    probes = (forward_steps(nn.Identity(), specs, [tensor.to(device)] * 3) for device in ("cpu", "cuda"))
+    expected, *measured = (row for probe in probes for row in probe.sink.records("stats"))
     scale = max(abs(expected["mean"]), expected["std"])  # law 5: a mean may be close to zero
     for row in measured:
         for name, value in expected.items():
@@ -340,13 +324,3 @@ def test_gpu_needs_triton_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch
     assert len(found) == 4 * (3 + 3 + 1 + 1)
     for row, wanted in zip(found, expected, strict=True):
         assert row == {name: close(name, value) for name, value in wanted.items()}
-
-
-def rows_of_three_steps(tensor: Tensor, specs: dict[str, Any]) -> list[dict[str, Any]]:
-    model = nn.Identity()
-    with instrument.attach(model, specs) as probe:
-        for _ in range(3):
-            model(tensor)
-            probe.end_step()
-    rows: list[dict[str, Any]] = probe.sink.records("stats")
-    return rows

@@ -27,22 +27,18 @@ def overhead_of(*steps: tuple[tuple[str, ...], float]) -> Overhead:
     return overhead
 
 
-def test_overhead_is_the_average_over_the_schedule() -> None:
-    steps = [(("a",), 3.0), ((), 1.0), ((), 1.0), ((), 1.0)] * 10
-    assert overhead_of(*steps).relative == pytest.approx(0.5)  # every fourth step takes three times as long
-
-
-def test_interrupted_step_is_ignored() -> None:
-    steps = [(("a",), 1.5), ((), 1.0)] * 20
-    steps[6] = (("a",), 500.0)
-    steps[7] = ((), 500.0)
-    assert overhead_of(*steps).relative == pytest.approx(0.25)
-
-
-def test_rare_hooks_are_weighted_by_their_time() -> None:
-    steps = [(("a",), 1.2), ((), 1.0)] * 25
-    steps[24] = (("a", "maps"), 6.0)
-    assert overhead_of(*steps).relative == pytest.approx((24 * 0.2 + 5.0) / 50)
+@pytest.mark.parametrize(
+    ("steps", "changed", "expected"),
+    [
+        ([(("a",), 3.0), ((), 1.0), ((), 1.0), ((), 1.0)] * 10, {}, 0.5),  # every fourth step takes three times as long
+        ([(("a",), 1.5), ((), 1.0)] * 20, {6: (("a",), 500.0), 7: ((), 500.0)}, 0.25),
+        ([(("a",), 1.2), ((), 1.0)] * 25, {24: (("a", "maps"), 6.0)}, (24 * 0.2 + 5.0) / 50),
+    ],
+    ids=["schedule", "interrupted steps are ignored", "rare hooks are weighted by their time"],
+)
+def test_overhead_is_the_average_over_the_schedule(steps: list[Any], changed: dict[int, Any], expected: float) -> None:
+    steps = [changed.get(number, step) for number, step in enumerate(steps)]
+    assert overhead_of(*steps).relative == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +84,6 @@ def test_steps_are_compared_at_equal_other_hooks() -> None:
     assert (found.error, found.baseline) == (0.0, pytest.approx(2.0, rel=0.02))
 
 
-# ---------------------------------------------------------------------------------------------- with a probe
-
-
 class Clock:
     """A clock that advances only by the durations that a test sets."""
 
@@ -116,6 +109,11 @@ class SlowModule(nn.Module):
         return batch
 
 
+def probe_of(every: int = 1, **options: Any) -> Probe:
+    plan = make_plan(read_specs({"slow": {**SLOW, "every": every}}), SlowModule())
+    return Probe(plan, instrument.MemorySink(), **options)
+
+
 def run(probe: Probe, steps: int, *, evaluate: bool = False) -> None:
     with probe:
         for _ in range(steps):
@@ -128,20 +126,19 @@ def run(probe: Probe, steps: int, *, evaluate: bool = False) -> None:
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_probe_measures_overhead_of_hooks_with_a_schedule(evaluate: bool) -> None:
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule()), instrument.MemorySink())
+    probe = probe_of(2)
     run(probe, WARM_UP + 20, evaluate=evaluate)
     assert probe.overhead == pytest.approx(0.5)  # twice as long at every second step
 
 
 def test_probe_with_hooks_at_every_step_has_no_overhead() -> None:
-    probe = Probe(make_plan(read_specs({"slow": SLOW}), SlowModule()), instrument.MemorySink())
+    probe = probe_of()
     run(probe, 24)
     assert probe.overhead is None
 
 
 def test_time_budget_measures_the_overhead() -> None:
-    plan = make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule())
-    probe = Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "5%"}))
+    probe = probe_of(2, budget=parse_budget({"time": "5%"}))
     run(probe, 24)
     assert probe.budget is not None
     assert probe.overhead is probe.budget.estimated is None
@@ -159,6 +156,6 @@ def test_late_rows_are_attributed_to_the_hooks(monkeypatch: pytest.MonkeyPatch) 
         "add",
         lambda overhead, scheduled, seconds, has_pending_rows: steps.append((scheduled, has_pending_rows)),
     )
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), SlowModule()), instrument.MemorySink())
+    probe = probe_of(3)
     run(probe, 6)
     assert steps == [(("slow",), False), ((), True), ((), False)] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from hook_runs import Calls
+from run_folders import finished
 from tracker_files import key, metrics
 from waiting import wait_until
 
@@ -68,8 +69,7 @@ def steps_in_memory(sink: Sink) -> list[int]:
 
 def steps_in_files(sink: Sink) -> list[int]:
     assert isinstance(sink, ParquetSink)
-    (sink.folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
-    return list(instrument.load(sink.folder).tensors()["step"])
+    return list(finished(sink.folder).tensors()["step"])
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,7 @@ def test_gpu_that_cannot_copy_stops_the_recording_like_a_full_disk(
     sink.close()
     (report,) = reports
     assert "the GPU could not copy a recorded tensor: CUDA error" in report
-    (tmp_path / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    assert list(instrument.load(tmp_path).metrics["step"]) == [0]
+    assert list(finished(tmp_path).metrics["step"]) == [0]
 
 
 def test_hooks_of_several_gpus_keep_tensors_at_the_same_time(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,21 +269,9 @@ def test_recorded_tensor_is_copied_from_a_copy_on_a_stream_of_its_own(
         assert log == [("current", "waits for", "background"), ("current", "copies"), ("current", "event")]
 
 
-class Overwrites(torch.nn.Module):
-    """Sets the output of a layer to zero in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Identity()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(x)
-        return output.zero_()
-
-
 @pytest.mark.gpu
 def test_operations_after_a_hook_do_not_change_a_recorded_tensor_of_a_gpu() -> None:
-    model = Overwrites()
+    model = Calls(lambda layer, x: layer(x).zero_(), layer=torch.nn.Identity())  # in place
     hooks = {"kept": {"layers": "layer", "kind": "forward", "action": "record", "tensors": True}}
     with instrument.attach(model, hooks) as probe:
         for step in range(8):

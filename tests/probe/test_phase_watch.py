@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -31,18 +32,22 @@ class Parts(nn.Module):
         return self.heads[0](self.body(2 * inputs))  # type: ignore[no-any-return]
 
 
+def train_step(probe: Any, watch: Any, model: nn.Module) -> None:
+    watch.begin_step()
+    model(torch.zeros(1, 3))
+    watch.end_step()
+    probe.end_step()
+
+
+def hooks_left(model: nn.Module) -> bool:
+    return any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
 def test_entries_are_the_parts_that_methods_call() -> None:
     model = Parts()
     assert list(entry_modules(model)) == [model, model.body, model.heads[0], model.heads[1]["a"]]
     model = nn.Sequential(torch.jit.script(nn.Linear(1, 1)), nn.Tanh())
     assert list(entry_modules(model)) == [model, model[1]]
-
-
-def test_hooks_that_read_the_phase_are_removed() -> None:
-    model = Parts()
-    with instrument.attach(model, HOOKS, rules=None) as probe:
-        probe.follow_model()
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("entry", ["", "body", "heads.1.a"])
@@ -52,10 +57,7 @@ def test_first_call_of_a_phase_is_recorded(entry: str) -> None:
     with instrument.attach(model, hooks, rules=None) as probe:
         watch = probe.follow_model()
         for step in range(4):
-            watch.begin_step()
-            model.get_submodule(entry)(torch.zeros(1, 3))
-            watch.end_step()
-            probe.end_step()
+            train_step(probe, watch, model.get_submodule(entry))
             model.eval()
             model.get_submodule(entry)(torch.zeros(1, 3))
             assert probe.phase == "eval"
@@ -72,11 +74,8 @@ def test_copies_of_the_model_do_not_set_the_phase() -> None:
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             other.eval()(torch.zeros(1, 3))
             assert probe.phase == "train"
-        watch.begin_step()
-        model(torch.zeros(1, 3))
-        watch.end_step()
-        probe.end_step()
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+        train_step(probe, watch, model)
+    assert not hooks_left(model)
 
 
 def test_exception_in_an_interrupting_call_continues_the_training() -> None:
@@ -93,7 +92,7 @@ def test_exception_in_an_interrupting_call_continues_the_training() -> None:
         watch.end_step()
         probe.end_step()
     assert probe.stats.query("hook == 'train' and layer == ''").micro_step.tolist() == [0, 0]
-    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+    assert not hooks_left(model)
 
 
 def test_phase_follows_calls_of_a_model_compiled_in_place() -> None:
@@ -143,10 +142,7 @@ def test_model_that_is_compiled_again_is_followed_from_the_next_step_on() -> Non
     with instrument.attach(model, HOOKS, rules=None) as probe:
         watch = probe.follow_model()
         model.compile(backend="eager", fullgraph=True)
-        watch.begin_step()
-        model(torch.zeros(1, 3))
-        watch.end_step()
-        probe.end_step()
+        train_step(probe, watch, model)
         model.eval()(torch.zeros(1, 3))
         assert probe.phase == "eval"
     torch.compiler.reset()

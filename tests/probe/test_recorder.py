@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from attached_runs import forward_steps, train_steps
 from device_statistics import use_device_statistics
 from torch import Tensor, nn
 
@@ -31,21 +32,9 @@ def test_row_contains_location_and_time() -> None:
     recorder.end_step()
     (row,) = sink.records("stats")
     assert {key: row[key] for key in list(row)[:14]} == {
-        "step": 3,
-        "micro_step": 1,
-        "epoch": 2,
-        "phase": "train",
-        "rank": 0,
-        "hook": "h",
-        "layer": "a.b",
-        "module_type": "ReLU",
-        "kind": "forward",
-        "role": "output",
-        "path": "0",
-        "call": 4,
-        "backward": 2,
-        "recompute": True,
-    }
+        "step": 3, "micro_step": 1, "epoch": 2, "phase": "train", "rank": 0, "hook": "h", "layer": "a.b",
+        "module_type": "ReLU", "kind": "forward", "role": "output", "path": "0", "call": 4, "backward": 2, "recompute": True,
+    }  # fmt: skip
     assert row["mean"] == 0.5
     assert recorder.rows_written == 1
 
@@ -76,7 +65,6 @@ def run_everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
         use_device_statistics(monkeypatch)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     specs = {
         "all": {"layers": "**", "kind": "forward", "action": "record", "stats": "all"},
         "few": {"layers": "2", "kind": "full_backward", "action": "record", "stats": ["l1", "nan_count"]},
@@ -84,15 +72,7 @@ def run_everything(monkeypatch: pytest.MonkeyPatch | None) -> MemorySink:
         "low": {"layers": "1", "kind": "forward", "action": "clip", "max": 0.2},
         "half": {"layers": "0", "kind": "tensor", "action": "scale", "factor": 0.5},
     }
-    with instrument.attach(model, specs, optimizer=optimizer) as probe:
-        for step in range(2):
-            optimizer.zero_grad()
-            batch = torch.randn(5, 3) if step else torch.tensor([[math.nan, math.inf, 1.0]])
-            loss = model(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
-    return probe.sink
+    return train_steps(model, specs, [torch.tensor([[math.nan, math.inf, 1.0]]), torch.randn(5, 3)]).sink
 
 
 def test_rows_from_a_device_equal_rows_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +81,7 @@ def test_rows_from_a_device_equal_rows_from_the_host(monkeypatch: pytest.MonkeyP
     for table in ("stats", "effects", "metrics"):
         assert len(on_host.rows[table]) == len(on_device.rows[table]) > 0
         for actual, wanted in zip(on_device.records(table), on_host.records(table), strict=True):
-            for name in actual.keys() - {"seconds"}:
+            for name in actual.keys() - {"seconds", "samples_per_second"}:
                 assert type(actual[name]) is type(wanted[name]), name
                 close = wanted[name]
                 if isinstance(close, float):
@@ -156,9 +136,7 @@ def test_recorder_holds_no_graph() -> None:
 
 def test_rank_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
-        model(torch.ones(1, 2))
-        probe.end_step()
+    hook = {"layers": ".", "kind": "forward", "action": "record"}
+    probe = forward_steps(nn.Linear(2, 2), {"seen": hook}, [torch.ones(1, 2)])
     for table in ("stats", "metrics", "coverage"):
         assert {row["rank"] for row in probe.sink.records(table)} == {3}, table

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import re
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import forward_steps
 from torch import nn
+from torch.utils.data import TensorDataset
+from training_runs import compose, train_here
 
 import instrument
 from instrument import ConfigError
@@ -22,32 +25,26 @@ from instrument.tables.schemas import TABLES
 from instrument.training.datasets import digits
 
 FEATURES = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
-Cli = Callable[..., Any]
 TINY = ["model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice={split: train, start: 100, stop: 250}"]
-KEYS = ["step", "micro_step", "rank", "position"]
 
 
-def record(folder: Path | None = None, **hooks: Any) -> tuple[nn.Module, Any]:
-    """Return a model and the context manager that attaches hooks to it."""
+def record(ids: Any, targets: Any = None, *, rows: int | None = None) -> pd.DataFrame:
+    """Return the samples of one step whose outputs are recorded."""
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
-    return model, instrument.attach(model, hooks or {"f": FEATURES}, out=folder)
+    with instrument.attach(model, {"f": FEATURES}) as probe:
+        probe.batch(ids=ids, targets=targets)
+        model(torch.randn(rows or len(ids), 4))
+        probe.end_step()
+    return samples_of(probe)
 
 
 def samples_of(probe: instrument.Probe) -> pd.DataFrame:
     return probe.sink.frame("samples")  # type: ignore[attr-defined, no-any-return]
 
 
-# ------------------------------------------------------------------------------------------------------------ in a loop
-
-
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, pd.Series])
 def test_batch_accepts_ids_and_targets_in_every_form(form: Callable[[Any], Any]) -> None:
-    model, attached = record()
-    with attached as probe:
-        probe.batch(ids=form([7, 2, 5]), targets=form([0.5, 1.5, -2.0]))
-        model(torch.randn(3, 4))
-        probe.end_step()
-    rows = samples_of(probe)
+    rows = record(form([7, 2, 5]), form([0.5, 1.5, -2.0]))
     assert rows[["position", "sample", "id"]].to_numpy().tolist() == [[0, 7, None], [1, 2, None], [2, 5, None]]
     assert rows.target.tolist() == [0.5, 1.5, -2.0]
     assert set(rows.target_dtype) <= {"float32", "float64"}
@@ -58,12 +55,7 @@ def test_batch_accepts_ids_and_targets_in_every_form(form: Callable[[Any], Any])
 
 @pytest.mark.parametrize("form", [list, np.array, pd.Series])
 def test_ids_may_be_strings(form: Callable[[Any], Any]) -> None:
-    model, attached = record()
-    with attached as probe:
-        probe.batch(ids=form(["b.png", "a.png"]))
-        model(torch.randn(2, 4))
-        probe.end_step()
-    rows = samples_of(probe)
+    rows = record(form(["b.png", "a.png"]))
     assert rows.id.tolist() == ["b.png", "a.png"]
     assert rows["sample"].isna().all()
     assert rows.target.isna().all()
@@ -72,8 +64,8 @@ def test_ids_may_be_strings(form: Callable[[Any], Any]) -> None:
 
 def test_rows_are_written_only_if_a_tensor_is_recorded(tmp_path: Path) -> None:
     hooks = {"f": {**FEATURES, "every": 2}, "seen": {"layers": "0", "kind": "forward", "action": "record"}}
-    model, attached = record(tmp_path / "run", **hooks)
-    with attached as probe:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
         for step in range(4):
             for micro_step in range(2):
                 probe.batch(ids=[10 * step + micro_step, 100])
@@ -90,19 +82,14 @@ def test_rows_are_written_only_if_a_tensor_is_recorded(tmp_path: Path) -> None:
 
 
 def test_all_ids_are_written_without_recorded_tensors() -> None:
-    model = nn.Linear(4, 3)
-    with instrument.attach(model, {}, ids="all") as probe:
-        for step in range(2):
-            probe.batch(ids=[step])
-            model(torch.randn(1, 4))
-            probe.end_step()
+    probe = forward_steps(nn.Linear(4, 3), {}, torch.randn(2, 1, 4), sample_ids=[[0], [1]], ids="all")
     assert samples_of(probe)["sample"].tolist() == [0, 1]
 
 
 def test_batch_is_forgotten_when_the_phase_changes() -> None:
     hooks = {"f": FEATURES, "e": {**FEATURES, "phase": "eval"}}
-    model, attached = record(**hooks)
-    with attached as probe:
+    model = nn.Sequential(nn.Linear(4, 3))
+    with instrument.attach(model, hooks) as probe:
         probe.batch(ids=[1])
         model(torch.randn(1, 4))
         probe.end_step()
@@ -124,8 +111,8 @@ def test_batch_is_forgotten_when_the_phase_changes() -> None:
 
 
 def test_samples_of_an_interrupted_step_are_written() -> None:
-    model, attached = record()
-    with pytest.raises(ZeroDivisionError), attached as probe:  # noqa: PT012
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(ZeroDivisionError), instrument.attach(model, {"f": FEATURES}) as probe:  # noqa: PT012
         probe.batch(ids=[4, 5])
         model(torch.randn(2, 4))
         raise ZeroDivisionError
@@ -134,9 +121,9 @@ def test_samples_of_an_interrupted_step_are_written() -> None:
 
 @pytest.mark.parametrize("part", ["inputs", "targets"])
 def test_batch_modified_in_place_keeps_its_values(part: str) -> None:
-    model, attached = record()
+    model = nn.Sequential(nn.Linear(4, 3))
     ids, targets = torch.tensor([3, 4]), torch.tensor([1, 0])
-    with attached as probe:
+    with instrument.attach(model, {"f": FEATURES}) as probe:
         probe.batch(ids=ids, targets=targets)
         (ids if part == "inputs" else targets).fill_(-100)
         model(torch.randn(2, 4))
@@ -166,16 +153,14 @@ def test_batch_modified_in_place_keeps_its_values(part: str) -> None:
     ],
 )  # fmt: skip
 def test_invalid_ids_and_targets_are_refused(ids: Any, targets: Any, message: str) -> None:
-    model, attached = record()
-    with pytest.raises(ConfigError, match=message), attached as probe:  # noqa: PT012
-        probe.batch(ids=ids, targets=targets)
-        model(torch.randn(2, 4))
-        probe.end_step()
+    with pytest.raises(ConfigError, match=message):
+        record(ids, targets, rows=2)
 
 
 def test_second_batch_in_a_micro_step_is_refused() -> None:
-    model, attached = record()
-    with pytest.raises(ConfigError, match=r"probe\.batch: .*\n +fix +call probe\.end_micro_step"), attached as probe:  # noqa: PT012
+    model = nn.Sequential(nn.Linear(4, 3))
+    message = r"probe\.batch: .*\n +fix +call probe\.end_micro_step"
+    with pytest.raises(ConfigError, match=message), instrument.attach(model, {"f": FEATURES}) as probe:  # noqa: PT012
         probe.batch(ids=[9, 8, 7])
         for _ in range(2):
             probe.batch(ids=[0, 1])
@@ -184,10 +169,7 @@ def test_second_batch_in_a_micro_step_is_refused() -> None:
 
 def test_layer_without_samples_is_allowed_next_to_one_with_samples() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
-    with instrument.attach(model, {"f": {**FEATURES, "layers": "**"}}) as probe:
-        probe.batch(ids=[0, 1])
-        model(torch.randn(2, 4))
-        probe.end_step()
+    probe = forward_steps(model, {"f": {**FEATURES, "layers": "**"}}, [torch.randn(2, 4)], sample_ids=[[0, 1]])
     assert len(samples_of(probe)) == 2
 
 
@@ -199,16 +181,8 @@ def test_rows_as_a_batch_equal_the_rows() -> None:
         assert list(rows[1:]) == list(rows)[1:]
 
 
-@dataclass
-class Pair:
-    x: torch.Tensor
-    labels: torch.Tensor
-
-
-class Weighted(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-    weight: torch.Tensor
+Pair = make_dataclass("Pair", ["x", "labels"])
+Weighted = namedtuple("Weighted", ["x", "y", "weight"])
 
 
 @pytest.mark.parametrize(
@@ -233,18 +207,13 @@ def test_targets_of_a_batch_are_scalars_or_missing(batch: Any, expected: list[fl
     assert (None if targets is None else targets.tolist()) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------ in a run
-
-
-def test_run_writes_dataset_indices_and_targets(cli: Cli) -> None:
+def test_run_writes_dataset_indices_and_targets(tmp_path: Path) -> None:
     hooks = [
         "+hooks.train={layers: layers.0, kind: forward, action: record, tensors: true}",
         "+hooks.eval={layers: layers.0, kind: forward, action: record, tensors: true, phase: eval}",
     ]
-    more = ["train.steps=5", "train.batch_size=20", "train.accumulate=2", "train.eval_every=3", "hydra.run.dir=out"]
-    answer = cli(*TINY, *hooks, *more)
-    assert answer.code == 0, answer.err
-    run = instrument.load("out")
+    more = ["train.steps=5", "train.batch_size=20", "train.accumulate=2", "train.eval_every=3"]
+    run = train_here(tmp_path / "out", *TINY, *hooks, *more)
     rows, tensors = run.samples, run.tensors()
     sizes = rows.groupby(["phase", "step", "micro_step"]).size()
     expected = tensors.groupby(["phase", "step", "micro_step"])["shape"].agg(lambda shapes: shapes.iloc[0][0])
@@ -266,71 +235,53 @@ def test_run_writes_dataset_indices_and_targets(cli: Cli) -> None:
     assert features.X.shape == (150, 8)
 
 
-TRIPLES = """
-import torch
-from torch.utils.data import TensorDataset
-
-import instrument
-
-
-def triples(split):
-    x = torch.arange(40.0).reshape(10, 4)
-    return TensorDataset(x, torch.ones(10), torch.arange(10) * 0.5)  # inputs, weights, targets
+def triples(split: str) -> TensorDataset:
+    return TensorDataset(torch.arange(40.0).reshape(10, 4), torch.ones(10), torch.arange(10) * 0.5)
 
 
 class Selecting:
-    def __call__(self, model, batch):
+    def __call__(self, model: nn.Module, batch: Any) -> instrument.Outcome:
         x, weight, y = batch
-        loss = (weight * (model(x).mean(1) - y) ** 2).mean()
-        return instrument.Outcome(loss=loss, samples=len(x))
+        return instrument.Outcome(loss=(weight * (model(x).mean(1) - y) ** 2).mean(), samples=len(x))
 
-    def sample_targets(self, batch):
+    def sample_targets(self, batch: Any) -> Any:
         return batch[2]
 
 
 class Failing(Selecting):
-    def sample_targets(self, batch):
+    def sample_targets(self, batch: Any) -> Any:
         return batch["y"]
-"""
+
+
 OF_TRIPLES = [
     "model=mlp", "model.sizes=[4,8,3]", "train.steps=2", "train.batch_size=4", "~task",
-    "+data={dataset: {_target_: triples.triples}}", "+data.probe_batch=3",
+    f"+data={{dataset: {{_target_: {__name__}.triples}}}}", "+data.probe_batch=3",
     "+hooks.a={layers: layers.0, kind: forward, action: record, tensors: true}",
     "+hooks.b={layers: layers.0, kind: forward, action: record, tensors: true, phase: eval}",
     "+hooks.c={layers: layers.0, kind: forward, action: record, tensors: true, phase: probe}",
 ]  # fmt: skip
 
 
-def test_task_selects_the_targets_of_triples(cli: Cli, workdir: Path) -> None:
-    (workdir / "triples.py").write_text(TRIPLES)
-    answer = cli(*OF_TRIPLES, "+task={_target_: triples.Selecting}", "hydra.run.dir=out")
-    assert answer.code == 0, answer.err
-    rows = instrument.load("out").samples
+def test_task_selects_the_targets_of_triples(tmp_path: Path) -> None:
+    rows = train_here(tmp_path / "out", *OF_TRIPLES, f"+task={{_target_: {__name__}.Selecting}}").samples
     assert set(rows.phase) == {"train", "eval", "probe"}
     assert rows.target.tolist() == [0.5 * sample for sample in rows["sample"]]
 
 
-def test_error_in_the_selection_of_targets_is_reported_before_the_first_step(cli: Cli, workdir: Path) -> None:
-    (workdir / "triples.py").write_text(TRIPLES)
-    answer = cli(*OF_TRIPLES, "+task={_target_: triples.Failing}", "hydra.run.dir=out")
-    assert answer.code == 2, answer.out
-    assert re.search(
-        r"task: Failing.sample_targets fails \(in .*TypeError: .*; the batch is \[float32", answer.err, re.DOTALL
-    )
-    assert not (workdir / "out").exists()
+def test_error_in_the_selection_of_targets_is_reported_before_the_first_step(tmp_path: Path) -> None:
+    message = r"(?s)task: Failing.sample_targets fails \(in .*TypeError: .*; the batch is \[float32"
+    with pytest.raises(ConfigError, match=message):
+        train_here(tmp_path / "out", *OF_TRIPLES, f"+task={{_target_: {__name__}.Failing}}")
+    assert not (tmp_path / "out").exists()
 
 
-def test_ids_of_all_batches_can_be_written(cli: Cli) -> None:
-    answer = cli(*TINY, "data.ids=all", "train.steps=2", "train.batch_size=100", "hydra.run.dir=out")
-    assert answer.code == 0, answer.err
-    rows = instrument.load("out").samples
+def test_ids_of_all_batches_can_be_written(tmp_path: Path) -> None:
+    rows = train_here(tmp_path / "out", *TINY, "data.ids=all", "train.steps=2", "train.batch_size=100").samples
     assert rows[rows.phase == "train"].groupby("step").size().tolist() == [100, 50]
     assert sorted(rows[rows.phase == "train"]["sample"]) == list(range(100, 250))
     assert len(rows[rows.phase == "eval"]) == 360
 
 
-def test_unknown_value_of_ids_is_refused(cli: Cli) -> None:
-    answer = cli(*TINY, "data.ids=some")
-    assert answer.code == 2
-    assert "data.ids" in answer.err
-    assert "recorded" in answer.err
+def test_unknown_value_of_ids_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data\.ids: (.|\n)*recorded"):
+        compose(*TINY, "data.ids=some")

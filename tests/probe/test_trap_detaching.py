@@ -87,18 +87,3 @@ def test_hooks_of_other_code_are_untouched() -> None:
     assert len(model[0]._forward_hooks) == 1
     train_step(model, optimizer)
     assert len(kept) == 2
-
-
-def test_attaching_twice_applies_twice() -> None:
-    model = net()
-    batch = torch.ones(1, 3)
-    baseline = model(batch).detach()
-    spec = {"double": {"layers": "1", "kind": "forward", "action": "scale", "factor": 2.0}}
-    with instrument.attach(model, spec) as outer:
-        with instrument.attach(model, spec) as inner:
-            assert torch.equal(model(batch), baseline * 4)
-            inner.end_step()
-        assert torch.equal(model(batch), baseline * 2)
-        outer.end_step()
-    assert torch.equal(model(batch), baseline)
-    assert [len(probe.sink.records("effects")) for probe in (outer, inner)] == [2, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, run_step, scale
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -28,7 +30,6 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
 
 
 def full_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
-    """Run a forward pass, a backward pass and an optimizer step."""
     optimizer.zero_grad()
     loss = model(torch.randn(3, 2, 4)).square().mean()
     loss.backward()
@@ -104,7 +105,7 @@ class Net(nn.Module):
         self.functional = nn.Linear(4, 4)
         self.walked = nn.ModuleDict({"0": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.counting = Counting()
+        self.counting = nn.Sequential(OrderedDict(integers=Calls(lambda x: x.detach().long()), number=Calls(to_number)))
 
     def forward(self, x: Tensor) -> Tensor:
         self.dead_end(x)
@@ -116,17 +117,6 @@ class Net(nn.Module):
         x = nn.functional.linear(x, self.functional.weight, self.functional.bias)
         x = self.walked["0"](x)
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Counting(nn.Module):
-    """A module that returns integers, and no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.integers, self.number = ToIntegers(), Number()
-
-    def forward(self, x: Tensor) -> None:
-        self.number(self.integers(x))
 
 
 class Steps(nn.Linear):
@@ -143,30 +133,14 @@ class Steps(nn.Linear):
         optimizer.zero_grad()
 
 
-class Fourier(nn.Linear):
-    """A layer with a complex result inside of its output."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.transform = Transform()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.transform(super().forward(x)).real
+def to_number(x: Tensor) -> int:
+    return int(x.sum())
 
 
-class Transform(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x)
-
-
-class ToIntegers(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach().long()
-
-
-class Number(nn.Module):
-    def forward(self, x: Tensor) -> int:
-        return int(x.sum())
+def fourier() -> nn.Module:
+    """Return a layer with a complex result inside of its output."""
+    parts = {"layer": nn.Linear(4, 4), "transform": Calls(torch.fft.fft), "real": Calls(torch.real)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 class Attention(nn.Module):
@@ -256,13 +230,9 @@ SILENT = {
     "a module after one that raised": Silent(hook("attention", "forward"), reasons.NOT_CALLED, step=raise_in_forward),
     "no backward pass": Silent(hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only),
     "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), reasons.NO_GRAPH),
-    "an intervention on an input without gradient": Silent(
-        {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
-    ),
+    "an intervention on an input without gradient": Silent(scale("full_backward", 2.0, "used"), reasons.NO_GRAPH),
     "an integer output": Silent(hook("counting.integers", "full_backward_pre"), reasons.NO_GRAPH),
-    "an intervention on an integer output": Silent(
-        {"layers": "counting.integers", "kind": "forward", "action": "scale", "factor": 2.0}, "the value has int64"
-    ),
+    "an intervention on an integer output": Silent(scale("forward", 2.0, "counting.integers"), "the value has int64"),
     "an intervention on an integer input": Silent(
         {"layers": "counting.number", "kind": "forward_pre", "action": "clip", "value": 1.0}, "the value has int64"
     ),
@@ -272,20 +242,20 @@ SILENT = {
         "the value has int64",
     ),
     "an intervention on a complex output": Silent(
-        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0},
+        scale("forward", 2.0, "transform"),
         "changes floating-point tensors only, and the value has complex64",
-        model=Fourier,
+        model=fourier,
     ),
     "an intervention on several complex tensors": Silent(
         {"layers": "transform", "kind": "forward", "action": "modify", "together": True}
         | {"fn": {"_target_": f"{__name__}.unchanged"}},
         "the value has complex64",
-        model=Fourier,
+        model=fourier,
     ),
     "a path that an intervention does not find": Silent(
-        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0, "path": "1"},
+        scale("forward", 2.0, "transform", path="1"),
         reasons.NO_TENSOR,
-        model=Fourier,
+        model=fourier,
     ),
     "a gradient that another hook cleared": Silent(hook(".", "post_accumulate_grad"), reasons.CLEARED, model=Steps),
     "an intervention on a gradient that another hook cleared": Silent(
@@ -366,10 +336,8 @@ def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
     model = case.model()
     held = model.get_submodule(case.optimized)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.01, momentum=0.9)
-    with (
-        pytest.warns(InstrumentWarning) as warned,
-        instrument.attach(model, {"mine": case.spec}, optimizer=optimizer) as probe,
-    ):
+    attached = instrument.attach(model, {"mine": case.spec}, optimizer=optimizer)
+    with pytest.warns(InstrumentWarning) as warned, attached as probe:
         for _ in range(max(1, case.expected)):
             case.step(model, optimizer, probe)
             probe.end_step()
@@ -384,10 +352,8 @@ def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
 
 def test_module_called_at_other_steps_is_reported() -> None:
     model = Net()
-    with (
-        pytest.warns(InstrumentWarning, match="it was called at other steps"),
-        instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe,
-    ):
+    warned = pytest.warns(InstrumentWarning, match="it was called at other steps")
+    with warned, instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe:
         for step in range(4):
             if step != 2:
                 model(torch.randn(3, 2, 4))
@@ -398,10 +364,8 @@ def test_module_called_at_other_steps_is_reported() -> None:
 
 def test_several_causes_are_all_reported() -> None:
     model, optimizer = Net(), torch.optim.SGD([torch.zeros(1)])
-    with (
-        pytest.warns(InstrumentWarning, match="fired 1 of 4 times"),
-        instrument.attach(model, {"mine": hook("used", "full_backward_pre")}) as probe,
-    ):
+    warned = pytest.warns(InstrumentWarning, match="fired 1 of 4 times")
+    with warned, instrument.attach(model, {"mine": hook("used", "full_backward_pre")}) as probe:
         model(torch.randn(3, 2, 4)).sum().backward()
         probe.end_step()
         for step in (forward_in_inference_mode, forward_only, forward_only):
@@ -411,12 +375,12 @@ def test_several_causes_are_all_reported() -> None:
     assert row["cause"] == f"{reasons.NO_GRAD}; {reasons.INFERENCE}"
 
 
-def image(size: int = 32) -> Callable[[], dict[str, Any]]:
-    return lambda: {"": torch.randn(4, 3, size, size)}
-
-
 def features(*shape: int) -> Callable[[], dict[str, Any]]:
     return lambda: {"": torch.randn(*shape)}
+
+
+def image(size: int = 32) -> Callable[[], dict[str, Any]]:
+    return lambda: {"": torch.randn(4, 3, size, size)}
 
 
 def vision(name: str, **more: Any) -> Callable[[], nn.Module]:
@@ -452,16 +416,10 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "squeezenet1_1": (vision("squeezenet1_1"), image(64)),
     "mnasnet0_5": (vision("mnasnet0_5"), image(64)),
     "mobilenet_v2": (vision("mobilenet_v2"), image(64)),
-    "encoder": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
-        features(3, 2, 4),
-    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), features(3, 2, 4)),
     "regnet_x_400mf": (vision("regnet_x_400mf"), image(64)),
     "convnext_tiny": (vision("convnext_tiny"), image(64)),
-    "gpt2": (
-        of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
-        tokens,
-    ),
+    "gpt2": (of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"), tokens),
     "llama": (of_transformers("LlamaForCausalLM", **WIDE), tokens),
     "bert": (of_transformers("BertLMHeadModel", is_decoder=True, **WIDE), tokens),
 }
@@ -488,7 +446,6 @@ ALL_HOOKS = {
 
 
 def total(output: Any) -> Tensor:
-    """Return a loss that depends on all outputs."""
     if isinstance(output, Tensor):
         return output.float().square().mean()
     found = output.values() if isinstance(output, dict) else output
@@ -535,11 +492,7 @@ class Encoder(nn.Module):
 
 
 GRAPHS: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
-    "fx": (
-        lambda: torch.fx.symbolic_trace(Encoder()),
-        ["layers"],
-        ["layers.0", "layers.1", "head"],
-    ),
+    "fx": (lambda: torch.fx.symbolic_trace(Encoder()), ["layers"], ["layers.0", "layers.1", "head"]),
     "export": (
         lambda: torch.export.export(Encoder(), (torch.ones(3, 4),)).module(check_guards=False),
         ["layers", "layers.0", "head"],
@@ -561,11 +514,8 @@ def test_modules_that_a_graph_inlines_are_reported(name: str) -> None:
     assert coverage == {"": (1, ""), **dict.fromkeys(called, (1, "")), **dict.fromkeys(inlined, (0, reasons.INLINED))}
     seen = [row["path"].partition(".")[0] for row in probe.sink.records("stats") if row["hook"] == "functions"]
     assert seen == ["linear", "relu", "linear", "tanh"]
-    with (
-        pytest.raises(instrument.ConfigError, match="use kind function at the module of the graph"),
-        instrument.attach(model, {"seen": hook(inlined[-1], "forward")}),
-    ):
-        pass
+    with pytest.raises(instrument.ConfigError, match="use kind function at the module of the graph"):
+        instrument.attach(model, {"seen": hook(inlined[-1], "forward")}).__enter__()
 
 
 def test_fast_path_disabled_by_hooks_is_reported() -> None:
@@ -575,20 +525,18 @@ def test_fast_path_disabled_by_hooks_is_reported() -> None:
     batch = torch.randn(3, 2, 4)
     with torch.no_grad():
         baseline = model(batch)
-        with instrument.attach(model, {"seen": hook("layers.0.linear1", "forward")}) as probe:
-            assert torch.allclose(model(batch), baseline, atol=1e-6)
-            probe.end_step()
+        output, probe = run_step(model, {"seen": hook("layers.0.linear1", "forward")}, batch)
+    assert torch.allclose(output, baseline, atol=1e-6)
     assert [(row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(1, "")]
     (event,) = probe.sink.records("events")
     assert (event["rule"], event["severity"], event["layer"]) == ("fast_path", "info", "layers.0")
     assert "disable PyTorch's fast path" in event["message"]
-    functions = {**hook(".", "function"), "functions": "linear"}
-    with torch.no_grad(), instrument.attach(model, {"seen": functions}) as probe:
-        assert torch.allclose(model(batch), baseline, atol=1e-6)
-        probe.end_step()
+    with torch.no_grad():
+        output, probe = run_step(model, {"seen": hook(".", "function", functions="linear")}, batch)
+    assert torch.allclose(output, baseline, atol=1e-6)
     (event,) = probe.sink.records("events")
     assert event["message"].startswith("hooks inside layers.0, layers.1 disable")
-    with torch.no_grad(), instrument.attach(model, {"seen": hook(".", "forward")}) as probe:
-        assert torch.equal(model(batch), baseline)  # the fast path is restored
-        probe.end_step()
+    with torch.no_grad():
+        output, probe = run_step(model, {"seen": hook(".", "forward")}, batch)
+    assert torch.equal(output, baseline)  # the fast path is restored
     assert not probe.sink.records("events")

@@ -6,24 +6,20 @@ import weakref
 
 import pytest
 import torch
+from hook_runs import keep, record, run_step, tensors_by
 from torch import Tensor, nn
 
 import instrument
 from instrument import Probe
 
-GRADIENTS = {
-    kind: {"layers": "0", "params": "weight", "kind": kind, "action": "record", "tensors": True}
-    for kind in ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
-} | {"flow": {"layers": "0", "kind": "full_backward", "role": "grad_output", "action": "record", "tensors": True}}
+KINDS = ("parameter_grad", "parameter_grad_micro", "post_accumulate_grad")
+GRADIENTS = {kind: keep(kind, "0", params="weight") for kind in KINDS}
+GRADIENTS["flow"] = keep("full_backward", "0", role="grad_output")
 
 
 def make() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(5, 3)
-
-
-def recorded(probe: Probe) -> dict[str, Tensor]:
-    return {row["hook"]: row["values"] for row in probe.sink.records("tensors")}
 
 
 def train(scaled: bool, factor: float = 1.0, fused: bool = False) -> tuple[Probe, nn.Module]:
@@ -41,7 +37,7 @@ def train(scaled: bool, factor: float = 1.0, fused: bool = False) -> tuple[Probe
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_recorded_unscaled(fused: bool) -> None:
-    unscaled, scaled = recorded(train(False, fused=fused)[0]), recorded(train(True, fused=fused)[0])
+    unscaled, scaled = (tensors_by(train(scaled, fused=fused)[0], "hook") for scaled in (False, True))
     assert unscaled.keys() == scaled.keys() == GRADIENTS.keys()
     for hook, values in unscaled.items():
         torch.testing.assert_close(scaled[hook], values, msg=hook)
@@ -55,11 +51,8 @@ def test_step_skipped_by_the_scaler_is_marked(fused: bool) -> None:
     if not fused:  # a fused optimizer is called but does nothing
         causes = {row["hook"]: row["cause"] for row in probe.coverage()}
         assert causes["parameter_grad"].startswith("the gradient scaler skipped the optimizer's step")
-
-
-def test_step_without_scaler_is_not_marked() -> None:
-    assert [row["skipped"] for row in train(False)[0].sink.records("metrics")] == [None]
-    assert [row["skipped"] for row in train(True)[0].sink.records("metrics")] == [False]
+    for scaled, skipped in ((True, False), (False, None)):
+        assert [row["skipped"] for row in train(scaled)[0].sink.records("metrics")] == [skipped]
 
 
 def test_clip_uses_the_unscaled_gradient_of_a_fused_optimizer() -> None:
@@ -120,7 +113,7 @@ def test_clip_handles_float16_gradients_that_underflow_unscaled() -> None:
 
 def test_replaced_module_is_reported() -> None:
     model, batch = make()
-    with instrument.attach(model, {"seen": {"layers": "*", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(model, {"seen": record("forward", "*")}) as probe:
         for step in range(3):
             model(batch)
             probe.end_step()
@@ -137,17 +130,14 @@ def test_replaced_module_is_reported() -> None:
 def test_proxy_of_a_module_is_no_part_of_the_model() -> None:
     model = nn.Bilinear(2, 2, 2)
     model.itself = weakref.proxy(model)
-    with instrument.attach(model, {"own": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
-        model(torch.ones(1, 2), torch.ones(1, 2))
-        probe.end_step()
+    _, probe = run_step(model, {"own": record("forward")}, torch.ones(1, 2), torch.ones(1, 2))
     assert [row["layer"] for row in probe.sink.records("stats")] == [""]
 
 
 def test_replaced_parameter_is_hooked_again() -> None:
     model, batch = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = {"layers": "0", "kind": "post_accumulate_grad", "action": "record"}
-    with instrument.attach(model, {"sums": hook}, optimizer=optimizer) as probe:
+    with instrument.attach(model, {"sums": record("post_accumulate_grad", "0")}, optimizer=optimizer) as probe:
         for _ in range(2):
             model(batch).square().mean().backward()
             probe.end_step()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import run_in
-
-import instrument
+from conftest import finished
 
 pytestmark = pytest.mark.slow
 
@@ -16,11 +15,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The statistics of the updates, divided by the learning rate."""
-    folder = tmp_path_factory.mktemp("adam_update")
     command = "-m +exp=adam_update optimizer.lr=0.001,0.01 hooks.rescale.factor=1,100 seed=0,1,2 quiet=true"
-    answer = run_in(folder, *command.split(), "hydra.sweep.dir=runs")
-    assert answer.code == 0, answer.err
-    rows = instrument.load(folder / "runs").stats.query("hook == 'updates'").copy()
+    sweep = finished(tmp_path_factory.mktemp("adam_update") / "runs", *command.split())
+    rows = sweep.stats.query("hook == 'updates'").copy()
     rows[["rms", "abs_max"]] = rows[["rms", "abs_max"]].div(rows["optimizer.lr"], axis=0)
     return rows
 
@@ -38,12 +35,10 @@ def test_updates_do_not_depend_on_the_scale_of_the_gradients(updates: pd.DataFra
     assert rms[100].to_numpy() == pytest.approx(rms[1].to_numpy(), rel=1e-2)
 
 
-def test_first_gradient_after_zeros_reaches_the_bound(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("adam_sparse")
+def test_first_gradient_after_zeros_reaches_the_bound(tmp_path: Path) -> None:
     sparse = "+hooks.sparse={layers: '**', kind: parameter_grad, action: modify, fn: zero, stop: 400}"
-    command = "+exp=adam_update optimizer.betas=[0.5,0.99] train.steps=401 rules=none quiet=true hydra.run.dir=runs"
-    answer = run_in(folder, *command.split(), sparse)
-    assert answer.code == 0, answer.err
-    update = instrument.load(folder / "runs").stats.query("hook == 'updates'").groupby("step").abs_max.max() / 0.001
+    command = "+exp=adam_update optimizer.betas=[0.5,0.99] train.steps=401 rules=none quiet=true"
+    stats = finished(tmp_path / "runs", *command.split(), sparse).stats
+    update = stats.query("hook == 'updates'").groupby("step").abs_max.max() / 0.001
     assert update.loc[:399].max() == 0
     assert update[400] == pytest.approx(0.5 / math.sqrt(0.01 / (1 - 0.99**401)), rel=1e-2)

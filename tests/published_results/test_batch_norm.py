@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from conftest import run_in
+from conftest import finished
 from torch import Tensor
 
 import instrument
@@ -47,8 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
         ("plain", ("apply.normalize=null",)),
         ("noisy", ("hooks.gradients=null", NOISE)),
     ):
-        answer = run_in(folder, *command.split(), *fields, f"hydra.sweep.dir={name}")
-        assert answer.code == 0, answer.err
+        finished(folder / name, *command.split(), *fields)
     return instrument.load(folder)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import finished
 
 import instrument
 
@@ -20,8 +20,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     folder = tmp_path_factory.mktemp("glorot_init")
     for name, weights in (("normalized", ()), ("standard", ("apply.weights=null",))):
         seeds = f"seed={','.join(map(str, range(SEEDS)))}"
-        answer = run_in(folder, "-m", "+exp=glorot_init", seeds, *weights, f"hydra.sweep.dir={name}", "quiet=true")
-        assert answer.code == 0, answer.err
+        finished(folder / name, "-m", "+exp=glorot_init", seeds, *weights, "quiet=true")
     return instrument.load(folder)
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_in
-
-import instrument
+from conftest import finished
 
 pytestmark = pytest.mark.slow
 
@@ -17,16 +15,9 @@ MEASURED_CNN = (*CNN, "data.slice.stop=200", "task=cross_entropy")
 CLIP = '{layers: "**", kind: parameter_grad, action: clip, norm: 0.5}'
 
 
-def run(folder: Path, name: str, *arguments: str) -> Path:
-    """Run an experiment, and return the folder of the run."""
-    answer = run_in(folder, *arguments, f"hydra.run.dir=runs/{name}", "quiet=true")
-    assert answer.code == 0, answer.err
-    return folder / "runs" / name
-
-
 def noise_norms(folder: Path, name: str, *arguments: str) -> np.ndarray:
     """Return the norm of the gradient noise of each sample."""
-    rows = instrument.load(run(folder, name, "+exp=gradient_tails", *arguments)).tensors(hook="gradients")
+    rows = finished(folder / name, "+exp=gradient_tails", *arguments, "quiet=true").tensors(hook="gradients")
     samples = rows.groupby("step")["values"]
     gradients = np.stack([np.concatenate([each.ravel() for each in values]) for _, values in samples])
     assert len(gradients) == 200
@@ -51,9 +42,9 @@ def test_initial_transformer_has_heavier_tails_than_the_cnn(tmp_path: Path, seed
 
 def test_trained_cnn_has_heavier_tails_than_the_transformer(tmp_path: Path) -> None:
     training = ("+exp=language", "optimizer.lr=0.003", "train.save=true")
-    weights = run(tmp_path, "trained_transformer", *training)
+    weights = finished(tmp_path / "trained_transformer", *training, "quiet=true").path
     transformer = noise_norms(tmp_path, "transformer", f"init_from={weights}")
-    weights = run(tmp_path, "trained_cnn", *CNN, "train.save=true")
+    weights = finished(tmp_path / "trained_cnn", *CNN, "train.save=true", "quiet=true").path
     cnn = noise_norms(tmp_path, "cnn", *MEASURED_CNN, f"init_from={weights}")
     assert spread(cnn) > 3 * spread(transformer)
 
@@ -62,7 +53,7 @@ def test_trained_cnn_has_heavier_tails_than_the_transformer(tmp_path: Path) -> N
 def test_clipping_prevents_divergence(tmp_path: Path, seed: int) -> None:
     def loss(name: str, *arguments: str) -> float:
         training = ("+exp=language", "train.steps=200", f"seed={seed}", "hooks.blocks=null", "hooks.gradients=null")
-        trained = instrument.load(run(tmp_path, name, *training, *arguments))
+        trained = finished(tmp_path / name, *training, *arguments, "quiet=true")
         return float(trained.metrics.query("phase == 'train' and step >= 180")["loss"].mean(skipna=False))
 
     clipped = loss("clipped", "optimizer=sgd", "optimizer.lr=1", f"hooks.tame={CLIP}")

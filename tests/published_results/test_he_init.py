@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import finished
 
 import instrument
 
@@ -18,11 +18,8 @@ LAYERS, XAVIER, HE = 30, "xavier_normal_", "kaiming_normal_"
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    folder = tmp_path_factory.mktemp("he_init")
-    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=0,1,2 hydra.sweep.dir=runs quiet=true"
-    answer = run_in(folder, *command.split())
-    assert answer.code == 0, answer.err
-    return instrument.load(folder / "runs")
+    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=0,1,2 quiet=true"
+    return finished(tmp_path_factory.mktemp("he_init") / "runs", *command.split())
 
 
 @pytest.fixture(scope="module")

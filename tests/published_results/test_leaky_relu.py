@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import finished
 
 import instrument
 
@@ -17,8 +17,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     folder = tmp_path_factory.mktemp("leaky_relu")
     command = "-m +exp=leaky_relu scheduler.max_lr=0.1,1 seed=0,1,2 quiet=true"
     for name, fields in (("leaky", ()), ("relu", ("apply.leaky=null",))):
-        answer = run_in(folder, *command.split(), *fields, f"hydra.sweep.dir={name}")
-        assert answer.code == 0, answer.err
+        finished(folder / name, *command.split(), *fields)
     return instrument.load(folder)
 
 

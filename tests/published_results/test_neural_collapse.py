@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_in
+from conftest import finished
 
 import instrument
 
@@ -15,9 +15,8 @@ pytestmark = pytest.mark.slow
 CLASSES = 10
 
 
-def collapse(folder: Path, step: int) -> dict[str, float]:
+def collapse(run: instrument.Run, step: int) -> dict[str, float]:
     """Return the measures of the paper after a number of steps."""
-    run = instrument.load(folder)
     features, targets, _ = run.features("layers.2", step=step)
     weight = run.tensors(hook="classifier", step=step - 1)["values"].iloc[0]
     means = np.stack([features[targets == c].mean(0) for c in range(CLASSES)])
@@ -39,11 +38,10 @@ def collapse(folder: Path, step: int) -> dict[str, float]:
 
 def trained(folder: Path, *arguments: str) -> tuple[dict[str, float], dict[str, float]]:
     """Run the experiment, and return the measures after 100 and after 1,500 steps. The training error is then zero."""
-    answer = run_in(folder, "+exp=neural_collapse", *arguments, "hydra.run.dir=runs/one", "quiet=true")
-    assert answer.code == 0, answer.err
-    accuracy = instrument.load(folder / "runs/one").metrics.query("phase == 'eval'").set_index("step")["accuracy"]
+    run = finished(folder / "one", "+exp=neural_collapse", *arguments, "quiet=true")
+    accuracy = run.metrics.query("phase == 'eval'").set_index("step")["accuracy"]
     assert accuracy[1500] > 0.995
-    return collapse(folder / "runs/one", 100), collapse(folder / "runs/one", 1500)
+    return collapse(run, 100), collapse(run, 1500)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

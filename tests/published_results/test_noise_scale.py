@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import finished
 
-import instrument
 from instrument.analysis.load import Run
 
 pytestmark = pytest.mark.slow
@@ -18,12 +17,6 @@ EXPERIMENT = ("+exp=noise_scale", "quiet=true")
 SMALL, MICRO_BATCHES = 32, 16
 LARGE = SMALL * MICRO_BATCHES
 SEEDS = (0, 1, 2)
-
-
-def run(folder: Path, name: str, *arguments: str) -> Run:
-    answer = run_in(folder, *EXPERIMENT, *arguments, f"hydra.run.dir=runs/{name}")
-    assert answer.code == 0, answer.err
-    return instrument.load(folder / "runs" / name)
 
 
 def estimates(run: Run) -> pd.DataFrame:
@@ -39,7 +32,7 @@ def estimates(run: Run) -> pd.DataFrame:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path, seed: int) -> None:
-    trained = run(tmp_path, "trained", f"seed={seed}")
+    trained = finished(tmp_path / "trained", *EXPERIMENT, f"seed={seed}")
     table = estimates(trained)
     table["loss"] = trained.metrics.query("phase == 'train'").set_index("step")["loss"]
     means = table.groupby(table.index // 15).mean()
@@ -51,11 +44,13 @@ def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path, seed: int) -> No
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_estimate_equals_the_noise_scale_of_all_samples(tmp_path: Path, seed: int) -> None:
-    means = estimates(run(tmp_path, "fixed", f"seed={seed}", "optimizer.lr=0", "train.steps=60")).mean()
+    fixed = finished(tmp_path / "fixed", *EXPERIMENT, f"seed={seed}", "optimizer.lr=0", "train.steps=60")
+    means = estimates(fixed).mean()
 
     def squared_norms(name: str, batch_size: int) -> float:
         arguments = ("mode=forward", "forward.grad=true", "hooks.large=null", f"train.batch_size={batch_size}")
-        recorded = run(tmp_path, name, f"seed={seed}", "train.accumulate=1", "data.sampler=null", *arguments)
+        batches = ("train.accumulate=1", "data.sampler=null")
+        recorded = finished(tmp_path / name, *EXPERIMENT, f"seed={seed}", *batches, *arguments)
         return float((recorded.stats["l2"] ** 2).groupby(recorded.stats["step"]).sum().mean())
 
     signal = squared_norms("all", 1024)

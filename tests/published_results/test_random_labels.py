@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
-from conftest import run_in
-
-import instrument
+from conftest import finished
 
 pytestmark = pytest.mark.slow
 
@@ -17,12 +15,9 @@ SEEDS = (0, 1, 2)
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The metrics of all seeds, with and without random labels."""
-    folder = tmp_path_factory.mktemp("random_labels")
     seeds = ",".join(map(str, SEEDS))
-    arguments = ("-m", "+exp=random_labels", f"{FRACTION}=0,0.5,1", f"seed={seeds}", "hydra.sweep.dir=runs/sweep")
-    answer = run_in(folder, *arguments, "quiet=true")
-    assert answer.code == 0, answer.err
-    found = instrument.load(folder / "runs/sweep").metrics
+    arguments = ("-m", "+exp=random_labels", f"{FRACTION}=0,0.5,1", f"seed={seeds}", "quiet=true")
+    found = finished(tmp_path_factory.mktemp("random_labels") / "sweep", *arguments).metrics
     return found.set_index([FRACTION, "seed"]).sort_index()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import finished
 
 import instrument
 
@@ -17,12 +19,10 @@ GAINS, LAST, EARLY = [0.5, 0.8, 1.0, 1.25, 1.5], 31, 3
 @pytest.fixture(scope="module")
 def norms(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The norm of the gradient of each hidden state (rows) for each singular value and seed (columns)."""
-    folder = tmp_path_factory.mktemp("recurrent_gradients")
     gains = f"apply.recurrent.gain={','.join(map(str, GAINS))}"
-    command = "-m +exp=recurrent_gradients seed=0,1,2 train.steps=1 quiet=true hydra.sweep.dir=runs"
-    answer = run_in(folder, *command.split(), gains)
-    assert answer.code == 0, answer.err
-    rows = instrument.load(folder / "runs").stats.query("hook == 'through_time'")
+    command = "-m +exp=recurrent_gradients seed=0,1,2 train.steps=1 quiet=true"
+    sweep = finished(tmp_path_factory.mktemp("recurrent_gradients") / "runs", *command.split(), gains)
+    rows = sweep.stats.query("hook == 'through_time'")
     return rows.pivot(index="call", columns=["apply.recurrent.gain", "seed"], values="l2")
 
 
@@ -41,13 +41,11 @@ def test_rate_per_time_step_follows_the_singular_value(norms: pd.DataFrame) -> N
     assert (np.diff(rates.to_numpy(), axis=0) > 0).all()
 
 
-def test_exploding_gradients_need_a_clip(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("clipping")
+def test_exploding_gradients_need_a_clip(tmp_path: Path) -> None:
     command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=0,1,2 quiet=true rules=none"
     for name, fields in (("clipped", ()), ("unclipped", ("hooks.clip=null",))):
-        answer = run_in(folder, *command.split(), *fields, f"hydra.sweep.dir={name}")
-        assert answer.code == 0, answer.err
-    runs = instrument.load(folder).runs
+        finished(tmp_path / name, *command.split(), *fields)
+    runs = instrument.load(tmp_path).runs
     accuracy = runs.groupby(runs.run.str.partition("/")[0]).accuracy
     assert accuracy.min()["clipped"] > accuracy.max()["unclipped"] + 0.2
     assert accuracy.mean()["clipped"] > 0.65

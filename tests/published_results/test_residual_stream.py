@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import run_in
-
-import instrument
+from conftest import finished
 
 pytestmark = pytest.mark.slow
 
@@ -17,11 +16,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The rms of the residual stream after each layer (rows) for each step and seed (columns)."""
-    folder = tmp_path_factory.mktemp("residual_stream")
     command = "-m +exp=residual_stream seed=0,1,2 quiet=true"
-    answer = run_in(folder, *command.split(), "hydra.sweep.dir=runs")
-    assert answer.code == 0, answer.err
-    rows = instrument.load(folder / "runs").stats.query("hook == 'stream'")
+    sweep = finished(tmp_path_factory.mktemp("residual_stream") / "runs", *command.split())
+    rows = sweep.stats.query("hook == 'stream'")
     return rows.pivot_table(index="layer", columns=["step", "seed"], values="rms", sort=False)
 
 
@@ -43,14 +40,9 @@ def test_trained_stream_grows_linearly_and_not_exponentially(stream: pd.DataFram
         assert linear > exponential
 
 
-def test_last_gradient_falls_with_depth_for_pre_norm_only(tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("depth")
-    command = (
-        "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=0,1,2 train.steps=1 quiet=true"
-    )
-    answer = run_in(folder, *command.split(), "hydra.sweep.dir=runs")
-    assert answer.code == 0, answer.err
-    rows = instrument.load(folder / "runs").stats.query("hook == 'gradients'")
+def test_last_gradient_falls_with_depth_for_pre_norm_only(tmp_path: Path) -> None:
+    command = "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=0,1,2 train.steps=1"
+    rows = finished(tmp_path / "runs", *command.split(), "quiet=true").stats.query("hook == 'gradients'")
     last = rows[rows.layer.str.split(".").str[1].astype(int) == rows["model.layers"] - 1]
     norms = last.pivot(index=["apply.order.value", "seed"], columns="model.layers", values="l2")
     factors = norms[12] / norms[3]

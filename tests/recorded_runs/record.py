@@ -14,17 +14,11 @@ from torch import Tensor, nn
 
 import instrument
 
+TENSORS = {"action": "record", "stats": "none", "tensors": True}
 HOOKS = {
     "activations": {"layers": "**", "exclude": "3.self_attn.out_proj", "kind": "forward", "action": "record"},
     "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
-    "kept": {
-        "layers": ["0", "3", "5"],
-        "kind": "forward",
-        "action": "record",
-        "stats": "none",
-        "tensors": True,
-        "steps": [0],
-    },
+    "kept": {**TENSORS, "layers": ["0", "3", "5"], "kind": "forward", "steps": [0]},
 }
 
 

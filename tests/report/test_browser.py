@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
@@ -38,14 +39,12 @@ class OpenReport:
         page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
 
     def open(self, file: Path) -> None:
-        """Open a page from disk and wait until it is drawn."""
         self.address = file.as_uri()
         self.page.goto(self.address)
         self.page.wait_for_selector("html[data-drawn=yes]")
         self.chosen: list[tuple[str, str]] = self._chosen()
 
     def check(self) -> None:
-        """Assert that there were no errors and no requests."""
         assert self.errors == []
         assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.address]
 
@@ -61,7 +60,6 @@ class OpenReport:
         return [(select, value) for select, value in chosen]
 
     def plot(self, chart: str) -> list[dict[str, Any]]:
-        """Return the traces of a chart from the browser."""
         traces: list[dict[str, Any]] = self.page.evaluate(
             "id => document.getElementById(id).data.map(({type, name, x, y, z, customdata, zmin, zmax, visible}) =>"
             " ({type, name, x, y, z, customdata, zmin, zmax, visible}))",
@@ -70,11 +68,9 @@ class OpenReport:
         return traces
 
     def choose(self, select: str, choice: str) -> None:
-        """Select an entry of a drop-down by its label."""
         self.page.select_option(f"#{select}", label=choice)
 
     def choices(self, select: str) -> list[str]:
-        """Return the labels of the entries of a drop-down."""
         return self.page.locator(f"#{select} option").all_text_contents()
 
 
@@ -98,7 +94,6 @@ def open_report(
 
 @pytest.fixture
 def open_page(browser: Browser, page_file: Path) -> Open:
-    """Function that opens a report."""
     return partial(open_report, browser, page_file)
 
 
@@ -116,6 +111,11 @@ def full_report(full_report_page: OpenReport) -> Iterator[OpenReport]:
     full_report_page.check()
 
 
+def close_to(rows: pd.DataFrame, condition: str, column: str) -> Any:
+    """Return the values of a column in the rows of a condition by step, with the digits of the page."""
+    return pytest.approx(rows.query(condition).sort_values("step")[column].tolist(), rel=1e-5)
+
+
 def test_heat_map_shows_the_table_and_follows_the_drop_downs(
     full_report: OpenReport, reported_run: instrument.Run
 ) -> None:
@@ -128,18 +128,14 @@ def test_heat_map_shows_the_table_and_follows_the_drop_downs(
     ]
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0", "1", "2", "3", "."]
-    std = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["std"]
-    assert trace["customdata"][1] == pytest.approx(std.tolist(), rel=1e-5)
-    assert trace["z"][1] == pytest.approx(std.tolist(), rel=1e-5)
+    assert trace["customdata"][1] == trace["z"][1] == close_to(stats, "hook == 'acts' and layer == '1'", "std")
     full_report.choose("heatmap-statistic", "max")
     (trace,) = full_report.plot("heatmap-chart")
-    largest = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["max"]
-    assert trace["customdata"][1] == pytest.approx(largest.tolist(), rel=1e-5)
+    assert trace["customdata"][1] == close_to(stats, "hook == 'acts' and layer == '1'", "max")
     full_report.choose("heatmap-series", "gradients: parameter_grad param_grad")
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    largest = stats.query("hook == 'gradients' and layer == '3' and path == 'bias'").sort_values("step")["max"]
-    assert trace["customdata"][3] == pytest.approx(largest.tolist(), rel=1e-5)
+    assert trace["customdata"][3] == close_to(stats, "hook == 'gradients' and layer == '3' and path == 'bias'", "max")
     full_report.choose("heatmap-scale", "log")
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["z"][3] != trace["customdata"][3]
@@ -153,9 +149,8 @@ def test_click_on_the_heat_map_opens_the_layer(full_report: OpenReport, reported
     full_report.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.7)
     full_report.page.wait_for_function("document.getElementById('layer-title').textContent === '3, Linear'")
     (curve,) = [trace for trace in full_report.plot("layer-curves") if trace["visible"] is True]
-    expected = reported_run.stats.query("hook == 'acts' and layer == '3'").sort_values("step")["std"]
     assert curve["name"] == "std"
-    assert curve["y"] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert curve["y"] == close_to(reported_run.stats, "hook == 'acts' and layer == '3'", "std")
     bands = {trace["name"] for trace in full_report.plot("layer-range") if trace["name"]}
     assert bands == {"1 to 99%", "5 to 95%", "25 to 75%", "median"}
     columns = full_report.plot("layer-histogram")
@@ -185,20 +180,18 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
     assert full_report.choices("units-choice")[0] == "dead_fraction of acts: forward output"
     (units,) = full_report.plot("units-chart")
     assert (units["zmin"], units["zmax"]) == (0, 1)
-    dead = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["dead_fraction"]
-    assert units["z"][units["y"].index("1")] == pytest.approx(dead.tolist(), rel=1e-5)
-    before, after, changed = full_report.plot("effects-chart")
-    effects = reported_run.effects.query("layer == '0' and path == 'weight'").sort_values("step")
-    assert before["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
-    assert after["y"] == pytest.approx(effects["norm_after"].tolist(), rel=1e-5)
-    assert changed["y"] == pytest.approx(effects["changed_fraction"].tolist(), rel=1e-5)
+    dead = close_to(stats, "hook == 'acts' and layer == '1'", "dead_fraction")
+    assert units["z"][units["y"].index("1")] == dead
+    for trace, column in zip(
+        full_report.plot("effects-chart"), ("norm_before", "norm_after", "changed_fraction"), strict=True
+    ):
+        assert trace["y"] == close_to(reported_run.effects, "layer == '0' and path == 'weight'", column)
     full_report.choose("effects-location", "3.bias")
-    effects = reported_run.effects.query("layer == '3' and path == 'bias'").sort_values("step")
-    assert full_report.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
+    expected = close_to(reported_run.effects, "layer == '3' and path == 'bias'", "norm_before")
+    assert full_report.plot("effects-chart")[0]["y"] == expected
 
 
 def last_mosaic(report: OpenReport) -> dict[str, Any]:
-    """Return the last mosaic of the feature maps from the browser."""
     trace: dict[str, Any] = report.page.evaluate(
         "(({z, customdata, zmin, zmax}) => ({z, customdata, zmin, zmax}))"
         "([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
@@ -213,11 +206,9 @@ def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_
         "[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)"
     )
     assert kinds == ["image", "heatmap"] * 6
-    mosaic = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0].z")
+    first = last_mosaic(full_report)
+    mosaic, limits = first["z"], (first["zmin"], first["zmax"])
     assert [row[:6] for row in mosaic[:6]] == [pytest.approx(row, rel=1e-5) for row in tensors[0, 0].tolist()]
-    limits = full_report.page.evaluate(
-        "(({zmin, zmax}) => [zmin, zmax])([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
-    )
     assert limits[0] == -limits[1] < 0
     every = reported_run.tensors(hook="maps")
     assert limits[1] == pytest.approx(max(np.abs(values[0]).max() for values in every["values"]), rel=1e-5)
@@ -353,15 +344,11 @@ def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
     )
     assert hidden == ["maps", "interventions"]
+    assert small_report.choices("updates-series") == ["first: step_post update", "last: step_post update"]
     assert small_report.page.locator("#panel-attention").count() == 0
     links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
     assert links == ["#findings", "#training", "#layers", "#flow", "#units", "#coverage", "#events", "#model"]
     assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")
-
-
-@pytest.mark.slow
-def test_very_large_charts_are_drawn(small_report: OpenReport) -> None:
-    assert small_report.page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
 @pytest.mark.slow
@@ -370,6 +357,7 @@ def test_zero_has_its_own_color_on_a_logarithmic_scale(small_report: OpenReport)
     least, zero, low, edge, high = small_report.page.evaluate(scale)
     position = [(value - low) / (high - low) for value in (least, zero)]
     assert position[1] < edge < position[0]
+    assert small_report.page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
 def test_histogram_of_a_dead_layer_is_visible(small_report: OpenReport) -> None:
@@ -378,13 +366,6 @@ def test_histogram_of_a_dead_layer_is_visible(small_report: OpenReport) -> None:
     columns = small_report.page.evaluate("document.getElementById('layer-histogram').data.map(({y, z}) => [y, z])")
     assert len(columns) == 2
     assert all(y[0] < 0.0 < y[1] and z == [[0.0]] for y, z in columns)  # one bin with all elements: log10(1)
-
-
-def test_updates_of_all_hooks_can_be_selected(small_report: OpenReport) -> None:
-    assert small_report.page.locator("#updates-series option").all_text_contents() == [
-        "first: step_post update",
-        "last: step_post update",
-    ]
 
 
 @pytest.mark.slow

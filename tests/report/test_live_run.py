@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from attached_runs import train_step
 from report_fixtures import EVERYTHING
 from run_folders import write_run
 from torch import nn
@@ -24,18 +25,11 @@ from instrument.storage import parquet
 from instrument.storage.remote_folder import folder_at
 
 STEPS = 24
-
-
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.AttachedProbe) -> None:
-    loss = model(torch.randn(8, 4)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    probe.end_step(loss=loss, samples=8)
+Watched = tuple[Path, LiveRun, list[int]]
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LiveRun, list[int]]]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Run that is refreshed after some steps; journals become Parquet parts several times. With the rows of each refresh."""
     folder = tmp_path_factory.mktemp("live") / "run"
     torch.manual_seed(0)
@@ -48,7 +42,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Li
             live = LiveRun(folder)
             stats = NewRows(folder, "stats", ["step", "layer", "hook", "position"])
             for step in range(STEPS):
-                train_step(model, optimizer, probe)
+                train_step(model, optimizer, probe, torch.randn(8, 4))
                 if step % 5 != 2:
                     live.refresh()
                     sizes.append(sum(rows.num_rows for rows in stats.read(float("inf"))))
@@ -57,7 +51,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Li
     return folder, live, sizes
 
 
-def test_each_row_is_read_once_across_journals_and_parts(watched: tuple[Path, LiveRun, list[int]]) -> None:
+@pytest.fixture
+def copy(watched: Watched, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(watched[0], tmp_path / "copy"))
+
+
+def test_each_row_is_read_once_across_journals_and_parts(watched: Watched) -> None:
     folder, _, sizes = watched
     run = instrument.load(folder)
     assert len(list((folder / "stats").iterdir())) > 3
@@ -66,7 +65,7 @@ def test_each_row_is_read_once_across_journals_and_parts(watched: tuple[Path, Li
     assert set(sizes) <= {0, per_step, 2 * per_step}
 
 
-def test_values_are_those_of_the_tables(watched: tuple[Path, LiveRun, list[int]]) -> None:
+def test_values_are_those_of_the_tables(watched: Watched) -> None:
     folder, live, _ = watched
     run = instrument.load(folder)
     assert live.step == STEPS
@@ -87,7 +86,7 @@ def test_values_are_those_of_the_tables(watched: tuple[Path, LiveRun, list[int]]
     assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
 
 
-def test_new_reader_finds_the_same_values(watched: tuple[Path, LiveRun, list[int]]) -> None:
+def test_new_reader_finds_the_same_values(watched: Watched) -> None:
     folder, live, _ = watched
     opened = LiveRun(folder)
     opened.refresh(seconds=0)
@@ -103,9 +102,7 @@ def test_new_reader_finds_the_same_values(watched: tuple[Path, LiveRun, list[int
             assert found[rows] == pytest.approx(mine, rel=1e-12, nan_ok=True)
 
 
-def test_removed_rows_restart_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_removed_rows_restart_the_state(copy: Path) -> None:
     live, stats = LiveRun(copy), NewRows(copy, "stats", ["step"])
     live.refresh()
     assert sum(rows.num_rows for rows in stats.read(float("inf")))
@@ -114,15 +111,12 @@ def test_removed_rows_restart_the_state(watched: tuple[Path, LiveRun, list[int]]
     with pytest.raises(RowsRemovedError):
         list(stats.read(float("inf")))
     live.refresh()
-    steps = {
-        history.last_step for series, history in live.series.items() if series.hook != "updates"
-    }  # these have spectra
+    without_spectra = [history for series, history in live.series.items() if series.hook != "updates"]
+    steps = {history.last_step for history in without_spectra}
     assert steps == {int(instrument.load(copy).stats["step"].max())} != {STEPS - 1}
 
 
-def test_replaced_file_restarts_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_replaced_file_restarts_the_state(copy: Path) -> None:
     stats = NewRows(copy, "stats", ["step"])
     list(stats.read(float("inf")))
     first, *_, last = sorted((copy / "stats").iterdir())
@@ -131,9 +125,7 @@ def test_replaced_file_restarts_the_state(watched: tuple[Path, LiveRun, list[int
         list(stats.read(float("inf")))
 
 
-def test_resumed_or_new_run_restarts_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_resumed_or_new_run_restarts_the_state(copy: Path) -> None:
     live = LiveRun(copy)
     live.refresh()
     record = json.loads((copy / "run.json").read_text())
@@ -145,9 +137,7 @@ def test_resumed_or_new_run_restarts_the_state(watched: tuple[Path, LiveRun, lis
     assert live.event_counts.total() == len(instrument.load(copy).events)
 
 
-def test_deleted_run_keeps_what_was_read(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_deleted_run_keeps_what_was_read(copy: Path, tmp_path: Path) -> None:
     live = LiveRun(copy)
     live.refresh()
     shutil.move(copy, tmp_path / "moved")
@@ -159,9 +149,7 @@ def test_deleted_run_keeps_what_was_read(watched: tuple[Path, LiveRun, list[int]
     assert live.info["status"] == "done"
 
 
-def test_unreadable_folder_is_reported(
-    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_reported(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     live = LiveRun(watched[0])
     with monkeypatch.context() as patched:
         patched.setattr("instrument.analysis.new_rows.part_files", no_answer)
@@ -181,9 +169,7 @@ def test_errors_are_shown_after_many_other_events(tmp_path: Path) -> None:
     assert live.event_counts.total() == MAX_EVENTS + 6
 
 
-def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_merged_files_are_not_read_again(copy: Path) -> None:
     stats = NewRows(copy, "stats", ["step"])
     assert sum(rows.num_rows for rows in stats.read(float("inf"))) == instrument.load(copy).count("stats")
     assert compact([str(copy)]) == 0
@@ -192,9 +178,7 @@ def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]
     assert sum(rows.num_rows for rows in NewRows(copy, "stats", ["step"]).read(float("inf"))) > 0
 
 
-def test_remote_run_is_read_when_its_files_are_uploaded(
-    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_run_is_read_when_its_files_are_uploaded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, local, _ = watched
     remote = folder_at("memory://watched/run")
     files = cast(Any, remote).fs
@@ -227,9 +211,7 @@ def no_answer(*arguments: Any, **options: Any) -> None:
     raise OSError("no answer")
 
 
-def test_damaged_file_is_reported_and_skipped(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(watched[0], copy)
+def test_damaged_file_is_reported_and_skipped(copy: Path) -> None:
     damaged = sorted((copy / "stats").iterdir())[1]
     damaged.write_bytes(b"PAR1 no file")
     live = LiveRun(copy)

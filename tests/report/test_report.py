@@ -24,11 +24,13 @@ from torch import nn
 
 import instrument
 from instrument import InstrumentError
+from instrument.analysis.findings import findings
 from instrument.analysis.tensor_images import maps_in
 from instrument.commands.report import main
 from instrument.fields.pip_extras import pip_command
 from instrument.report import Report, make
 from instrument.report.charts import charts
+from instrument.report.live_run import LiveRun
 from instrument.report.numbers import rounded
 from instrument.report.run_history import history_of
 from instrument.report.sweep_page import content
@@ -197,7 +199,14 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
                 model[0].weight[0, 0] = math.nan
 
     hooks = {"acts": EVERYTHING["acts"]}
-    page = make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan))
+    run = train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan)
+    live = LiveRun(run.path)
+    live.refresh()
+    assert ("first recorded non-finite value", 4) in [(one.what, one.when) for one in live.findings()]
+    assert repr(live.findings()) == repr(
+        [one for one in findings(run) if one.severity != "info"]
+    )  # NaN is unequal to itself
+    page = make(run)
     data = data_of(page.html)
     assert data["metrics"]["train"]["bad"] == {"loss": [4, 5]}
     assert data["metrics"]["train"]["statistics"]["loss"][0][4:] == [None, None]
@@ -209,17 +218,15 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     assert (fired["step"], fired["lane"]) == (4, "rules")
 
 
-def test_run_of_one_step_is_shown(tmp_path: Path) -> None:
-    hooks = {"acts": EVERYTHING["acts"]}
-    data = data_of(make(train(tmp_path / "r", convolutional(), hooks, steps=1, shape=(3, 8, 8))).html)
-    assert series_of(data, "acts")["first"] == series_of(data, "acts")["last"] == [0]
-    assert len(data["metrics"]["train"]["statistics"]["loss"][0]) == 1
-
-
-def test_run_without_steps_is_shown(tmp_path: Path) -> None:
-    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=0, shape=(3, 8, 8)))
-    assert data_of(page.html)["series"] == []
-    assert "Conv2d" in page.html
+@pytest.mark.parametrize("steps", [0, 1])
+def test_run_with_few_steps_is_shown(tmp_path: Path, steps: int) -> None:
+    page = make(train(tmp_path / "r", convolutional(), {"acts": EVERYTHING["acts"]}, steps=steps, shape=(3, 8, 8))).html
+    data = data_of(page)
+    assert "Conv2d" in page
+    assert (
+        [series["first"] for series in data["series"]] == [series["last"] for series in data["series"]] == [[0]] * steps
+    )
+    assert [len(curves["statistics"]["loss"][0]) for curves in data["metrics"].values()] == [1] * steps
 
 
 def test_killed_run_is_shown_up_to_its_last_step(tmp_path: Path) -> None:
@@ -252,22 +259,13 @@ def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     assert data_of(page)["series"][0]["locations"] == ["<script>alert(1)</script>", "a&amp;b", "."]
 
 
-def test_header_has_model_data_and_status(reported_sweep: instrument.Run) -> None:
+def test_header_has_model_data_status_and_error(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "done_0").html
     head = page[: page.index("<nav")]
-    for words in (
-        "instrument.training.models.MLP",
-        "instrument.training.datasets.digits",
-        ">cpu<",
-        ">two <",
-        'class="status done"',
-    ):
-        assert words in head
+    kinds = ("instrument.training.models.MLP", "instrument.training.datasets.digits")
+    assert all(words in head for words in (*kinds, ">cpu<", ">two <", 'class="status done"'))
     assert "model=mlp" in page
     assert "_target_: instrument.training.models.MLP" in page
-
-
-def test_failed_run_has_its_error_at_the_top(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "failed_0").html
     head = page[: page.index("<nav")]
     assert 'class="status failed"' in head
@@ -326,11 +324,7 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
         assert {pair["treated"], pair["control"]} <= set(done)
         assert reported_sweep.infos[pair["control"]]["overrides"]["hooks.tame"] is None
         assert reported_sweep.infos[pair["treated"]]["overrides"]["hooks.tame"]["norm"] == 0.01
-        assert (
-            reported_sweep.infos[pair["treated"]]["seed"]
-            == reported_sweep.infos[pair["control"]]["seed"]
-            == pair["seed"]
-        )
+        assert all(reported_sweep.infos[pair[which]]["seed"] == pair["seed"] for which in ("treated", "control"))
         differences.append(losses[pair["treated"]] - losses[pair["control"]])
     assert f"{np.mean(differences):+.4g}" in sweep_html
     assert all(f"{difference:+.4g}" in sweep_html for difference in differences)
@@ -352,11 +346,8 @@ def test_effects_of_matches_the_report(reported_sweep: instrument.Run) -> None:
     assert last["difference"] == pytest.approx(np.mean(differences))
     assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
     assert frame[frame["table"] == "effects"].empty  # runs without the hook have no rows of its effects
-    failed = [
-        folder.name
-        for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
-        if info not in done
-    ]
+    infos = zip(reported_sweep.folders, reported_sweep.infos, strict=True)
+    failed = [folder.name for folder, info in infos if info not in done]
     assert list(frame.attrs["left_out"]) == failed
 
 
@@ -511,11 +502,13 @@ def test_command_without_plotly_names_the_package(
     assert pip_command("report") in capsys.readouterr().err
 
 
+TINY = ("model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2")
+REPORTED = (*TINY, "report=true", "hydra.run.dir=out")
+
+
 def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.report.make_report._plotly_script", missing_plotly)
-    answer = cli(
-        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
-    )
+    answer = cli(*REPORTED)
     assert answer.code == 2
     assert pip_command("report") in answer.err
     assert "the data recorded so far" not in answer.err
@@ -527,9 +520,7 @@ def missing_plotly() -> Path:
 
 
 def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:
-    answer = cli(
-        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
-    )
+    answer = cli(*REPORTED)
     assert answer.code == 0, answer.err
     assert answer.out.splitlines()[-1] == "report      out/report.html"
     assert data_of(Path("out/report.html").read_text())["metrics"]["train"]["first"] == [0, 1]

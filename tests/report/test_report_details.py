@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from report_fixtures import IMAGE, convolutional, data_of, deep, new_page, train
+from run_folders import write_run
 from torch import nn
 
 import instrument
 from instrument.report import make
 from instrument.report.charts import metric_curves
 from instrument.report.run_history import history_of
-from instrument.storage.parquet import ParquetSink
-from instrument.tables.schemas import TABLES
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}
@@ -35,19 +35,8 @@ def set_nan_at(at: int) -> Callable[[int, nn.Module], None]:
 
 
 def change_info(folder: Path, **info: Any) -> None:
-    """Change entries of a run.json."""
     file = folder / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
-
-
-def run_with_metrics(folder: Path, rows: list[dict[str, Any]]) -> instrument.Run:
-    """Write a run with given metrics."""
-    run = train(folder, deep(2), {"h": ACTS}, steps=0)
-    sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 7))
-    names = TABLES["metrics"].names
-    sink.write("metrics", [tuple({"rank": 0, "epoch": 0, **row}.get(name) for name in names) for row in rows])
-    sink.close()
-    return instrument.load(run.path)
 
 
 def test_last_step_is_kept_if_nothing_is_finite(tmp_path: Path) -> None:
@@ -66,7 +55,7 @@ def test_missing_metric_is_not_marked_as_non_finite(tmp_path: Path) -> None:
     rows = [{"step": step, "phase": "train", "loss": None if step % 2 else 1.0} for step in range(6)]
     rows += [{"step": step, "phase": "eval", "loss": math.nan} for step in (3, 6)]
     rows[4]["grad_norm"] = math.inf
-    result = metric_curves(history_of(run_with_metrics(tmp_path / "r", rows)))
+    result = metric_curves(history_of(instrument.load(write_run(tmp_path / "r", rows={"metrics": rows}))))
     assert result["train"]["bad"] == {"grad_norm": [4]}
     assert result["eval"]["bad"] == {"loss": [3, 6]}
     assert result["eval"]["statistics"] == {}
@@ -74,7 +63,7 @@ def test_missing_metric_is_not_marked_as_non_finite(tmp_path: Path) -> None:
 
 def test_mean_of_grouped_steps_uses_finite_values(tmp_path: Path) -> None:
     rows = [{"step": step, "phase": "train", "loss": math.nan if step == 1 else 2.0} for step in range(32)]
-    result = metric_curves(history_of(run_with_metrics(tmp_path / "r", rows), room=16))
+    result = metric_curves(history_of(instrument.load(write_run(tmp_path / "r", rows={"metrics": rows})), room=16))
     assert result["train"]["statistics"]["loss"] == [[2.0] * 16]
     assert result["train"]["bad"] == {"loss": [1]}
 
@@ -120,16 +109,9 @@ def test_layer_order_is_from_the_step_with_most_layers(tmp_path: Path) -> None:
 
 
 def test_several_calls_in_a_step_are_marked(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.layer(x))
-
+    model = Calls(lambda layer, x: layer(layer(x)), layer=nn.Linear(4, 4))
     hooks = {"twice": {**ACTS, "layers": "layer"}, "once": {**ACTS, "layers": "."}}
-    twice, once = data_of(make(train(tmp_path / "r", Twice(), hooks, steps=1)).html)["series"]
+    twice, once = data_of(make(train(tmp_path / "r", model, hooks, steps=1)).html)["series"]
     assert (twice["hook"], once["hook"]) == ("twice", "once")
     assert twice["several"]
     assert not once["several"]
@@ -147,10 +129,7 @@ def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> 
 def test_list_of_failed_runs_is_shortened(tmp_path: Path) -> None:
     train(tmp_path / "0", deep(2), {"h": ACTS}, steps=1)
     for number in range(1, 12):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        (folder / "run.json").write_text((tmp_path / "0" / "run.json").read_text())
-        change_info(folder, status="failed", error=f"HookError: number {number}")
+        write_run(tmp_path / str(number), status="failed", used={"error": f"HookError: number {number}"})
     page = make(tmp_path).html
     head = page[: page.index("<nav")]
     assert head.count('<li class="error">') == 9
@@ -165,9 +144,6 @@ def test_overrides_of_training_are_shown_also_infinite_values(tmp_path: Path) ->
     data = data_of(make(tmp_path).html)
     assert data["overrides"] == ["lr"]
     assert [run["overrides"]["lr"] for run in data["runs"]] == [".inf", 0.1]
-
-
-# --------------------------------------------------------------------------------------------------------- in a browser
 
 
 def open_html(browser: Any, html: str, file: Path) -> Any:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from attached_runs import train_step
 from report_fixtures import EVERYTHING, SPREAD, new_page
 from run_folders import write_run
 from torch import nn
@@ -50,16 +51,20 @@ class Training:
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            loss = self.model(torch.randn(8, 4)).square().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.probe.end_step(loss=loss, samples=8)
+            train_step(self.model, self.optimizer, self.probe, torch.randn(8, 4))
 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     training = Training(tmp_path_factory.mktemp("served") / "run")
+    yield training
+    training.attached.close()
+
+
+@pytest.fixture
+def own_training(tmp_path: Path) -> Iterator[Training]:
+    """A training of one test."""
+    training = Training(tmp_path / "run")
     yield training
     training.attached.close()
 
@@ -128,6 +133,15 @@ def steps_of(page: Page, chart: str) -> int:
     return steps
 
 
+def open_address(browser: Browser, address: str) -> tuple[Page, list[str]]:
+    """Open a page and wait until it is drawn. Return it, and a list of its errors."""
+    page = new_page(browser)
+    errors = errors_of(page)
+    page.goto(address)
+    page.wait_for_selector("html[data-drawn=yes]")
+    return page, errors
+
+
 def errors_of(page: Page) -> list[str]:
     """Return a list to which the messages of the console and the errors of a page are added."""
     errors: list[str] = []
@@ -172,13 +186,12 @@ def test_values_change_without_a_reload(training: Training, address: str, browse
     page.close()
 
 
-def test_data_are_those_of_the_report(tmp_path: Path) -> None:
-    training = Training(tmp_path / "run")
-    training.step(8)
-    training.attached.close()
-    live = LiveRun(training.folder)
+def test_data_are_those_of_the_report(own_training: Training) -> None:
+    own_training.step(8)
+    own_training.attached.close()
+    live = LiveRun(own_training.folder)
     live.refresh()
-    found, expected = charts(live), charts(history_of(instrument.load(training.folder)))
+    found, expected = charts(live), charts(history_of(instrument.load(own_training.folder)))
     (ranks,) = [one["statistics"] for one in expected["series"] if one["hook"] == "ranks"]
     assert [*ranks] == ["spectral_norm", "stable_rank"]
     for one in (found, expected):
@@ -188,15 +201,14 @@ def test_data_are_those_of_the_report(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
-    training = Training(tmp_path / "run")
-    training.step(2)
-    live = LiveRun(training.folder)
+def test_changes_contain_only_new_groups_of_steps(own_training: Training) -> None:
+    own_training.step(2)
+    live = LiveRun(own_training.folder)
     page = LivePage(live)
     live.refresh()
     assert len(page.changes(0)["whole"]["series"]) == 4
     before = live.version
-    training.step(1)
+    own_training.step(1)
     live.refresh()
     changes = page.changes(before)
     parts = changes["parts"]
@@ -207,32 +219,27 @@ def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
     assert set(changes["html"]) == {"summary"}
     assert not live.refresh()
     assert page.changes(live.version)["html"] == {}
-    training.attached.close()
 
 
 @pytest.mark.slow
-def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour of steps, one per second, is simulated: the page shows groups of steps."""
     monkeypatch.setattr(step_history, "MOST", 64)
-    training = Training(tmp_path / "run")
-    training.step(1)
-    with serving(training.folder) as address:
-        page = new_page(browser)
+    own_training.step(1)
+    with serving(own_training.folder) as address:
+        page, _ = open_address(browser, address)
         session = page.context.new_cdp_session(page)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
-        last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
+        last_step = "document.getElementById('own_training-chart').data?.[0].x.at(-1) ?? -1"
         sizes = []
         for _ in range(12):
-            training.step(300)
-            first = training.probe.step - 65  # of the last group of steps, or later
+            own_training.step(300)
+            first = own_training.probe.step - 65  # of the last group of steps, or later
             wait_until(lambda first=first: page.evaluate(last_step) > first)
             session.send("HeapProfiler.collectGarbage")
             sizes.append(session.send("Runtime.getHeapUsage")["usedSize"])
-        assert steps_of(page, "training-chart") <= 64
+        assert steps_of(page, "own_training-chart") <= 64
         assert max(sizes[6:]) < 1.3 * max(sizes[3:6])
         page.close()
-    training.attached.close()
 
 
 @pytest.mark.slow
@@ -240,10 +247,7 @@ def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> N
     training = Training(tmp_path / "sweep" / "0")
     training.step(2)
     with serving(tmp_path, sweep=str(tmp_path / "sweep")) as address:
-        page = new_page(browser)
-        errors = errors_of(page)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
+        page, errors = open_address(browser, address)
         assert page.inner_text("#runs tbody tr td:nth-child(3)") == "2"
         rows = [{"step": step, "loss": 1.0 / (step + 1)} for step in range(4)]
         overrides, metrics = {"optimizer.lr": 0.1}, {"loss": 0.25}
@@ -265,10 +269,9 @@ def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> N
     training.attached.close()
 
 
-def test_changes_require_the_token_and_the_origin(tmp_path: Path) -> None:
-    training = Training(tmp_path / "run")
-    training.step(1)
-    with serving(training.folder, takes_changes=True) as address:
+def test_changes_require_the_token_and_the_origin(own_training: Training) -> None:
+    own_training.step(1)
+    with serving(own_training.folder, takes_changes=True) as address:
         url = address.replace("/?", "/control?")
         origin = address.partition("/?")[0]
         json_type = {"Content-Type": "application/json"}
@@ -284,43 +287,40 @@ def test_changes_require_the_token_and_the_origin(tmp_path: Path) -> None:
         change = ("POST", '"hooks.acts.every=2"')
         sender = Thread(target=lambda: answers.append(answer(url, *change, Origin=origin, **json_type)))
         sender.start()
-        wait_until(lambda: list((training.folder / "control").glob("*.json")))
-        training.step(1)
+        wait_until(lambda: list((own_training.folder / "control").glob("*.json")))
+        own_training.step(1)
         sender.join()
         ((status, _, line),) = answers
         assert status == 200
         assert "hooks.acts.every: not set -> 2" in line
-        training.attached.close()
+        own_training.attached.close()
 
 
 @pytest.mark.slow
-def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
-    training = Training(tmp_path / "run")
-    training.step(1)
-    with serving(training.folder, takes_changes=True) as address:
-        page = new_page(browser)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
+def test_page_changes_a_run(browser: Browser, own_training: Training) -> None:
+    own_training.step(1)
+    with serving(own_training.folder, takes_changes=True) as address:
+        page, _ = open_address(browser, address)
         page.fill("#changes", "hooks.acts.ever=2")
         page.click("#change [type=submit]")
         page.wait_for_selector("output.bad")
         assert "this field cannot change" in page.inner_text("#changed")
         page.fill("#changes", "hooks.acts.every=2 disable=spread")
         page.click("#change [type=submit]")
-        wait_until(lambda: list((training.folder / "control").glob("*.json")))
-        training.step(1)
+        wait_until(lambda: list((own_training.folder / "control").glob("*.json")))
+        own_training.step(1)
         page.wait_for_selector("output:not(.bad):has-text('after 2 steps')")
         assert "hooks.acts.every: not set -> 2\nafter 2 steps  hooks.spread: enabled -> disabled" in page.inner_text(
             "#changed"
         )
         page.on("dialog", lambda dialog: dialog.accept())
         page.click("#change [value=stop]")
-        wait_until(lambda: list((training.folder / "control").glob("*.json")))
-        training.step(1)
-        assert training.probe.should_stop
+        wait_until(lambda: list((own_training.folder / "control").glob("*.json")))
+        own_training.step(1)
+        assert own_training.probe.should_stop
         page.close()
-        training.attached.close()
-    assert instrument.load(training.folder).info["status"] == "stopped"
+        own_training.attached.close()
+    assert instrument.load(own_training.folder).info["status"] == "stopped"
 
 
 def test_failed_refresh_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

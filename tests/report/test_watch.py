@@ -92,9 +92,14 @@ def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pyt
     assert "growing" not in out
 
 
-def test_killed_run_ends_the_watch(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_run_and_folder_without_a_run_end_the_watch(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert watch.main([str(run_folder)]) == 1
     assert "killed" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert watch.main([str(tmp_path / "empty")]) == 2
+    assert "no run.json in or below" in capsys.readouterr().err
 
 
 def test_watch_ends_with_the_run(
@@ -171,11 +176,6 @@ def test_sweep_that_starts_no_more_jobs_is_over(status: str, is_running: bool, t
     sweep = LiveSweep(str(tmp_path))
     sweep.jobs = jobs
     assert sweep.is_running == is_running
-
-
-def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert watch.main([str(tmp_path)]) == 2
-    assert "no run.json in or below" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

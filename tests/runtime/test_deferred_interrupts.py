@@ -27,42 +27,18 @@ def sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def train_one_step(model: nn.Module, probe: instrument.Probe) -> None:
-    with probe:
-        model(torch.ones(1, 2))
-        probe.end_step(loss=0.5)
-
-
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)  # to the current thread, delivered before it returns
 
 
-def test_ctrl_c_is_raised_after_the_block() -> None:
+@pytest.mark.parametrize(("count", "completes"), [(1, True), (2, False)])
+def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(count: int, completes: bool) -> None:
     done = []
-
-    def write_rows() -> None:
-        with deferred_signals():
+    with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
+        for _ in range(count):
             interrupt()
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        write_rows()
-    assert done == [True]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_second_ctrl_c_is_raised_immediately() -> None:
-    done = []
-
-    def write_rows() -> None:
-        with deferred_signals():
-            interrupt()
-            interrupt()
-            done.append(True)
-
-    with pytest.raises(KeyboardInterrupt):
-        write_rows()
-    assert done == []
+        done.append(True)
+    assert done == [True] * completes
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -73,29 +49,21 @@ def test_error_in_the_block_restores_signal_handlers() -> None:
 
 
 def test_ctrl_c_is_raised_after_an_error_in_the_block() -> None:
-    def fail() -> None:
-        with deferred_signals():
-            interrupt()
-            raise ValueError("inside")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        fail()
+    with pytest.raises(KeyboardInterrupt) as caught, deferred_signals():  # noqa: PT012
+        interrupt()
+        raise ValueError("inside")
     assert isinstance(caught.value.__context__, ValueError)
 
 
 def test_uninterrupted_block_defers_repeated_signals_and_raises_once() -> None:
     done = []
 
-    def write_rows() -> None:
-        with deferred_signals():
-            with uninterrupted():
-                interrupt()
-                interrupt()
-                done.append("inner")
-            done.append("outer")
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        write_rows()
+    with pytest.raises(KeyboardInterrupt) as caught, deferred_signals():  # noqa: PT012
+        with uninterrupted():
+            interrupt()
+            interrupt()
+            done.append("inner")
+        done.append("outer")
     assert done == ["inner", "outer"]
     assert caught.value.__context__ is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -104,16 +72,12 @@ def test_uninterrupted_block_defers_repeated_signals_and_raises_once() -> None:
 def test_all_deferred_signals_are_handled() -> None:
     received: list[int] = []
 
-    def receive() -> None:
-        with uninterrupted():
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():  # noqa: PT012
             interrupt()
             signal.raise_signal(signal.SIGUSR1)
             assert not received
-
-    previous = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            receive()
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert received == [signal.SIGUSR1]
@@ -146,10 +110,9 @@ def test_step_written_during_ctrl_c_is_complete_and_unique() -> None:
             if table == "metrics":
                 interrupt()
 
-    sink = Interrupting()
-
-    model = nn.Linear(2, 2)
+    sink, model = Interrupting(), nn.Linear(2, 2)
     probe = instrument.Probe(make_plan(read_specs({"h": RECORD}), model), sink)
-    with pytest.raises(KeyboardInterrupt):
-        train_one_step(model, probe)
+    with pytest.raises(KeyboardInterrupt), probe:  # noqa: PT012
+        model(torch.ones(1, 2))
+        probe.end_step(loss=0.5)
     assert len(sink.rows["metrics"]) == len(sink.rows["stats"]) == sink.records("coverage")[0]["fired"] == 1

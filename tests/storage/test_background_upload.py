@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import TIMEOUT, wait_until
@@ -46,6 +47,13 @@ def remote(tmp_path: Path) -> FailingRemote:
     return FailingRemote(f"memory://{tmp_path}/there", "sink.remote")
 
 
+FIRST = "stats/part-0000-000000.parquet"
+
+
+def status_of(remote: RemoteFolder) -> Any:
+    return json.loads(remote.read("run.json") or b"")["status"]
+
+
 class FailingRemote(RemoteFolder):
     """A remote folder that can be made to fail."""
 
@@ -70,11 +78,16 @@ def add_part(folder: Path, part: Part, table: str = "stats") -> None:
         pass
 
 
+def begun(folder: Path, remote: RemoteFolder, rank: int = 0, **options: Any) -> Upload:
+    upload = Upload(folder, remote, rank=rank, **options)
+    upload.begin()
+    return upload
+
+
 @pytest.fixture
 def started_upload(folder: Path, remote: FailingRemote) -> Iterator[Upload]:
     """An upload that has started."""
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     yield running_upload
     running_upload.end()
 
@@ -86,19 +99,18 @@ def test_a_run_that_ends_while_run_json_is_sent_is_not_done_before_its_last_part
         record(folder, status="done")
 
     monkeypatch.setattr(background_upload, "check_same_run", end_run)
-    upload = Upload(folder, remote, rank=0)
-    upload.begin()
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    upload = begun(folder, remote)
+    wait_until(lambda: FIRST in remote.sizes())
+    assert status_of(remote) == "running"
     upload.end()
-    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+    assert status_of(remote) == "done"
 
 
 def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    wait_until(lambda: FIRST in remote.sizes())
+    assert status_of(remote) == "running"
     add_part(folder, Part(0, 1))
     both = {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
     wait_until(lambda: set(remote.sizes()) == both)  # pending uploads have another name
@@ -106,7 +118,7 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     add_part(folder, Part(0, 2))
     add_part(folder, Part(0, 3))
     wait_until(lambda: "stats/part-0000-000003.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"  # the final one is sent last
+    assert status_of(remote) == "running"  # the final one is sent last
     (folder / ".lock").touch()
     (folder / ".lock-1").touch()
     (folder / "journal").mkdir(exist_ok=True)
@@ -115,24 +127,17 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     sent = started_upload.end()
     assert sent.failed == {}
     local_files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert set(remote.sizes()) == local_files - {
-        ".lock",
-        ".lock-1",
-        "journal/stats-0000-000002.arrows",
-        ".run.json.tmp",
-    }
+    kept = {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    assert set(remote.sizes()) == local_files - kept
     assert remote.puts[-1] == "run.json"
-    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+    assert status_of(remote) == "done"
     assert not started_upload.messages()
 
 
 def test_part_is_uploaded_once(started_upload: Upload, folder: Path, remote: FailingRemote) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     started_upload.end()
-    assert sorted(name for name in remote.puts if "part" in name) == [
-        "stats/part-0000-000000.parquet",
-        "stats/part-0001-000000.parquet",
-    ]
+    assert sorted(name for name in remote.puts if "part" in name) == [FIRST, "stats/part-0001-000000.parquet"]
     again = send_all(folder, remote)
     assert (again.files, again.failed) == (0, {})
 
@@ -161,8 +166,7 @@ def test_part_written_in_the_same_clock_tick_is_uploaded(folder: Path, remote: F
 
 
 def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRemote) -> None:
-    running_upload = Upload(folder, remote, rank=1)
-    running_upload.begin()
+    running_upload = begun(folder, remote, rank=1)
     wait_until(remote.sizes)
     add_part(folder, Part(1, 1))
     assert running_upload.end().failed == {}
@@ -172,7 +176,7 @@ def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRe
 def test_lost_connection_is_reported_once_and_retried(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
     wait_until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * remote_transfer.ATTEMPTS)
@@ -185,38 +189,39 @@ def test_lost_connection_is_reported_once_and_retried(
 
 def test_run_continues_without_a_connection_at_start(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert len(running_upload.messages()) == 1
     remote.error = None
     assert running_upload.end().failed == {}
-    assert "stats/part-0000-000000.parquet" in remote.sizes()
+    assert FIRST in remote.sizes()
 
 
+@pytest.mark.parametrize("stalled", ["", "stats/"], ids=["from the start", "later"])
 def test_upload_does_not_wait_for_a_stalled_connection(
-    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch, stalled: str
 ) -> None:
-    answer = threading.Event()
     monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
     monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(TIMEOUT))
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
-    assert "has not responded" in running_upload.messages()[0]
+    released, put = threading.Event(), RemoteFolder.put
+
+    def stuck(self: RemoteFolder, file: Path, name: str) -> None:
+        if name.startswith(stalled):
+            released.wait(TIMEOUT)
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", stuck)
+    running_upload = begun(folder, remote)
+    if not stalled:
+        assert "has not responded" in running_upload.messages()[0]
     assert running_upload.end().failed == {"": "nothing was sent for 0 s"}
-    answer.set()
+    released.set()
     running_upload._thread.join(TIMEOUT)
 
 
 def test_files_not_uploaded_at_the_end_are_reported(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
     sent = send_all(folder, remote)
-    assert set(sent.failed) == {
-        ".hydra/config.yaml",
-        "run.json",
-        "stats/part-0000-000000.parquet",
-        "stats/part-0001-000000.parquet",
-    }
+    assert set(sent.failed) == {".hydra/config.yaml", "run.json", FIRST, "stats/part-0001-000000.parquet"}
     assert len(remote.puts) == remote_transfer.ATTEMPTS**2  # after three files the remote is considered unreachable
 
 
@@ -266,7 +271,7 @@ def test_two_runs_starting_at_once_do_not_share_an_address(
 def test_later_run_at_the_same_address_stops_the_upload(
     started_upload: Upload, folder: Path, remote: FailingRemote, tmp_path: Path
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     (tmp_path / "other").write_text(json.dumps({"started": "then"}))
     RemoteFolder(remote.address, "").put(tmp_path / "other", "run.json")
     add_part(folder, Part(0, 1))
@@ -315,31 +320,9 @@ def test_end_waits_while_bytes_are_uploaded(
     monkeypatch.setattr(background_upload, "time", SimpleNamespace(monotonic=monotonic))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert running_upload.end().failed == {}
     assert "checkpoints/step-00000006.pt" in remote.sizes()
-
-
-def test_end_does_not_wait_for_a_stalled_upload(
-    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
-    monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
-    released = threading.Event()
-    put = RemoteFolder.put
-
-    def stuck(self: RemoteFolder, file: Path, name: str) -> None:
-        if name.startswith("stats/"):
-            released.wait(TIMEOUT)
-        put(self, file, name)
-
-    monkeypatch.setattr(RemoteFolder, "put", stuck)
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
-    assert "nothing was sent" in running_upload.end().failed[""]
-    released.set()
-    running_upload._thread.join(TIMEOUT)
 
 
 def test_remote_part_of_another_size_is_not_overwritten(folder: Path, remote: FailingRemote, tmp_path: Path) -> None:
@@ -372,8 +355,7 @@ def test_remote_parts_of_repeated_steps_are_removed(folder: Path, remote: Failin
 
 
 def test_keep_local_false_removes_uploaded_parts(folder: Path, remote: FailingRemote) -> None:
-    running_upload = Upload(folder, remote, rank=0, keep_local=False)
-    running_upload.begin()
+    running_upload = begun(folder, remote, keep_local=False)
     wait_until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
 from waiting import TIMEOUT
 
 from instrument.storage.buffer_pool import SIZE_STEP, Pool
@@ -39,15 +38,6 @@ def test_pool_never_exceeds_its_limit() -> None:
         assert pool._idle_bytes == sum(size * len(buffers) for (size, _), buffers in pool._idle.items())
 
 
-def test_take_without_waiting_returns_none_when_full() -> None:
-    pool = Pool(2 * SIZE_STEP)
-    buffer = pool.take(2 * SIZE_STEP, pinned=False, wait=None)
-    assert buffer is not None
-    assert pool.take(1, pinned=False, wait=None) is None
-    pool.release(buffer)
-    assert pool.take(1, pinned=False, wait=None) is not None
-
-
 def test_buffer_larger_than_the_pool_is_exclusive() -> None:
     pool = Pool(2 * SIZE_STEP)
     buffer = pool.take(50 * SIZE_STEP, pinned=False, wait=fail_on_wait)
@@ -66,14 +56,3 @@ def test_waiting_caller_resumes_when_a_buffer_is_returned() -> None:
     threading.Thread(target=lambda: (waiting.wait(TIMEOUT), pool.release(first)), daemon=True).start()
     assert pool.take(1, pinned=False, wait=waiting.set) is not None
     assert waiting.is_set()
-
-
-def test_waiting_caller_gets_the_error_of_the_writer() -> None:
-    pool = Pool(SIZE_STEP)
-    pool.take(1, pinned=False, wait=fail_on_wait)
-
-    def fail() -> None:
-        raise OSError("the writer is gone")
-
-    with pytest.raises(OSError, match="gone"):
-        pool.take(1, pinned=False, wait=fail)

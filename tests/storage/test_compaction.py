@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -15,6 +14,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 import torch
+from run_folders import row, write_steps
 from tiers import tiered
 
 import instrument
@@ -31,39 +31,17 @@ from instrument.training.checkpoint import VERSION
 LAYERS = ("stem", "body", "head")
 
 
-def cells(table: str, step: int, layer: str = "", **more: Any) -> tuple[Any, ...]:
-    row = {
-        "step": step,
-        "rank": 0,
-        "phase": "train",
-        "epoch": 0,
-        "hook": "seen",
-        "layer": layer,
-        "kind": "forward",
-        **more,
-    }
-    return tuple(row.get(name) for name in TABLES[table].names)
-
-
 def make_run(folder: Path, count: int = 6, *, steps: int = 3, close: bool = True) -> Path:
     """Write a run of `count` parts with `steps` steps each."""
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    sink = ParquetSink(folder)
-    for step in range(count * steps):
-        sink.write("stats", [cells("stats", step, layer, mean=float(step)) for layer in LAYERS])
-        sink.write("metrics", [cells("metrics", step, loss=float(step))])
-        sink.keep(
-            tuple(cells("tensors", step, "stem"))[: len(TABLES["tensors"].names) - 5],
-            [2],
-            torch.full((2,), float(step)),
-        )
-        sink.end_step()
-        if step % steps == steps - 1:
-            sink.finish_parts()
-    if close:
-        sink.close()
-    return folder
+    rows = [
+        {
+            "stats": [{"step": step, "layer": layer, "mean": float(step)} for layer in LAYERS],
+            "metrics": [{"step": step, "phase": "train", "loss": float(step)}],
+            "tensors": [{"step": step, "layer": "stem", "values": torch.full((2,), float(step))}],
+        }
+        for step in range(count * steps)
+    ]
+    return write_steps(folder, rows, parts=range(steps - 1, count * steps, steps), close=close)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +64,6 @@ def frames(folder: Path) -> dict[str, pd.DataFrame]:
 
 @pytest.fixture(scope="module")
 def wanted(original: Path) -> dict[str, pd.DataFrame]:
-    """The rows of the run before compaction."""
     return frames(original)
 
 
@@ -163,18 +140,15 @@ def test_parts_of_sufficient_size_are_not_merged(
     size = (folder / "stats" / "part-0000-000000.parquet").stat().st_size
     monkeypatch.setattr(compaction, "MAX_PART_BYTES", 2 * size + 100)
     compact(folder)
-    assert [path.stem[10:] for path in part_files(folder, "stats").values()] == [
-        "000000-000001",
-        "000002-000003",
-        "000004-000005",
-    ]
+    names = [path.stem[10:] for path in part_files(folder, "stats").values()]
+    assert names == ["000000-000001", "000002-000003", "000004-000005"]
     assert_same(folder, wanted)
 
 
 def test_journal_of_a_killed_run_is_merged_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", close=False)
     sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 6))
-    sink.write("stats", [cells("stats", 18, "stem")])
+    sink.write("stats", [row("stats", step=18, layer="stem")])
     sink.end_step()
     assert list((folder / "journal").glob("stats-*"))
     wanted = frames(folder)["stats"]
@@ -239,10 +213,8 @@ def test_concurrent_reader_sees_every_row_once(tmp_path: Path, monkeypatch: pyte
     while not done.is_set() or reads < 3:
         run = instrument.load(folder)
         assert len(run.stats) == run.count("stats") == rows
-        assert run.sql("select count(*) as n, count(distinct step) as steps from stats").iloc[0].tolist() == [
-            rows,
-            parts,
-        ]
+        counted = run.sql("select count(*) as n, count(distinct step) as steps from stats")
+        assert counted.iloc[0].tolist() == [rows, parts]
         assert sum(batch.num_rows for batch in run.scan("stats", ["step"])) == rows
         assert run.problems == []
         reads += 1
@@ -265,13 +237,8 @@ def test_damaged_and_incompatible_parts_are_kept(folder: Path) -> None:
     found = compact(folder)
     assert [problem.partition(":")[0] for problem in found.problems] == [f"stats/{damaged.name}", f"stats/{other.name}"]
     assert "columns differ: mean" in found.problems[1]
-    assert sorted(path.stem[10:] for path in (folder / "stats").iterdir()) == [
-        "000000-000001",
-        "000002",
-        "000003",
-        "000004",
-        "000005",
-    ]
+    names = sorted(path.stem[10:] for path in (folder / "stats").iterdir())
+    assert names == ["000000-000001", "000002", "000003", "000004", "000005"]
 
 
 def test_compact_command_accepts_a_sweep_and_reports(

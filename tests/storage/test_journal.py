@@ -68,14 +68,6 @@ def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path, cases: 
     assert named > cases // 4
 
 
-def test_file_that_is_no_journal_is_reported(tmp_path: Path) -> None:
-    path = tmp_path / "j.arrows"
-    path.write_bytes(b"this is not a journal, but somebody called it one" * 10)
-    reading = JournalReader.of(path)
-    assert list(reading.batches()) == []
-    assert "not read" in str(reading.problem)
-
-
 def test_incomplete_batch_is_removed_from_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "j.arrows"
     journal = Journal(path, SCHEMA)

@@ -18,6 +18,11 @@ def test_records_have_column_names_and_written_order() -> None:
     frame = sink.frame("metrics")
     assert list(frame.step) == [3, 4]
     assert frame.loss[0] == 0.5
+    for _ in range(2):
+        sink.end_step()
+    assert (sink.steps, sink.closed) == (2, False)
+    sink.close()
+    assert sink.closed
 
 
 def test_empty_table_has_all_its_columns() -> None:
@@ -26,12 +31,3 @@ def test_empty_table_has_all_its_columns() -> None:
         assert sink.records(name) == []
         assert tuple(sink.frame(name).columns) == tuple(column for column in table.names if column != "custom")
         assert sink.frame(name).empty
-
-
-def test_steps_and_close_are_recorded() -> None:
-    sink = MemorySink()
-    sink.end_step()
-    sink.end_step()
-    assert (sink.steps, sink.closed) == (2, False)
-    sink.close()
-    assert sink.closed

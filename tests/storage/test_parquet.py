@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folders import finished, row, tensor_key, write_steps
 from tiers import tiered
 from torch import Tensor
 
@@ -34,23 +35,21 @@ from instrument.tables.schemas import TABLES
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 
 
 def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
-    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
     for tensor in tensors:
-        assert sink.keep(key, tensor.shape, tensor) is not None
+        assert sink.keep(tensor_key(step, layer="a.b"), tensor.shape, tensor) is not None
+
+
+def stored(folder: Path, *tensors: Tensor, mode: Any = "list") -> instrument.Run:
+    """Load a run with tensors."""
+    return instrument.load(write_steps(folder, [{"tensors": [{"values": tensor} for tensor in tensors]}], tensors=mode))
 
 
 def bits(tensor: Tensor) -> bytes:
     flat = tensor.contiguous().reshape(-1)
     return bytes(flat.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else flat.numpy())
-
-
-def finished(folder: Path) -> instrument.Run:
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    return instrument.load(folder)
 
 
 def examples(dtype: torch.dtype) -> Tensor:
@@ -65,14 +64,11 @@ def examples(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
     given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
-    sink = ParquetSink(tmp_path, tensors=mode)
-    keep(sink, *given)
-    sink.close()
-    rows = finished(tmp_path).tensors()
-    for tensor, row in zip(given, rows.itertuples(), strict=True):
-        back = row.values
-        assert back.shape == tuple(tensor.shape) == row.shape
-        assert row.dtype == str(tensor.dtype).removeprefix("torch.")
+    rows = stored(tmp_path, *given, mode=mode).tensors()
+    for tensor, found in zip(given, rows.itertuples(), strict=True):
+        back = found.values
+        assert back.shape == tuple(tensor.shape) == found.shape
+        assert found.dtype == str(tensor.dtype).removeprefix("torch.")
         if dtype == torch.bfloat16:  # NumPy has no bfloat16: it is loaded as float32, which represents it exactly
             assert back.dtype == np.float32
             words = np.ascontiguousarray(back).view(np.uint32)
@@ -91,12 +87,8 @@ def test_float32_of_any_bits_is_stored_bit_identically(
     @settings(max_examples=examples)
     @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=20))
     def check(words: list[int]) -> None:
-        folder = tmp_path_factory.mktemp("run")
         tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
-        sink = ParquetSink(folder, tensors=mode)
-        keep(sink, tensor)
-        sink.close()
-        (back,) = finished(folder).tensors()["values"]
+        (back,) = stored(tmp_path_factory.mktemp("run"), tensor, mode=mode).tensors()["values"]
         assert back.tobytes() == bits(tensor)
 
     check()
@@ -105,20 +97,17 @@ def test_float32_of_any_bits_is_stored_bit_identically(
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> None:
     big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
-    sink = ParquetSink(tmp_path, tensors=mode)
-    keep(sink, *big, torch.zeros(2))
-    sink.close()
+    run = stored(tmp_path, *big, torch.zeros(2), mode=mode)
     table = pq.read_table(tmp_path / "tensors").to_pylist()
     assert [row["values"] is None for row in table] == [True, True, mode == "bytes"]
     assert [row["data"] is None for row in table] == [False, False, mode == "list"]
-    back = finished(tmp_path).tensors()["values"]
-    assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
+    assert [list(values) for values in run.tensors()["values"]] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
 
 
 def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(3):
-        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.write("metrics", [row("metrics", step=step, phase="train")])
         keep(sink, torch.full((2,), float(step)), step=step)
         sink.end_step()
         assert not list(tmp_path.rglob("*.parquet"))
@@ -136,9 +125,9 @@ def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> Non
 
 def test_rows_of_an_unfinished_step_are_not_read(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     assert len(finished(tmp_path).metrics) == 1
 
 
@@ -147,7 +136,7 @@ def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
     sink = ParquetSink(tmp_path)
     counts = []
     for step in range(40):
-        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.write("metrics", [row("metrics", step=step, phase="train")])
         sink.end_step()
         counts.append(len(list(tmp_path.glob("metrics/*.parquet"))))
         assert list(finished(tmp_path).metrics.step) == list(range(step + 1))
@@ -201,9 +190,7 @@ def test_every_table_is_readable_after_an_empty_run(tmp_path: Path) -> None:
 
 
 def test_files_have_the_declared_types_and_descriptions(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
-    sink.close()
+    write_steps(tmp_path, [{"metrics": [{"phase": "train"}]}])
     for name, table in TABLES.items():
         schema = pq.read_schema(tmp_path / name / "part-0000-000000.parquet")
         assert schema.equals(table.schema)
@@ -251,21 +238,16 @@ def test_error_reports_what_is_actually_saved(
     folder.mkdir()
     sink = ParquetSink(folder)
     for step in range(2):
-        sink.write("metrics", [(step, *METRICS[1:])] if step == 0 else [])
-        sink.write("stats", [stats_row(step)])
+        sink.write("metrics", [row("metrics", step=step, phase="train")] if step == 0 else [])
+        sink.write("stats", [row("stats", step=step)])
         sink.end_step()
         if step == 0:
             sink.finish_parts()
     damage(folder)
     monkeypatch.setattr(Journal, "append", read_only)
-    sink.write("stats", [stats_row(2)])
+    sink.write("stats", [row("stats", step=2)])
     with pytest.raises(SinkError, match=f"Read-only file system; {saved}$"):
         sink.end_step()
-
-
-def stats_row(step: int) -> tuple[Any, ...]:
-    cells = {"step": step, "rank": 0, "phase": "train"}
-    return tuple(cells.get(name) for name in TABLES["stats"].names)
 
 
 def read_only(self: Journal, batch: pa.RecordBatch) -> None:
@@ -274,7 +256,7 @@ def read_only(self: Journal, batch: pa.RecordBatch) -> None:
 
 def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("stats", [stats_row(0)])
+    sink.write("stats", [row("stats", step=0)])
     sink.end_step()
 
     plain = os.stat
@@ -286,7 +268,7 @@ def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("instrument.storage.parquet.os.stat", denied)
     monkeypatch.setattr(Journal, "append", read_only)
-    sink.write("stats", [stats_row(1)])
+    sink.write("stats", [row("stats", step=1)])
     with pytest.raises(SinkError, match="cannot check which rows are saved: Permission denied"):
         sink.end_step()
 
@@ -294,22 +276,21 @@ def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeyp
 def test_journal_changed_by_another_process_is_detected(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(2):
-        sink.write("stats", [stats_row(step)])
+        sink.write("stats", [row("stats", step=step)])
         sink.end_step()
     os.truncate(tmp_path / "journal" / "stats-0000-000000.arrows", 3000)
-    sink.write("stats", [stats_row(2)])
-    with pytest.raises(
-        SinkError, match="was changed by another process while it was being written; steps up to 1 are saved, but"
-    ):
+    sink.write("stats", [row("stats", step=2)])
+    message = "was changed by another process while it was being written; steps up to 1 are saved, but"
+    with pytest.raises(SinkError, match=message):
         sink.end_step()
 
 
 def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
     sink.finish_parts()
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
     seen: list[int] = []
 
@@ -334,22 +315,15 @@ def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: 
 
 
 def test_tensor_values_are_readable_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    keep(sink, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
-    sink.close()
+    stored(tmp_path, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
     assert pd.read_parquet(tmp_path / "tensors")["values"][0].tolist() == [1.0, 2.0, 3.0, 4.5]
     assert polars.read_parquet(tmp_path / "tensors")["values"].to_list() == [[1.0, 2.0, 3.0, 4.5]]
     with duckdb.connect() as connection:
         query = f"select list_sum(\"values\"), shape, hook, layer from '{tmp_path}/tensors/*.parquet'"
-        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a.b")]
+        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a")]
 
 
 def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    for step in range(12):
-        sink.write("metrics", [(step, *METRICS[1:])])
-        sink.end_step()
-        sink.finish_parts()
-    sink.close()
+    write_steps(tmp_path, ({"metrics": [{"step": step, "phase": "train"}]} for step in range(12)), parts=range(12))
     assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
-    assert list(finished(tmp_path).metrics.step) == list(range(12))
+    assert list(instrument.load(tmp_path).metrics.step) == list(range(12))

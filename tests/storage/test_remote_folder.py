@@ -25,15 +25,13 @@ from instrument.storage.remote_folder import (
     remote_address_of,
 )
 
-
-@pytest.mark.parametrize("path", ["s3://bucket/runs", "memory://x", Path("s3://bucket/runs"), "file:///tmp/x"])
-def test_address_is_recognised(path: object) -> None:
-    assert is_address(path)
+REMOTE = ("s3://bucket/runs", "memory://x", Path("s3://bucket/runs"), "file:///tmp/x")
+LOCAL = ("runs/mine", "/runs/mine", Path("runs"), "C:/runs", "a:b/c", "runs/12:30:00")
 
 
-@pytest.mark.parametrize("path", ["runs/mine", "/runs/mine", Path("runs"), "C:/runs", "a:b/c", "runs/12:30:00"])
-def test_local_path_is_not_an_address(path: object) -> None:
-    assert not is_address(path)
+@pytest.mark.parametrize("path", [*REMOTE, *LOCAL])
+def test_address_is_distinguished_from_a_local_path(path: object) -> None:
+    assert is_address(path) == (path in REMOTE)
 
 
 @pytest.mark.parametrize(
@@ -53,43 +51,39 @@ def test_credentials_in_an_address_are_refused_and_not_shown(address: str) -> No
     assert "AKIAKEY" not in str(refused.value)
 
 
-@pytest.mark.parametrize("address", ["sftp://me@host/runs", "s3://bucket/a:b/c", "s3://bucket"])
-def test_user_names_and_colons_are_allowed(address: str) -> None:
-    check_address(address, "sink.remote")
-
-
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("bucket/runs", "not the address of a folder"),
-        ("s3://", "not the address of a folder"),
-        ("simplecache::s3://bucket", "not the address of a folder"),
+        *((address, None) for address in ("sftp://me@host/runs", "s3://bucket/a:b/c", "s3://bucket")),
+        *((address, "not the address of a folder") for address in ("bucket/runs", "s3://", "simplecache::s3://bucket")),
         ("s4://bucket", "no such protocol"),
     ],
 )
-def test_invalid_address_is_reported(address: str, problem: str) -> None:
+def test_address_is_checked(address: str, problem: str | None) -> None:
+    if problem is None:
+        check_address(address, "sink.remote")
+        return
     with pytest.raises(ConfigError, match=problem) as refused:
         check_address(address, "sink.remote")
     assert address in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("missing", "address", "package"),
-    [("fsspec", "s3://bucket", "fsspec"), ("s3fs", "s3://bucket", "s3fs"), ("gcsfs", "gs://bucket", "gcsfs")],
+    ("missing", "address", "package", "use"),
+    [
+        ("fsspec", "s3://bucket", "fsspec", lambda address: filesystem(address, "sink.remote")),
+        ("s3fs", "s3://bucket", "s3fs", lambda address: filesystem(address, "sink.remote")),
+        ("gcsfs", "gs://bucket", "gcsfs", lambda address: filesystem(address, "sink.remote")),
+        ("upath", "memory://runs", "universal-pathlib", folder_at),
+    ],
 )
 def test_missing_package_is_reported_with_its_extra(
-    missing: str, address: str, package: str, monkeypatch: pytest.MonkeyPatch
+    missing: str, address: str, package: str, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(_registry, address.partition("://")[0], raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ConfigError, match=rf"pip install .*'{package}>="):
-        filesystem(address, "sink.remote")
-
-
-def test_reading_an_address_requires_universal_pathlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(ConfigError, match=r"pip install .*'universal-pathlib>="):
-        folder_at("memory://runs")
+        use(address)
 
 
 def test_address_is_refused_where_a_local_folder_is_required() -> None:
@@ -113,27 +107,14 @@ def test_remote_path_is_relative_to_runs(folder: str, location: str, tmp_path: P
     assert remote_address_of(tmp_path / folder, "s3://b/p/") == location
 
 
-def test_jobs_of_two_sweeps_have_distinct_paths(tmp_path: Path) -> None:
+def test_jobs_of_sweeps_have_distinct_paths(tmp_path: Path) -> None:
     for sweep in ("one", "two"):
         (tmp_path / sweep).mkdir()
         (tmp_path / sweep / "multirun.yaml").touch()
-    assert [remote_address_of(tmp_path / sweep / "0", "s3://b") for sweep in ("one", "two")] == [
-        "s3://b/one/0",
-        "s3://b/two/0",
+    folders = ("one", "one/0", "two/0", "one/lr_1/seed_1", "one/lr_2/seed_1")
+    assert [remote_address_of(tmp_path / each, "s3://b/p") for each in folders] == [
+        f"s3://b/p/{each}" for each in folders
     ]
-    assert remote_address_of(tmp_path / "one", "s3://b") == "s3://b/one"
-
-
-def test_jobs_in_nested_folders_have_distinct_paths(tmp_path: Path) -> None:
-    (tmp_path / "sweep").mkdir()
-    (tmp_path / "sweep" / "multirun.yaml").touch()
-    addresses = [remote_address_of(tmp_path / "sweep" / f"lr_{rate}" / "seed_1", "s3://b/p") for rate in (1, 2)]
-    assert addresses == ["s3://b/p/sweep/lr_1/seed_1", "s3://b/p/sweep/lr_2/seed_1"]
-
-
-def test_error_message_omits_endpoint_credentials() -> None:
-    error = OSError("Could not connect to http://me:hush@host:1/bucket\nand more")
-    assert safe_message(error) == "OSError: Could not connect to http://host:1/bucket"
 
 
 @pytest.mark.parametrize(
@@ -152,23 +133,25 @@ def test_error_message_omits_secrets(text: str, monkeypatch: pytest.MonkeyPatch)
     import fsspec.config
 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "shy/secret+of=the:environment")
-    own = {
-        "abfs": {"client_secret": "shy-secret-of-the-configuration", "more": {"account_key": "shy-account-key-below"}}
-    }
-    monkeypatch.setattr(fsspec.config, "conf", own)
+    keys = {"client_secret": "shy-secret-of-the-configuration", "more": {"account_key": "shy-account-key-below"}}
+    monkeypatch.setattr(fsspec.config, "conf", {"abfs": keys})
     answer = safe_message(OSError(text))
     assert "hush" not in answer
     assert "shy" not in answer
     assert answer.startswith("OSError: ")
 
 
-def test_at_sign_in_a_path_is_no_credential() -> None:
-    assert safe_message(OSError("s3://bucket/me@home/run is away")) == "OSError: s3://bucket/me@home/run is away"
-
-
-def test_short_environment_value_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Could not connect to http://me:hush@host:1/bucket\nand more", "Could not connect to http://host:1/bucket"),
+        ("s3://bucket/me@home/run is away", "s3://bucket/me@home/run is away"),
+        ("no s3 there: is it on? yes", "no s3 there: is it on? yes"),  # a short value of the environment
+    ],
+)
+def test_error_message_keeps_all_but_credentials(text: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "s3")
-    assert safe_message(OSError("no s3 there: is it on? yes")) == "OSError: no s3 there: is it on? yes"
+    assert safe_message(OSError(text)) == f"OSError: {shown}"
 
 
 class HttpError(Exception):

@@ -31,8 +31,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_new_run_replaces_the_files_of_the_old_run_only(tmp_path: Path, old: dict[str, bytes]) -> None:
-    RunFolder(tmp_path, name="new", config={}, overwrite=True).finish("done")
+def test_new_run_replaces_the_files_of_the_old_run_when_it_ends(tmp_path: Path, old: dict[str, bytes]) -> None:
+    folder = RunFolder(tmp_path, name="new", config={}, overwrite=True)
+    assert content(tmp_path / ASIDE) == {name: data for name, data in old.items() if name not in FOREIGN}
+    folder.finish("failed", ValueError("no luck"))
     left = content(tmp_path)
     assert json.loads(left.pop("run.json"))["name"] == "new"
     assert left == {name: old[name] for name in FOREIGN}
@@ -40,24 +42,14 @@ def test_new_run_replaces_the_files_of_the_old_run_only(tmp_path: Path, old: dic
     assert not (tmp_path / "journal").exists()
 
 
-def test_old_run_is_kept_until_the_new_one_ends(tmp_path: Path, old: dict[str, bytes]) -> None:
-    folder = RunFolder(tmp_path, name="new", config={}, overwrite=True)
-    assert content(tmp_path / ASIDE) == {name: data for name, data in old.items() if name not in FOREIGN}
-    folder.finish("failed", ValueError("no luck"))
-    assert not (tmp_path / ASIDE).exists()
-
-
 @pytest.mark.parametrize("error", [DiscardedRunError(), ConfigError("hooks do not fit")])
 def test_old_run_is_restored_if_the_new_one_does_not_start(
     tmp_path: Path, old: dict[str, bytes], error: Exception
 ) -> None:
-    def start() -> None:
-        with RunFolder(tmp_path, name="new", config={}, overwrite=True).recording(has_started=lambda: False):
-            (tmp_path / "stats/part-0000-000007.parquet").write_text("new")
-            raise error
-
-    with pytest.raises(type(error)):
-        start()
+    folder = RunFolder(tmp_path, name="new", config={}, overwrite=True)
+    with pytest.raises(type(error)), folder.recording(has_started=lambda: False):  # noqa: PT012
+        (tmp_path / "stats/part-0000-000007.parquet").write_text("new")
+        raise error
     assert content(tmp_path) == old
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import random
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from run_folders import stats_row
+from run_folders import damage_inside, write_steps
 from tiers import tiered
 
 import instrument
@@ -29,37 +28,35 @@ from instrument.commands import recover
 from instrument.storage.journal import Journal, JournalReader
 from instrument.storage.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
 from instrument.storage.lock import FolderLock
-from instrument.storage.parquet import ParquetSink
 from instrument.storage.parts import Part
 from instrument.storage.recovery import recover as recover_files
 from instrument.storage.run_files import RunFiles, size_on_disk
-from instrument.tables.schemas import TABLES
 
-KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
-METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 STEPS = 12
+
+
+def rows_of(step: int) -> dict[str, Any]:
+    """Return the rows of a step, without its tensors."""
+    return {"stats": [{"step": step, "mean": float(step)}], "metrics": [{"step": step, "phase": "train", "loss": 0.5}]}
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed: three parts per table, and a journal."""
     folder = tmp_path_factory.mktemp("original") / "run"
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
-    sink = ParquetSink(folder)
-    for step in range(STEPS):
-        sink.write("stats", [stats_row(step, float(step))])
-        sink.write("metrics", [(step, *METRICS)])
-        sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
-        sink.end_step()
-        if step in (2, 5, 8):
-            sink.finish_parts()
-    return folder
+    tensors = [[{"step": step, "values": torch.full((2,), float(step))}] for step in range(STEPS)]
+    steps = [{**rows_of(step), "tensors": rows} for step, rows in enumerate(tensors)]
+    return write_steps(folder, steps, parts=(2, 5, 8), close=False, info={"status": "running"})
 
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+@pytest.fixture
+def journal(folder: Path) -> Path:
+    return folder / "journal" / "stats-0000-000003.arrows"
 
 
 def steps_of(folder: Path, table: str) -> list[int]:
@@ -77,9 +74,8 @@ def test_parts_and_journal_are_one_table(folder: Path) -> None:
     assert run.problems == []
 
 
-def test_journal_of_an_existing_part_is_not_read_twice(folder: Path) -> None:
+def test_journal_of_an_existing_part_is_not_read_twice(folder: Path, journal: Path) -> None:
     """The process was killed between renaming the part and removing its journal."""
-    journal = folder / "journal" / "stats-0000-000003.arrows"
     kept = journal.read_bytes()
     assert recover.main([str(folder)]) == 0
     journal.parent.mkdir()
@@ -130,24 +126,14 @@ def test_scan_and_count_skip_damaged_files(folder: Path) -> None:
     assert (run.count("stats"), run.count("effects"), run.problems) == (STEPS, 0, [])
     assert size_on_disk(folder) == sum(file.stat().st_size for file in folder.rglob("*-0*"))
     file = folder / "stats" / "part-0000-000001.parquet"
-    content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
-    file.write_bytes(content)
-    with pytest.warns(InstrumentWarning, match=f"stats/{file.name}: cannot be read"):
-        steps = [step for batch in run.scan("stats", ["step", "mean"]) for step in batch["step"].to_pylist()]
-    assert steps == [0, 1, 2, *range(6, STEPS)]
-    assert len(run.problems) == 1
-
-
-def test_part_damaged_inside_is_reported_and_the_rest_is_read(folder: Path) -> None:
-    file = folder / "stats" / "part-0000-000001.parquet"
-    content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
-    file.write_bytes(content)
-    run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="part-0000-000001"):
-        assert list(run.stats.step) == [0, 1, 2, *range(6, STEPS)]
-    assert len(run.problems) == 1
+    damage_inside(file)
+    for opened, read in (
+        (run, lambda: [step for rows in run.scan("stats", ["step", "mean"]) for step in rows["step"].to_pylist()]),
+        (frame := instrument.load(folder), lambda: list(frame.stats.step)),
+    ):
+        with pytest.warns(InstrumentWarning, match=f"stats/{file.name}: cannot be read"):
+            assert read() == [0, 1, 2, *range(6, STEPS)]
+        assert len(opened.problems) == 1
 
 
 def test_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
@@ -163,18 +149,15 @@ def test_run_of_a_version_with_fewer_statistics_is_read(folder: Path) -> None:
     assert run.problems == []
 
 
-def test_part_with_other_columns_is_reported(folder: Path) -> None:
+def test_files_with_other_columns_are_reported(folder: Path) -> None:
     pq.write_table(pa.table({"step": [1], "mine": [2]}), folder / "stats" / "part-0000-000007.parquet")
-    run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="column micro_step, .* is missing"):
-        assert len(run.stats) == STEPS
-
-
-def test_journal_with_other_columns_is_reported(folder: Path) -> None:
     shutil.copy(folder / "journal" / "metrics-0000-000003.arrows", folder / "journal" / "stats-0000-000009.arrows")
     run = instrument.load(folder)
-    with pytest.warns(InstrumentWarning, match="the columns differ from those of the table"):
+    with pytest.warns(InstrumentWarning, match=r"(?s)column micro_step, .* is missing|the columns differ"):
         assert len(run.stats) == STEPS
+    part, journal = sorted(run.problems, reverse=True)
+    assert "column micro_step, " in part
+    assert "the columns differ from those of the table" in journal
 
 
 class Bomb:
@@ -329,12 +312,8 @@ def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypa
     monkeypatch.setattr(Journal, "append", append)
     monkeypatch.setattr(RowCounts, "write", write)
     monkeypatch.setattr("instrument.storage.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts in the meantime
-    folder.mkdir()
-    sink, done = ParquetSink(folder), 0
-    for step in range(4):
-        sink.write("stats", [stats_row(step, float(step))])
-        sink.write("metrics", [(step, *METRICS)])
-        sink.end_step()
+    done = 0
+    write_steps(folder, map(rows_of, range(4)), close=False)
     assert moments == 16
     assert len(list(folder.glob("stats/*.parquet"))) > 0
 
@@ -368,33 +347,30 @@ def test_damaged_row_counts_are_reported_and_all_rows_read(folder: Path) -> None
         assert len(run.stats) == STEPS
 
 
-def test_recover_keeps_a_truncated_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = folder / "journal" / "stats-0000-000003.arrows"
-    content = journal.read_bytes()[: boundaries(journal)[1]]
+@pytest.mark.parametrize(
+    ("damage", "message", "rows"),
+    [
+        (
+            lambda journal: journal.read_bytes()[: boundaries(journal)[1]],
+            "the journal is truncated: it contains 1 of 3 rows",
+            STEPS - 2,
+        ),
+        (lambda journal: journal.with_name("metrics-0000-000003.arrows").read_bytes(), "the columns differ", STEPS - 3),
+        (lambda journal: journal.read_bytes()[:-200] + b"\xaa" * 50 + journal.read_bytes()[-150:], "", None),
+    ],
+    ids=["truncated", "other columns", "damaged"],
+)
+def test_recover_keeps_and_reports_a_damaged_journal(
+    journal: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], bytes], message: str, rows: int | None
+) -> None:
+    content, folder = damage(journal), journal.parents[1]
     journal.write_bytes(content)
     assert recover.main([str(folder)]) == 1
-    assert f"journal/{journal.name}: the journal is truncated: it contains 1 of 3 rows" in capsys.readouterr().err
+    assert f"journal/{journal.name}: {message}" in capsys.readouterr().err
     assert journal.with_suffix(".damaged").read_bytes() == content
-    assert len(pd.read_parquet(folder / "stats")) == STEPS - 2
-
-
-def test_recover_keeps_a_journal_with_other_columns(folder: Path) -> None:
-    journals = folder / "journal"
-    content = (journals / "metrics-0000-000003.arrows").read_bytes()
-    (journals / "stats-0000-000003.arrows").write_bytes(content)
-    assert recover.main([str(folder)]) == 1
-    assert (journals / "stats-0000-000003.damaged").read_bytes() == content
-
-
-def test_recover_keeps_and_reports_a_damaged_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = folder / "journal" / "stats-0000-000003.arrows"
-    content = bytearray(journal.read_bytes())
-    content[-200:-150] = b"\xaa" * 50
-    journal.write_bytes(content)
-    assert recover.main([str(folder)]) == 1
-    assert "journal/stats-0000-000003.arrows: " in capsys.readouterr().err
-    assert (folder / "journal" / "stats-0000-000003.damaged").read_bytes() == bytes(content)
-    assert pd.read_parquet(folder / "stats").step.tolist()[:9] == list(range(9))
+    steps = pd.read_parquet(folder / "stats").step.tolist()
+    assert steps[:9] == list(range(9))
+    assert rows in (None, len(steps))
 
 
 @pytest.mark.parametrize(
@@ -410,16 +386,8 @@ def test_recover_keeps_and_reports_a_damaged_journal(folder: Path, capsys: pytes
 def test_files_may_be_merged_whenever_they_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[instrument.Run], int]
 ) -> None:
-    folder, parts = tmp_path / "run", 5
-    folder.mkdir()
-    (folder / "run.json").write_text("{}")
-    sink = ParquetSink(folder)
-    for step in range(parts):
-        cells = {"step": step, "rank": 0, "phase": "train"}
-        sink.write("stats", [tuple(cells.get(name) for name in TABLES["stats"].names)])
-        sink.end_step()
-        sink.finish_parts()
-    sink.close()
+    parts = 5
+    folder = write_steps(tmp_path / "run", map(rows_of, range(parts)), parts=range(parts))
     original = RunFiles.table_files
 
     def merged(self: RunFiles, name: str) -> tuple[list[Path], list[pa.Table]]:
@@ -440,15 +408,9 @@ def test_files_may_be_merged_whenever_they_are_listed(
 def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
 ) -> None:
-    folder, count = tmp_path / "run", 40_000
-    folder.mkdir()
-    (folder / "run.json").write_text("{}")
-    sink = ParquetSink(folder)
+    count = 40_000
     means = np.random.default_rng(0).random(count).tolist()  # a part that is not read with its footer
-    cells: dict[str, Any] = {"step": 0, "rank": 0, "phase": "train"}
-    rows = [{**cells, "mean": mean} for mean in means]
-    sink.write("stats", [tuple(row.get(name) for name in TABLES["stats"].names) for row in rows])
-    sink.close()
+    folder = write_steps(tmp_path / "run", [{"stats": [{"mean": mean} for mean in means]}])
     files = MemoryFileSystem()
     address = f"memory://{tmp_path}/remote"
     files.put(str(folder), address, recursive=True)

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from attached_runs import forward_steps
 from buckets import KEY, NO_ANSWER, SECRET, new_clients
 from conftest import run_in
 from run_folders import write_run
 from tiers import tiered
+from training_runs import compose, train_here
 from waiting import TIMEOUT
 
 import instrument
@@ -36,6 +38,10 @@ from instrument.training.sweeps.lookup import jobs_in
 
 Cli = Callable[..., Any]
 TINY = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=6"]
+
+
+def info_at(address: str) -> dict[str, Any]:
+    return json.loads(RemoteFolder(address, "").read("run.json") or b"")  # type: ignore[no-any-return]
 
 
 def names(address: str) -> set[str]:
@@ -87,6 +93,7 @@ def test_finished_run_is_uploaded_and_bit_identical(
     info = json.loads(sent["run.json"])
     assert (info["status"], info["remote"]) == ("done", address)
     assert_bit_identical(baseline[0], out)
+    assert json.loads((baseline[0] / "run.json").read_text())["remote"] is None
 
     assert "everything is logged" in (out / "instrument.log").read_text()
     written = [(out / name).read_bytes() for name in local(out)] + [*sent.values()]
@@ -96,17 +103,11 @@ def test_finished_run_is_uploaded_and_bit_identical(
         assert secret not in answer.out
 
 
-def test_run_without_a_remote_folder_has_no_address(baseline: tuple[Path, str]) -> None:
-    assert json.loads((baseline[0] / "run.json").read_text())["remote"] is None
-
-
 def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, remote: str) -> None:
     answer = cli("-m", *TINY, f"sink.remote={remote}", "seed=1,2", "hydra.sweep.dir=runs/tiny/sweep_1")
     assert answer.code == 0, answer.err
-    assert {name for name in names(remote) if name.endswith("run.json")} == {
-        "tiny/sweep_1/0/run.json",
-        "tiny/sweep_1/1/run.json",
-    }
+    records = {name for name in names(remote) if name.endswith("run.json")}
+    assert records == {"tiny/sweep_1/0/run.json", "tiny/sweep_1/1/run.json"}
     address = f"{remote}/tiny/sweep_1"
     assert f"remote      {address}\n" in answer.out
     assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "done"), ("1", "done")]
@@ -134,11 +135,10 @@ def test_address_with_credentials_in_a_file_is_refused(cli: Cli) -> None:
     assert not list(Path().rglob("run.json"))
 
 
-def test_missing_bucket_is_reported_before_training(cli: Cli, bucket: str) -> None:
-    answer = cli(*TINY, "sink.remote=s3://elsewhere", "hydra.run.dir=out")
-    assert answer.code == 2
-    assert "sink.remote: cannot write to the remote folder: FileNotFoundError" in answer.err
-    assert not Path("out").exists()
+def test_missing_bucket_is_reported_before_training(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sink\.remote: cannot write to the remote folder: FileNotFoundError"):
+        train_here(tmp_path / "out", *TINY, "sink.remote=s3://elsewhere")
+    assert not (tmp_path / "out").exists()
 
 
 def test_remote_run_folder_is_refused(cli: Cli) -> None:
@@ -188,7 +188,7 @@ def test_failed_run_is_uploaded_and_resume_removes_remote_rows(
         patched.setattr(Checkpoints, "save", fail)
         assert cli(*TINY, "train.checkpoint.every=2", f"sink.remote={remote}", "hydra.run.dir=out").code == 1
     broken = RemoteFolder(f"{remote}/out", "")
-    assert json.loads(broken.read("run.json") or b"")["status"] == "failed"
+    assert info_at(f"{remote}/out")["status"] == "failed"
     assert names(f"{remote}/out") == local(Path("out")) - {".lock"}
 
     rows = len(instrument.load("out").metrics)
@@ -220,7 +220,7 @@ def test_interrupted_run_is_uploaded(cli: Cli, bucket: str, monkeypatch: pytest.
 
     monkeypatch.setattr("instrument.training.runner._Training._end_step", stop)
     assert cli(*TINY, f"sink.remote={bucket}", "hydra.run.dir=out").code == 130
-    assert json.loads(RemoteFolder(f"{bucket}/out", "").read("run.json") or b"")["status"] == "interrupted"
+    assert info_at(f"{bucket}/out")["status"] == "interrupted"
 
 
 @pytest.fixture(scope="module")
@@ -252,10 +252,9 @@ def test_keep_local_false_moves_the_rows(cli: Cli, baseline: tuple[Path, str], r
     assert command == f"python -m instrument.report {remote}/out --out report.html"
 
 
-def test_keep_local_false_without_a_remote_is_refused(cli: Cli) -> None:
-    answer = cli(*TINY, "sink.keep_local=false")
-    assert answer.code == 2
-    assert "requires 'remote'" in answer.err
+def test_keep_local_false_without_a_remote_is_refused() -> None:
+    with pytest.raises(ConfigError, match="requires 'remote'"):
+        compose(*TINY, "sink.keep_local=false")
 
 
 def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,16 +313,12 @@ def test_ctrl_c_interrupts_the_upload(cli: Cli, remote: str, monkeypatch: pytest
     )
     assert json.loads(Path("out/run.json").read_text())["status"] == "done"
     assert main(["out"]) == 0
-    assert json.loads(RemoteFolder(f"{remote}/out", "").read("run.json") or b"")["status"] == "done"
+    assert info_at(f"{remote}/out")["status"] == "done"
 
 
 def custom_loop(out: Path | None, remote: str) -> None:
-    model = torch.nn.Linear(3, 2)
-    with instrument.attach(
-        model, {"out": {"layers": "**", "kind": "forward", "action": "record"}}, out=out, remote=remote
-    ) as probe:
-        for _ in range(3):
-            probe.end_step(loss=model(torch.randn(4, 3)).sum())
+    hooks = {"out": {"layers": "**", "kind": "forward", "action": "record"}}
+    forward_steps(torch.nn.Linear(3, 2), hooks, torch.randn(3, 4, 3), out=out, remote=remote)
 
 
 def test_custom_loop_uploads_its_rows(remote: str, tmp_path: Path) -> None:

@@ -75,12 +75,9 @@ def test_rows_go_to_all_sinks() -> None:
 
 
 def test_tensor_dropped_by_the_first_sink_goes_nowhere() -> None:
-    class Full(MemorySink):
-        def keep(self, *args: Any) -> None:
-            return None
-
-    other = MemorySink()
-    assert TeeSink(Full(), {"other": other}).keep(key(), [4], torch.zeros(4)) is None
+    full, other = MemorySink(), MemorySink()
+    full.keep = lambda *args: None  # type: ignore[method-assign, assignment]
+    assert TeeSink(full, {"other": other}).keep(key(), [4], torch.zeros(4)) is None
     assert not other.rows["tensors"]
 
 
@@ -126,9 +123,8 @@ def test_parquet_rows_are_complete_when_a_tracker_fails(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     tracker = Tracker(fails_at=2, fails_at_the_end=True)
     sink = TeeSink(ParquetSink(tmp_path), {"mlflow": TrackingSink(tracker, "mlflow")})
-    with pytest.warns(
-        InstrumentWarning, match="mlflow failed: ConnectionError: nobody there; mlflow receives no more data"
-    ) as warned:
+    message = "mlflow failed: ConnectionError: nobody there; mlflow receives no more data"
+    with pytest.warns(InstrumentWarning, match=message) as warned:
         steps(sink)
         sink.close()
     assert len(warned) == 1
@@ -155,11 +151,8 @@ def test_tracker_receives_the_outcome_of_the_run(rules: list[str], outcome: str)
 @pytest.mark.parametrize("fails_at", [None, 0])
 def test_tracker_does_not_change_random_state(fails_at: int | None) -> None:
     before = random.getstate(), np.random.get_state()
-    steps(
-        TeeSink(
-            MemorySink(), {"tracker": TrackingSink(Tracker(fails_at=fails_at), "tracker")}, report=lambda messages: None
-        )
-    )
+    tracker = TrackingSink(Tracker(fails_at=fails_at), "tracker")
+    steps(TeeSink(MemorySink(), {"tracker": tracker}, report=lambda messages: None))
     after = random.getstate(), np.random.get_state()
     assert after[0] == before[0]
     assert all(np.array_equal(one, other) for one, other in zip(after[1], before[1], strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_folders import finished, row, tensor_key
 from torch import nn
 from waiting import TIMEOUT
 
@@ -21,7 +21,6 @@ from instrument.storage import tensors as module
 from instrument.storage.parquet import ParquetSink
 from instrument.storage.table_writer import TableWriter
 
-KEY = (0, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
 RECORD = {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
 
 
@@ -40,11 +39,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-def finished(folder: Path) -> instrument.Run:
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    return instrument.load(folder)
-
-
 def test_hook_waits_for_a_buffer_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event
 ) -> None:
@@ -56,7 +50,7 @@ def test_hook_waits_for_a_buffer_and_nothing_is_lost(
 
     def train() -> None:
         for number in range(50):
-            sink.keep(KEY, [10_000], torch.full((10_000,), float(number)))  # 40 kB: the pool has room for two
+            sink.keep(tensor_key(), [10_000], torch.full((10_000,), float(number)))  # 40 kB: the pool has room for two
             kept.append(number)
         sink.end_step()
 
@@ -103,12 +97,12 @@ def test_error_in_the_writer_thread_is_raised_in_the_loop(
 
     monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
     sink = ParquetSink(tmp_path)
-    sink.keep(KEY, [3], torch.zeros(3))
-    sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)])
+    sink.keep(tensor_key(), [3], torch.zeros(3))
+    sink.write("metrics", [row("metrics", phase="train", loss=0.5)])
     sink.end_step()
     with monkeypatch.context() as patch:
         patch.setattr(sink._writers["tensors"], "append", lambda batch: fail(sink._writers["tensors"], batch))
-        sink.keep(KEY, [3], torch.ones(3))
+        sink.keep(tensor_key(), [3], torch.ones(3))
         with pytest.raises(SinkError, match=r"(No space left|a defect).*steps up to 0 are saved"):
             sink.end_step()
     sink.close()
@@ -127,7 +121,7 @@ def test_error_in_the_writer_thread_reaches_a_waiting_hook(tmp_path: Path, monke
     sink = ParquetSink(tmp_path)
     keep_ten = [sink.keep] * 10
     with pytest.raises(SinkError, match="Input/output error; nothing is saved"):
-        [keep(KEY, [10_000], torch.zeros(10_000)) for keep in keep_ten]
+        [keep(tensor_key(), [10_000], torch.zeros(10_000)) for keep in keep_ten]
     sink.close()
 
 
@@ -176,7 +170,7 @@ def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest
     sink = ParquetSink(tmp_path, tensors="bytes")
     for step in range(6):
         for _ in range(30):
-            sink.keep((step, *KEY[1:]), [50_000], torch.zeros(50_000))
+            sink.keep(tensor_key(step), [50_000], torch.zeros(50_000))
             assert sink._tensors.pool.used <= module.POOL_BYTES
         sink.end_step()
         assert sink._tensors.pool.used == 0

@@ -100,15 +100,8 @@ def test_tables_and_identity_columns_are_as_documented() -> None:
     for name in ("stats", "distributions", "tensors", "effects", "spectra"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
-    assert list(TABLES["effects"].names[len(IDENTITY) :]) == [
-        "numel",
-        "changed",
-        "changed_fraction",
-        "norm_before",
-        "norm_after",
-        "factor",
-        "held",
-    ]
+    effects = ["numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor", "held"]
+    assert list(TABLES["effects"].names[len(IDENTITY) :]) == effects
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
@@ -147,6 +140,9 @@ def test_docs_describe_every_column_and_shared_ones_once() -> None:
     assert "| `step` | int64 | step |" in text
 
 
+HERE = r"test_tables.py:\d+"
+
+
 def add(name: str, *names: str, **entry: Any) -> None:
     columns = tuple(Column(column, "double", "", "a number") for column in names)
     tables.TABLES.register(name)(Table(name, "one", (*tables.IDENTITY, *columns), **entry))
@@ -155,18 +151,8 @@ def add(name: str, *names: str, **entry: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "columns", "entry", "message"),
     [
-        (
-            "spectra",
-            ["a"],
-            {},
-            r"test_tables.py:\d+: table 'spectra' is registered already\n.*tables/schemas.py:\d+ has this one",
-        ),
-        (
-            "mine",
-            ["a", "b", "a"],
-            {},
-            r"test_tables.py:\d+: table 'mine' cannot have the column 'a' at index 17: .* at index 15",
-        ),
+        ("spectra", ["a"], {}, rf"{HERE}: table 'spectra' is registered already\n.*tables/schemas.py:\d+ has this one"),
+        ("mine", ["a", "b", "a"], {}, rf"{HERE}: table 'mine' cannot have the column 'a' at index 17: .* at index 15"),
         ("mine", ["seed"], {}, "cannot have the column 'seed' at index 15: readers of several runs add it"),
         ("mine", ["layer"], {}, "cannot have the column 'layer' at index 15: .* at index 6"),
         ("mine", ["position"], {"is_sorted": True}, "cannot have the column 'position' at index 16: .* at index 15"),

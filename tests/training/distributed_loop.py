@@ -19,19 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 import instrument
 import instrument.storage.run_folder
 
+RECORD: dict[str, Any] = {"layers": "**", "kind": "forward", "action": "record"}
 HOOKS = {
-    "seen": {
-        "layers": "**",
-        "kind": "forward",
-        "action": "record",
-        "stats": ["default", "l1", "dead_fraction"],
-        "quantiles": [0.25, 0.5],
-        "histogram": 64,
-    },
-    "grads": {"layers": "**", "kind": "parameter_grad", "action": "record"},
-    "sums": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"},
-    "units": {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": ["dead_fraction"]},
-    "kept": {"layers": "2", "kind": "forward", "action": "record", "stats": "none", "tensors": True},
+    "seen": {**RECORD, "stats": ["default", "l1", "dead_fraction"], "quantiles": [0.25, 0.5], "histogram": 64},
+    "grads": {**RECORD, "kind": "parameter_grad"},
+    "sums": {**RECORD, "kind": "post_accumulate_grad"},
+    "units": {**RECORD, "kind": "step_post", "role": "param", "stats": ["dead_fraction"]},
+    "kept": {**RECORD, "layers": "2", "stats": "none", "tensors": True},
 }
 STEPS = 3
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1)
@@ -78,7 +72,7 @@ def data(step: int) -> Tensor:
 def train(model: nn.Module, folder: Path, reduce: str, fail_at: int = -1, die_at: int = -1) -> dict[str, float]:
     hooks = HOOKS
     if isinstance(model, LayerOnRank0):
-        hooks = {"seen": HOOKS["seen"], "plain": {"layers": "**", "kind": "forward", "action": "record"}}
+        hooks = {"seen": HOOKS["seen"], "plain": RECORD}
     optimizer = OPTIMIZER(model.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder, reduce=reduce) as probe:  # type: ignore[arg-type]

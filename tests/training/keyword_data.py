@@ -7,33 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset, WeightedRandomSampler
 
 
-class Rows(Dataset[dict[str, Tensor]]):
-    """Rows with a class. Each third class is ignored by the loss."""
-
-    def __init__(self, split: str, samples: int = 22) -> None:
-        generator = torch.Generator().manual_seed(len(split))
-        self.rows = torch.randn(samples, 4, generator=generator)
-        self.classes = torch.randint(3, (samples,), generator=generator)
-        self.classes[::3] = -100
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"rows": self.rows[index], "labels": self.classes[index]}
+def rows(split: str) -> list[dict[str, Tensor]]:
+    """Return 22 rows with a class. Each third class is ignored by the loss."""
+    generator = torch.Generator().manual_seed(len(split))
+    inputs, classes = torch.randn(22, 4, generator=generator), torch.randint(3, (22,), generator=generator)
+    classes[::3] = -100
+    return [{"rows": row, "labels": label} for row, label in zip(inputs, classes, strict=True)]
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
     """The same rows, without a length."""
 
     def __init__(self, split: str) -> None:
-        self.rows = Rows(split)
+        self.rows = rows(split)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (self.rows[index] for index in range(len(self.rows)))
+        return iter(self.rows)
 
 
 def weighted(dataset: Any) -> WeightedRandomSampler:

@@ -14,25 +14,20 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import training_runs
 
 import instrument.storage.parquet
 import instrument.storage.tensors
 from instrument.config.parse import parse_config
 from instrument.training.loop import Progress
 from instrument.training.runner import run
-from instrument.training.terminal import Terminal
 
 CONFIG = {
+    **training_runs.CONFIG,
     "name": "killed",
-    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
-    "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
-    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "train": {"steps": 100_000, "batch_size": 8, "eval_every": 50},
     "hooks": {
         "seen": {"layers": "**", "kind": "forward", "action": "record"},
@@ -42,28 +37,18 @@ CONFIG = {
 }
 
 
-class ReportingTerminal(Terminal):
-    """Terminal that writes each completed step to a pipe."""
-
-    def __init__(self, pipe: int) -> None:
-        super().__init__(quiet=True)
-        self.pipe = pipe
-
-    @contextmanager
-    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
-        def show(progress: Progress) -> None:
-            if progress.phase == "train":
-                os.write(self.pipe, (progress.step - 1).to_bytes(4, "little"))
-
-        yield show
-
-
 def child(folder: Path, pipe: int, row_group_bytes: int) -> None:
+    """Train, and write each completed step to a pipe."""
+
+    def report(progress: Progress) -> None:
+        if progress.phase == "train":
+            os.write(pipe, (progress.step - 1).to_bytes(4, "little"))
+
     torch.set_num_threads(1)
     instrument.storage.parquet.ROWS_JOURNAL_BYTES = 30_000
     instrument.storage.parquet.TENSORS_JOURNAL_BYTES = 20_000
     instrument.storage.tensors.ROW_GROUP_BYTES = row_group_bytes
-    run(parse_config(CONFIG), folder, ReportingTerminal(pipe), raw=CONFIG, overrides={})
+    run(parse_config(CONFIG), folder, training_runs.ObservedTerminal(report), raw=CONFIG, overrides={})
 
 
 def start_and_kill(folder: Path, draw: random.Random) -> int:

@@ -12,13 +12,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from training_runs import CONFIG, DIGITS, ObservedTerminal
 
 import instrument.storage.parquet
 from instrument.config.parse import parse_config
@@ -70,13 +69,8 @@ HOOKS = {
     "noisy": {"layers": "layers.1", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.01},
     "damp": {
         **{"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.9},
-        "when": {
-            "stat": "l2",
-            "above": 1,
-            "times": "median",
-            "window": 7,
-            "after": 3,
-        },  # holds in about half of the steps
+        # The condition holds in about half of the steps.
+        "when": {"stat": "l2", "above": 1, "times": "median", "window": 7, "after": 3},
     },
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0},
     "moments": {"layers": "layers.5", "kind": "step_post", "role": "update", "action": "record"},
@@ -88,40 +82,27 @@ def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
     steps = 25 if number < len(VARIANTS) else 400
     return {
+        **CONFIG,
         "name": "resumed",
         "seed": number,
         "model": {"_target_": "resume_runs.Net"},
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "eval_slice": {"split": "test", "stop": 64},
-        },
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "data": {"dataset": DIGITS, "eval_slice": {"split": "test", "stop": 64}},
         "hooks": HOOKS,
         **variant,
         "train": {"steps": steps, "batch_size": 50, "checkpoint": {"every": EVERY}, **variant.get("train", {})},
     }
 
 
-class KillingTerminal(Terminal):
-    """Terminal that kills its process some milliseconds after a number of steps.
+def killing_terminal(steps: int, delay: float) -> Terminal:
+    """Return a terminal that kills its process some seconds after a number of steps of this process."""
+    left = [steps]
 
-    Args:
-        steps: Number of steps of this process before the kill.
-        delay: Seconds from the last step to the kill.
-    """
+    def count(progress: Progress) -> None:
+        left[0] -= progress.phase == "train"
+        if left[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, delay)  # SIGALRM, for which Python has no handler
 
-    def __init__(self, steps: int, delay: float) -> None:
-        super().__init__(quiet=True)
-        self.left, self.delay = steps, delay
-
-    @contextmanager
-    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
-        def show(progress: Progress) -> None:
-            self.left -= progress.phase == "train"
-            if self.left == 0:
-                signal.setitimer(signal.ITIMER_REAL, self.delay)  # SIGALRM, for which Python has no handler
-
-        yield show
+    return ObservedTerminal(count)
 
 
 def train_in_a_process(config: dict[str, Any], folder: Path, terminal: Terminal) -> int:
@@ -148,6 +129,6 @@ if __name__ == "__main__":
         for _ in range(kills):
             # After a checkpoint, before the end.
             steps = draw.randint(EVERY + 1, config["train"]["steps"] // (kills + 1))
-            terminal = KillingTerminal(steps, draw.uniform(0.0001, 0.01))
+            terminal = killing_terminal(steps, draw.uniform(0.0001, 0.01))
             assert os.WIFSIGNALED(train_in_a_process(config, folder / f"{number}-killed", terminal))
         assert train_in_a_process(config, folder / f"{number}-killed", Terminal(quiet=True)) == 0

@@ -92,12 +92,8 @@ def test_freeze_disables_the_gradient(model: Net) -> None:
 
 def test_replace_creates_a_new_module_for_every_match(model: Net) -> None:
     apply(model, a={"types": ["ReLU"], "action": "replace", "module": {"_target_": "torch.nn.GELU"}})
-    assert {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.GELU)} == {
-        "block.act",
-        "one.1",
-        "two.1",
-        "last",
-    }
+    replaced = {name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, nn.GELU)}
+    assert replaced == {"block.act", "one.1", "two.1", "last"}
     assert model.one[1] is model.two[1] is model.last  # one module under three names
     assert model.last is not model.block.act
 
@@ -145,71 +141,36 @@ def test_children_come_before_parents_and_shared_modules_once(model: Net) -> Non
 
 
 def test_specs_are_applied_in_order(model: Net) -> None:
-    apply(
-        model,
-        first={
-            "layers": "one",
-            "action": "replace",
-            "module": {"_target_": "torch.nn.Bilinear", "in1_features": 2, "in2_features": 2, "out_features": 1},
-        },
-        second={"types": ["Bilinear"], "action": "fill", "value": 1},
-    )
+    module = {"_target_": "torch.nn.Bilinear", "in1_features": 2, "in2_features": 2, "out_features": 1}
+    first = {"layers": "one", "action": "replace", "module": module}
+    apply(model, first=first, second={"types": ["Bilinear"], "action": "fill", "value": 1})
     assert (model.one.weight == 1).all()
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            {"layers": "onee", "action": "freeze"},
-            r"apply\.a\.layers: this pattern matches no module\n.*onee\n.*\n.*similar  one",
-        ),
-        (
-            {"layers": "one.1", "action": "freeze"},
-            r"apply\.a\.layers: no matched module has such a parameter",
-        ),
-        ({"layers": "one", "action": "fill", "value": 1}, r"similar  one\.\*\*"),
-        (
-            {"types": "Linear", "params": "wieght", "action": "freeze"},
-            r"apply\.a\.params: this pattern matches no parameter\n(.*\n)*.*similar  weight",
-        ),
-        (
-            {"types": "Linear", "action": "init", "fn": "dirac_"},
-            r"apply\.a: init failed at layer 'one\.0' \(Linear\): ValueError",
-        ),
-        (
-            {"types": "Linear", "action": "init", "fn": "ones_", "val": 3},
-            r"apply\.a: init failed .* unexpected keyword argument 'val'",
-        ),
-        (
-            {"layers": ".", "action": "replace", "module": {"_target_": "torch.nn.Identity"}},
-            r"root module cannot be replaced",
-        ),
-        (
-            {"layers": "one", "action": "replace", "module": {"_target_": "builtins.dict"}},
-            r"apply\.a\.module: must be a torch\.nn\.Module, but builtins\.dict returned dict",
-        ),
-        (
-            {"layers": "one", "action": "replace", "module": {"_target_": "torch.nn.Lineer"}},
-            r"apply\.a\.module: torch\.nn has no 'Lineer'",
-        ),
-        (
-            {"types": "ReLU", "action": "set", "attribute": "inplce", "value": 1},
-            r"apply\.a\.attribute: layer .* no such attribute\n.*inplce\n.*similar  inplace",
-        ),
-        (
-            {"types": "Linear", "action": "add_parameter", "parameter": "weight"},
-            r"apply\.a\.parameter: .* already has this attribute",
-        ),
-        (
-            {"layers": "one.0", "action": "call", "fn": {"_target_": f"{__name__}.raise_error"}},
-            r"apply\.a: call failed at layer 'one\.0' \(Linear\): RuntimeError: no \(in .*raise_error\)",
-        ),
+        ({"layers": "onee", "action": "freeze"}, r"a\.layers: this pattern matches no module\n.*onee\n.*\n.*similar  one"),
+        ({"layers": "one.1", "action": "freeze"}, r"a\.layers: no matched module has such a parameter"),
+        ({"layers": "one", "action": "fill", "value": 1}, r"a\.(.*\n)*.*similar  one\.\*\*"),
+        ({"types": "Linear", "params": "wieght", "action": "freeze"},
+         r"a\.params: this pattern matches no parameter\n(.*\n)*.*similar  weight"),
+        ({"types": "Linear", "action": "init", "fn": "dirac_"}, r"a: init failed at layer 'one\.0' \(Linear\): ValueError"),
+        ({"types": "Linear", "action": "init", "fn": "ones_", "val": 3}, r"a: init failed .* unexpected keyword argument 'val'"),
+        ({"layers": ".", "action": "replace", "module": {"_target_": "torch.nn.Identity"}}, r"a.*: .*root module cannot be replaced"),
+        ({"layers": "one", "action": "replace", "module": {"_target_": "builtins.dict"}},
+         r"a\.module: must be a torch\.nn\.Module, but builtins\.dict returned dict"),
+        ({"layers": "one", "action": "replace", "module": {"_target_": "torch.nn.Lineer"}}, r"a\.module: torch\.nn has no 'Lineer'"),
+        ({"types": "ReLU", "action": "set", "attribute": "inplce", "value": 1},
+         r"a\.attribute: layer .* no such attribute\n.*inplce\n.*similar  inplace"),
+        ({"types": "Linear", "action": "add_parameter", "parameter": "weight"}, r"a\.parameter: .* already has this attribute"),
+        ({"layers": "one.0", "action": "call", "fn": {"_target_": f"{__name__}.raise_error"}},
+         r"a: call failed at layer 'one\.0' \(Linear\): RuntimeError: no \(in .*raise_error\)"),
     ],
     ids=lambda value: value["action"] if isinstance(value, dict) else None,
-)
+)  # fmt: skip
 def test_apply_error_has_its_key_and_layer(model: Net, spec: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"apply\.{message}"):
         apply(model, a=spec)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Answer
+from conftest import Answer, Call
 from run_folders import write_run
 from torch import nn
 from training_runs import resume_here, train_here
@@ -139,8 +139,7 @@ def control_from_thread(tensor: object, context: Context) -> None:
 
 def test_command_waits_for_the_answer(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "test_control", sys.modules[__name__])
-    answer = cli(*RUN[:-1], RUN[-1].replace("send_messages", "control_from_thread"))
-    assert answer.code == 0, answer.err
+    answer = cli(*RUN[:-1], RUN[-1].replace("send_messages", "control_from_thread")).expect(0)
     wait_until(lambda: codes)
     assert codes == [0]
     assert "after 3 steps  lr_scale: 1.0 -> 0.0" in answer.out
@@ -160,33 +159,26 @@ def running(tmp_path: Path) -> Iterator[Path]:
     lock.release()
 
 
-def test_invalid_changes_are_not_sent(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert control.main([str(running), "hooks.acts.every=0", "hooks.act.every=1"]) == 2
-    error = capsys.readouterr().err
+def test_invalid_changes_are_not_sent(running: Path, call: Call) -> None:
+    error = call(control.main, running, "hooks.acts.every=0", "hooks.act.every=1").expect(2).err
     assert "hooks: the run has no such hook" in error
     assert "similar  acts" in error
-    assert control.main([str(running), "hooks.acts.every=0"]) == 2
-    assert "hooks.acts.every" in capsys.readouterr().err
+    assert "hooks.acts.every" in call(control.main, running, "hooks.acts.every=0").expect(2).err
     assert not (running / "control").exists()
 
 
-def test_only_a_run_in_progress_is_changed(tmp_path: Path, running: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_run_in_progress_is_changed(tmp_path: Path, running: Path, call: Call) -> None:
     done = write_run(tmp_path / "done", config={"train": {}})
-    assert control.main([str(done), "stop"]) == 1
-    assert "is not in progress: its status is done" in capsys.readouterr().err
+    assert "is not in progress: its status is done" in call(control.main, done, "stop").expect(1).err
     assert control.main([str(tmp_path / "none"), "stop"]) == 2
     record = json.loads((running / "run.json").read_text())
     (running / "run.json").write_text(json.dumps({**record, "config": {"hooks": {}}, "ranks": 2}))
-    assert control.main([str(running), "stop"]) == 2
-    assert "a custom training loop with several processes" in capsys.readouterr().err
+    assert "a custom training loop with several processes" in call(control.main, running, "stop").expect(2).err
 
 
-def test_message_is_withdrawn_if_the_run_ends(
-    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_message_is_withdrawn_if_the_run_ends(running: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     monkeypatch.setattr(control_folder, "is_locked", lambda folder: False)
-    assert control.main([str(running), "stop"]) == 1
-    assert "the run ended before it read the message" in capsys.readouterr().err
+    assert "the run ended before it read the message" in call(control.main, running, "stop").expect(1).err
     assert list((running / "control").iterdir()) == []
 
 

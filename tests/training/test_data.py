@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
+from training_runs import DIGITS
 
 from instrument import ConfigError
 from instrument.config.experiment import DataConfig, SliceSpec, TrainConfig
@@ -126,17 +127,13 @@ def test_classes_of_non_integer_targets_are_refused(slice_fields: dict[str, Any]
 
 
 def test_split_is_passed_as_the_dataset_expects_it() -> None:
-    config = {
-        "dataset": {"_target_": "instrument.training.datasets.digits"},
-        "eval_slice": {"split": "test", "stop": 5},
-    }
-    data = load_data(DataConfig.model_validate(config))
+    data = load_data(DataConfig.model_validate({"dataset": DIGITS, "eval_slice": {"split": "test", "stop": 5}}))
     assert (len(data.train), len(data.test)) == (1437, 5)  # type: ignore[arg-type]
     assert torch.equal(data.test[0][0], digits("test")[0][0])
     assert data.source["train_samples"] == 1437
     assert data.source["fallback"] is None
 
-    given = {"dataset": {"_target_": f"{__name__}.given_train"}, "eval_slice": {"split": "train"}}
+    given = {"dataset": {"_target_": f"{__name__}.TrainFlag"}, "eval_slice": {"split": "train"}}
     config = DataConfig.model_validate(given)
     assert [len(part) for part in (load_data(config).train, load_data(config).test)] == [10, 10]  # type: ignore[arg-type]
 
@@ -224,18 +221,13 @@ def test_unknown_split_is_refused(dataset: dict[str, str], slices: dict[str, Any
         load_data(DataConfig.model_validate({"dataset": dataset, **slices}))
 
 
-def given_train(train: bool) -> Numbers:
-    """Return a dataset by a boolean split, like the datasets of torchvision."""
-    return Numbers(CLASSES if train else [0])
-
-
 @pytest.mark.parametrize(
     ("target", "slices", "words"),
     [
         ("Numbers", {}, "10 of 10 evaluation samples are training samples too, because"),
         ("Numbers", {"slice": {"stop": 8}, "eval_slice": {"start": 5}}, "3 of 5 evaluation samples"),
         ("Numbers", {"slice": {"stop": 8}, "eval_slice": {"start": 8}}, None),
-        ("given_train", {"eval_slice": {"split": "train"}}, None),
+        ("TrainFlag", {"eval_slice": {"split": "train"}}, None),
         ("Counted", {"eval_slice": {"stop": 9}}, "evaluation samples are training samples too"),
         ("Counted", {"slice": {"start": 9}, "eval_slice": {"stop": 9}}, None),
     ],
@@ -266,9 +258,8 @@ def test_missing_dataset_falls_back_only_if_configured() -> None:
     assert "instrument.training.datasets.mnist is missing" in data.source["fallback"]
 
 
-def test_digits_have_two_splits_and_can_be_resized() -> None:
-    train, test = digits("train"), digits("test")
-    assert (len(train), len(test)) == (1437, 360)
+def test_digits_are_normalized_and_can_be_resized() -> None:
+    train = digits("train")
     assert train[0][0].shape == (1, 8, 8)
     assert digits("train", size=28)[0][0].shape == (1, 28, 28)
     assert set(Counter(train.targets)) == set(range(10))
@@ -309,16 +300,13 @@ def batches(seed: int = 0, **train: Any) -> list[tuple[int, list[list[int]]]]:
     return result
 
 
-def test_epoch_has_every_sample_once_in_a_new_order() -> None:
+def test_epoch_has_every_sample_once_in_a_new_order_of_the_seed() -> None:
     result = batches(epochs=3, batch_size=4)
     assert [epoch for epoch, _ in result] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [[len(batch) for batch in group] for _, group in result] == [[4], [4], [2]] * 3
     orders = [[i for epoch, group in result if epoch == e for batch in group for i in batch] for e in range(3)]
     assert all(sorted(order) == list(range(10)) for order in orders)
     assert len({tuple(order) for order in orders}) == 3
-
-
-def test_order_depends_on_the_seed() -> None:
     assert batches(seed=1, epochs=2, batch_size=4) == batches(seed=1, epochs=2, batch_size=4)
     assert batches(seed=1, epochs=2, batch_size=4) != batches(seed=2, epochs=2, batch_size=4)
 
@@ -340,12 +328,9 @@ def test_first_batch_does_not_change_the_order() -> None:
     loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
     state = torch.get_rng_state()
     assert numbers_of([first_batch(Numbers(), 4).batch]) == [[0, 1, 2, 3]]
+    assert numbers_of([first_batch(Numbers(), 64).batch]) == [[*range(10)]]
     assert torch.equal(torch.get_rng_state(), state)
     assert [(epoch, numbers_of(group)) for epoch, group in loader] == batches(seed=5, steps=3, batch_size=4)
-
-
-def test_first_batch_of_a_small_dataset_has_all_samples() -> None:
-    assert len(first_batch(Numbers(), 64).batch[0]) == 10
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (3, 2), (4, 3), (64, 1), (3, 3)])

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from instrument.training import datasets
-from instrument.training.datasets import (
-    DatasetMissingError,
-    digits,
-    english,
-    induction_prompts,
-    mnist,
-    repeated_tokens,
-)
+from instrument.training.datasets import DatasetMissingError, digits, english, induction_prompts, mnist, repeated_tokens
 
 
 def test_digits_equal_scikit_learn() -> None:

@@ -9,16 +9,14 @@ from distributed_runs import train
 from tiers import tiered
 
 ARGUMENTS = (
-    "device=cpu",
-    "model={_target_: keyword_data.Classifier}",
-    "task=huggingface",
+    *("device=cpu", "model={_target_: keyword_data.Classifier}", "task=huggingface"),
     "task.loss={_target_: torch.nn.CrossEntropyLoss, weight: {_target_: torch.tensor, data: [1.0, 5.0, 20.0]}}",
     "train={steps: 5, batch_size: 6, accumulate: 2, eval_batch_size: 8}",
     "+hooks.seen={layers: layers.0, kind: forward, action: record}",
 )
 DATA = {
-    "items": "data={dataset: {_target_: keyword_data.Rows}, num_workers: 1}",
-    "sampler": "data={dataset: {_target_: keyword_data.Rows}, sampler: {_target_: keyword_data.weighted}}",
+    "items": "data={dataset: {_target_: keyword_data.rows}, num_workers: 1}",
+    "sampler": "data={dataset: {_target_: keyword_data.rows}, sampler: {_target_: keyword_data.weighted}}",
     "stream": "data={dataset: {_target_: keyword_data.Stream}, num_workers: 1}",
 }
 

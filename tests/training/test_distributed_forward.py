@@ -149,17 +149,11 @@ def test_forward_is_resumed_in_two_processes(executed: Callable[..., instrument.
     command = [*FORWARD, "train.parallel=ddp", "reduce=global", "hydra.run.dir=stopped"]
     code = f"""
 import sys
-from instrument.training import forward
-original, calls = forward.forward_step, [0]
-def fail(*arguments):
-    calls[0] += 1
-    if calls[0] > 2:
-        raise RuntimeError("stopped here")
-    return original(*arguments)
-forward.forward_step = fail
-sys.argv = ["instrument", *{command!r}]
+from training_runs import failing_after
 from instrument.__main__ import main
-main()
+sys.argv = ["instrument", *{command!r}]
+with failing_after(2, "forward.forward_step"):
+    main()
 """
     (tmp_path / "stopped.py").write_text(code)
     assert run_processes(tmp_path, processes=2, module=tmp_path / "stopped.py").returncode != 0

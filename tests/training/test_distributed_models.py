@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from distributed_runs import run_processes, start, train
+from distributed_runs import assert_close, matched, run_processes, start, train
 from tiers import tiered
 
 import instrument
 
 TRAINED = [
-    "device=cpu",
-    "data=digits",
-    "train={steps: 6, batch_size: 40, accumulate: 2}",
+    *("device=cpu", "data=digits", "train={steps: 6, batch_size: 40, accumulate: 2}"),
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
 ]
 REDUCED = ["train.parallel=ddp", "reduce=global"]
@@ -41,11 +39,10 @@ def test_parameters_without_gradients_are_not_changed(single_process: tuple[Path
     more = (f"train.parallel={parallel}", "reduce=global")
     single = instrument.load(folder / "one").stats
     distributed = train(folder, parallel, *common, *more, processes=2).stats
-    both = single.merge(distributed, on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
-    assert (both["_merge"] == "both").all()
+    both = matched(single, distributed, KEYS)
     assert "idle" not in set(both["layer"])
     assert (both.query("layer == 'first' and step >= 2")["l2"] == 0.0).all() == (ABLATED in common)
-    assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"] + 1e-12).all()
+    assert_close(both, "l2")
 
 
 @pytest.mark.parametrize("rank", tiered(["null", "0", "1"], ["1"]))
@@ -109,17 +106,11 @@ def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
 
 
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
-    task = [
-        "model=mlp",
-        "model.sizes=[64,16,10]",
-        "task={_target_: distributed_models.EmbeddingDistance}",
-        "~task.loss",
-    ]
+    embedding = ("task={_target_: distributed_models.EmbeddingDistance}", "~task.loss")
+    task = ["model=mlp", "model.sizes=[64,16,10]", *embedding]
     single = train(tmp_path, "one", *TRAINED, *task).stats
     distributed = train(tmp_path, "two", *TRAINED, *task, *REDUCED, processes=2).stats
-    both = single.merge(distributed, on=KEYS, suffixes=("", "_there"), validate="1:1")
-    assert len(both) == len(single) == len(distributed)
-    assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"]).all()
+    assert_close(matched(single, distributed, KEYS), "l2")
 
 
 def test_tokens_of_all_ranks_are_weighted_equally(tmp_path: Path) -> None:

@@ -15,16 +15,12 @@ import instrument
 @pytest.mark.parametrize(("parallel", "reduce"), [("ddp", "global"), ("fsdp2", "none")])
 def test_replay_of_two_processes_is_exact(tmp_path: Path, parallel: str, reduce: str) -> None:
     arguments = [
-        "device=cpu",
-        "data=digits",
-        "data.eval_slice.stop=32",
+        *("device=cpu", "data=digits", "data.eval_slice.stop=32"),
         "model={_target_: failing_model.FailingModel, rank: -1, how: kill, after: 0}",
         "optimizer=adam",
         "train={steps: 8, batch_size: 30, accumulate: 2, eval_every: 4, checkpoint: {every: 3, keep: null}}",
         "+hooks.noisy={layers: '1', kind: parameter_grad, action: modify, fn: noise, std: 0.01}",
-        f"train.parallel={parallel}",
-        f"reduce={reduce}",
-        "hydra.run.dir=out",
+        *(f"train.parallel={parallel}", f"reduce={reduce}", "hydra.run.dir=out"),
     ]
     done = run_processes(tmp_path, *arguments, processes=2)
     assert done.returncode == 0, done.stderr

@@ -17,13 +17,15 @@ import pandas as pd
 import pytest
 import torch
 from distributed_loop import INTEGERS
+from distributed_runs import assert_close, matched
 from tiers import tiered
+from training_runs import CONFIG
 
 import instrument
 from instrument.config.parse import parse_config
 from instrument.errors import ConfigError
 from instrument.training.distributed.batch_sharding import BatchShard, check_batch_size
-from instrument.training.distributed.strategies import DataParallel, FullySharded, choose_strategy
+from instrument.training.distributed.strategies import DataParallel, FullySharded, Strategy, choose_strategy
 from instrument.training.loader import Loader
 
 HERE = Path(__file__).parent
@@ -124,15 +126,7 @@ def side_by_side(runs: Runs, variant: str, table: str, keys: list[str]) -> pd.Da
     one, other = getattr(runs["one"], table), getattr(runs[variant], table)
     if table != "metrics":
         one, other = (frame[frame["hook"] != "sums"] for frame in (one, other))
-    both = one.merge(other, on=keys, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
-    assert (both["_merge"] == "both").all()
-    return both
-
-
-def assert_close(both: pd.DataFrame, name: str) -> None:
-    here, there = both[name], both[f"{name}_there"]
-    assert (here.isna() == there.isna()).all(), name
-    assert ((here - there).abs() <= 1e-5 * here.abs() + 1e-12)[here.notna()].all(), name
+    return matched(one, other, keys)
 
 
 @pytest.mark.parametrize("variant", MERGED)
@@ -233,11 +227,7 @@ def test_compiled_runs_have_the_rows_of_uncompiled_ones(tmp_path: Path, parallel
         done = distributed_runs.run_processes(tmp_path, *small, *hooks, *more, processes=2)
         assert done.returncode == 0, done.stderr
         tables.append(instrument.load(tmp_path / name).stats)
-    both = tables[0].merge(tables[1], on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
-    assert (both["_merge"] == "both").all()
-    assert len(both) == len(tables[0]) > 0
-    off = (both["l2"] - both["l2_there"]).abs()
-    assert (off <= 1e-5 * both["l2"] + 1e-12).all()
+    assert_close(matched(*tables, KEYS), "l2")
 
 
 def test_distributed_run_has_one_folder(runs: Runs) -> None:
@@ -312,9 +302,8 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
     assert (total["max"].max() == global_rows["max"].sort_index()).all()
     assert len(none.metrics) == 6  # each rank has its own loss
     assert merged.stats.query("hook == 'grads'")["rank"].unique().tolist() == [0]
-    assert set(merged.stats.query("hook == 'grads'")["scope"]) == {
-        "global"
-    }  # one row for values that are equal on all ranks
+    # One row for values that are equal on all ranks.
+    assert set(merged.stats.query("hook == 'grads'")["scope"]) == {"global"}
     assert sorted(merged.stats.query("hook == 'sums'")["rank"].unique()) == [0, 1]
     assert sorted(merged.tensors()["rank"].unique()) == [0, 1]
 
@@ -380,16 +369,9 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
     done = distributed_runs.start(
         tmp_path,
         "out",
-        *(
-            "data=digits",
-            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5, passes: 2}}",
-            "quiet=true",
-        ),
-        *(
-            "+hooks.seen={layers: '*', kind: forward, action: record}",
-            "train.parallel=ddp",
-            f"reduce={reduce}",
-        ),
+        *("data=digits", "quiet=true", "train.parallel=ddp", f"reduce={reduce}"),
+        f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5, passes: 2}}",
+        "+hooks.seen={layers: '*', kind: forward, action: record}",
         processes=processes,
     )
     assert done.returncode != 0
@@ -436,26 +418,12 @@ def test_configuration_error_is_reported_once(tmp_path: Path, problem: str, expe
 
 
 def config(**changes: Any) -> Any:
-    base: dict[str, Any] = {
-        "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
-        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"steps": 1},
-    }
-    return parse_config({**base, **changes})
+    return parse_config({**CONFIG, **changes})
 
 
-@pytest.mark.parametrize(
-    ("processes", "arguments"),
-    [
-        pytest.param(1, ["train.parallel=ddp"], marks=pytest.mark.slow),
-        pytest.param(2, [], marks=pytest.mark.slow),
-        pytest.param(2, ["train.parallel=ddp", "plan=true"], marks=pytest.mark.slow),
-    ],
-)
-def test_invalid_combination_leaves_no_folder(tmp_path: Path, processes: int, arguments: list[str]) -> None:
-    done = run_experiment(tmp_path, "+exp=ranked", "hydra.run.dir=out", *arguments, processes=processes)
+@pytest.mark.slow
+def test_invalid_combination_leaves_no_folder(tmp_path: Path) -> None:
+    done = run_experiment(tmp_path, "+exp=ranked", "hydra.run.dir=out", processes=2)
     assert done.returncode != 0
     assert "/instrument/" not in done.stderr  # no traceback of this package
     assert not (tmp_path / "out").exists()
@@ -473,37 +441,31 @@ def test_strategy_must_match_the_number_of_processes() -> None:
         choose_strategy(config(train={"steps": 1, "parallel": "ddp"}, plan=True), group)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"budget": {"time": "5%"}, "reduce": "global"}, "budget: each rank would pause hooks at different steps"),
-    ],
-)
-def test_unsupported_options_of_distributed_runs_are_refused(changes: dict[str, Any], expected: str) -> None:
-    (problem,) = DataParallel.config_problems(object.__new__(DataParallel), config(**changes))
-    assert re.search(expected, str(problem))
-
-
 def hook(**fields: Any) -> dict[str, Any]:
     return {"hooks": {"h": {"layers": "**", **fields}}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("strategy", "changes", "expected"),
     [
+        (DataParallel, {"budget": {"time": "5%"}, "reduce": "global"}, "budget: each rank would pause hooks at different steps"),
         (
+            FullySharded,
             hook(kind="parameter_grad_micro", action="record"),
             r"hooks.h.kind: Tensor.register_hook never fires[\s\S]*post_accumulate_grad",
         ),
         (
+            FullySharded,
             hook(kind="loss", action="modify", fn="l2", coefficient=0.1),
             r"hooks.h.kind: a penalty on the loss has no effect on[\s\S]*parameter_grad",
         ),
-        ({"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
+        (FullySharded, {"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
     ],
-)
-def test_unsupported_options_of_sharding_are_refused(changes: dict[str, Any], expected: str) -> None:
-    (problem,) = FullySharded.config_problems(object.__new__(FullySharded), config(**changes))
+)  # fmt: skip
+def test_unsupported_options_of_a_strategy_are_refused(
+    strategy: type[Strategy], changes: dict[str, Any], expected: str
+) -> None:
+    (problem,) = strategy.config_problems(object.__new__(strategy), config(**changes))
     assert re.search(expected, str(problem))
 
 
@@ -521,8 +483,7 @@ def test_batch_shards_cover_the_batch(size: int) -> None:
 def test_batch_smaller_than_the_number_of_ranks_is_refused() -> None:
     check_batch_size(22, 10, BatchShard(0, 2), "train.batch_size")
     with pytest.raises(
-        ConfigError,
-        match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes",
+        ConfigError, match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes"
     ):
         check_batch_size(22, 10, BatchShard(0, 3), "train.batch_size")
     with pytest.raises(

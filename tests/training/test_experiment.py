@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training_runs import Stateful, prepared, run_in_memory
 
-from instrument import ConfigError, MemorySink, Probe
-from instrument.config.parse import parse_config
-from instrument.training.dry_run.cost_of_run import dry_run
-from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import train
+from instrument import ConfigError
+from instrument.training.experiment import Experiment
 
-CONF = Path(__file__).parents[2] / "conf"
 SCHEDULERS = "torch.optim.lr_scheduler"
 
 
@@ -24,38 +20,11 @@ class Lazy(nn.Sequential):
         super().__init__(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
 
 
-class Stateful(nn.Module):
-    """A model whose forward pass changes a counter, buffers and the random state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 10)
-        self.norm = nn.BatchNorm1d(10)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return torch.dropout(self.norm(self.linear(images.flatten(1))), 0.5, self.training)
-
-
-class Counting(nn.Module):
-    """A model that counts its forward passes in a Python attribute, which no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(64, 10), 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.linear(images.flatten(1))  # type: ignore[no-any-return]
-
-
 def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **overrides: Any) -> Experiment:
     dataset = {"_target_": "instrument.training.datasets.random_tensors", "shape": list(shape), "samples": 8}
-    raw = {
+    sections = {
         "model": model,
         "data": {"dataset": dataset, "eval_slice": {"split": "test"}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         "train": {"steps": 2, "batch_size": 4},
         "hooks": {
@@ -63,10 +32,8 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
             "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
             "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
         },
-        **overrides,
     }
-    torch.manual_seed(0)
-    return prepare(parse_config(raw))
+    return prepared(**{**sections, **overrides})
 
 
 @pytest.mark.parametrize(
@@ -77,18 +44,11 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
 def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str, Any]) -> None:
     """A smaller batch is tried also without a hook that may not fit it."""
     calls = []
-    for hooks in ({}, {"seen": {"layers": "linear", "kind": "forward", **fields}}):
+    for hooks in ({}, {"seen": {"layers": "1", "kind": "forward", **fields}}):
         train_config = {"steps": 3, "batch_size": 3}  # of 8 samples: the last batch is smaller
-        model = {"_target_": "test_experiment.Counting"}
-        calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.calls)
+        model = {"_target_": "training_runs.Stateful"}
+        calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.passes)
     assert calls[0] == calls[1]
-
-
-def trained(experiment: Experiment) -> MemorySink:
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        train(experiment, probe, lambda progress: None)
-    return sink
 
 
 @pytest.mark.parametrize(
@@ -118,7 +78,7 @@ def trained(experiment: Experiment) -> MemorySink:
 def test_models_train_with_hooks_on_every_layer(model: dict[str, Any], shape: tuple[int, ...]) -> None:
     experiment = prepare_experiment(model, shape)
     before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
-    sink = trained(experiment)
+    sink, _ = run_in_memory(experiment)
     assert any(not torch.equal(a, b) for a, b in zip(before, experiment.model.parameters(), strict=True))
     frame = sink.frame("metrics")
     assert list(frame.phase) == ["train", "train", "eval"]
@@ -153,7 +113,7 @@ def test_prepare_does_not_change_the_model_or_random_state() -> None:
     torch.manual_seed(0)
     plain = Stateful()
     state = torch.get_rng_state()
-    experiment = prepare_experiment({"_target_": f"{__name__}.Stateful"})
+    experiment = prepare_experiment({"_target_": "training_runs.Stateful"})
     assert torch.equal(torch.get_rng_state(), state)
     for (name, a), b in zip(plain.state_dict().items(), experiment.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -166,7 +126,7 @@ def test_frozen_parameters_are_not_optimized() -> None:
     experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, apply=apply)
     frozen = experiment.model.layers[0][0]  # type: ignore[index, union-attr]
     before = frozen.weight.clone()
-    trained(experiment)
+    run_in_memory(experiment)
     assert torch.equal(frozen.weight, before)
     optimized = [parameter.shape for group in experiment.optimizer.param_groups for parameter in group["params"]]
     assert optimized == [(10, 16), (10,)]
@@ -175,19 +135,10 @@ def test_frozen_parameters_are_not_optimized() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}},
-            "model: the model has no trainable parameter",
-        ),
-        (
-            {"optimizer": {"_target_": "torch.nn.Identity"}},
-            "optimizer: must be a torch.optim.Optimizer, .* returned Identity",
-        ),
+        ({"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}}, "model: the model has no trainable parameter"),
+        ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: must be a torch.optim.Optimizer, .* returned Identity"),
         ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: must be .*LRScheduler.* returned Identity"),
-        (
-            {"scheduler": {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 0}},
-            "scheduler: step 1 of .*ZeroDivisionError",
-        ),
+        ({"scheduler": {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 0}}, "scheduler: step 1 of .*ZeroDivisionError"),
         (
             {"scheduler": {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 1}},
             "scheduler: step 2 of .*OneCycleLR raises ValueError: Tried to step 2 times",
@@ -197,10 +148,19 @@ def test_frozen_parameters_are_not_optimized() -> None:
             r"scheduler: .*ExponentialLR sets a learning rate that is negative or not finite, after step 1\n *given *-0\.01",
         ),
     ],
-)
+)  # fmt: skip
 def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **overrides)
+
+
+def test_number_of_earlier_values_that_cannot_be_reached_is_reported() -> None:
+    when = {"stat": "l2", "above": 10, "times": "median", "after": 4}
+    tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0, "when": when}
+    message = r"hooks\.tame\.when\.after: cannot be reached: the hook fires 4 times at each parameter"
+    with pytest.raises(ConfigError, match=message):
+        prepared(hooks={"tame": tame}, train={"steps": 4, "batch_size": 64})
+    prepared(hooks={"tame": tame}, train={"steps": 5, "batch_size": 64})
 
 
 def test_layer_with_a_wrong_input_shape_is_named() -> None:
@@ -209,10 +169,3 @@ def test_layer_with_a_wrong_input_shape_is_named() -> None:
     message = str(caught.value)
     assert "layer 'decoder.0.0' was given [4, 800]" in message
     assert "Linear with weight [64, 1568]" in message
-
-
-def test_dry_run_predicts_the_rows() -> None:
-    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    predicted = {name: cost.rows for name, cost in dry_run(experiment).cost.items()}
-    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    assert trained(experiment).frame("stats").hook.value_counts().to_dict() == predicted

@@ -8,40 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from state_comparison import identical
+from state_comparison import assert_same_tables, identical
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from training_runs import resume_here, train_here
+from training_runs import CONFIG, Dropping, prepared, run_in_memory, stop_and_resume, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
-from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
-from instrument.training import forward
 from instrument.training.checkpoint import Checkpoints
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.forward import run_forward
 from instrument.training.input_gradients import with_input_gradients
 
-CLOCK = ["seconds", "samples_per_second"]
 SAMPLES, BATCH = 50, 16
 OUTPUTS = {"layers": "**", "kind": "forward", "action": "record", "tensors": True}
 SALIENCY = {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}
 WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "tensors": True}
 
 
-class Net(nn.Sequential):
-    """A model whose state a forward pass in training mode would change."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
-
-
-class TwoOutputs(Net):
+class TwoOutputs(Dropping):
     """A model that returns its logits in a mapping, and changes its input in place."""
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -66,28 +55,16 @@ class CallsPart:
         return Outcome(loss, len(batch[0]))
 
 
-def config_of(**changes: Any) -> dict[str, Any]:
-    return {
-        "mode": "forward",
-        "model": {"_target_": f"{__name__}.Net"},
-        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": SAMPLES}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"steps": 100, "batch_size": BATCH},
-        **changes,
-    }
+DATA = {**CONFIG["data"], "slice": {"stop": SAMPLES}}
 
 
 def prepare_forward(**changes: Any) -> Experiment:
-    torch.manual_seed(0)
-    return prepare(parse_config(config_of(**changes)))
+    model = {"_target_": "training_runs.Dropping"}
+    return prepared(**{"mode": "forward", "model": model, "data": DATA, **changes})
 
 
 def executed(experiment: Experiment) -> tuple[MemorySink, Any]:
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        metrics = run_forward(experiment, probe, lambda _: None)
-    return sink, metrics
+    return run_in_memory(experiment, loop=run_forward)
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -109,35 +86,21 @@ def values_at(sink: MemorySink, **where: Any) -> list[np.ndarray]:
     return [row["values"].numpy() for row in rows]
 
 
-@pytest.mark.parametrize("settings", [{}, {"grad": True}, {"grad": True, "of": "[:, 3]"}, {"passes": 2}])
-def test_forward_changes_no_parameter_and_no_buffer(settings: dict[str, Any]) -> None:
-    experiment = prepare_forward(forward=settings, hooks={"outputs": OUTPUTS})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"forward": settings} for settings in ({}, {"grad": True}, {"grad": True, "of": "[:, 3]"}, {"passes": 2})),
+        {"model": {"_target_": "training_runs.Stateful"}},
+    ],
+    ids=str,
+)
+def test_forward_changes_no_parameter_and_no_buffer(changes: dict[str, Any]) -> None:
+    experiment = prepare_forward(hooks={"outputs": OUTPUTS}, **changes)
     before, random = state_of(experiment.model), torch.get_rng_state()
     executed(experiment)
     assert identical(before, state_of(experiment.model))
     assert all(parameter.grad is None for parameter in experiment.model.parameters())
     assert torch.equal(random, torch.get_rng_state())
-
-
-class Counter(nn.Module):
-    """A model that writes to a buffer also in eval mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 10)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, images: Tensor) -> Tensor:
-        self.calls += 1
-        return self.linear(images.flatten(1))
-
-
-def test_buffers_that_the_model_writes_are_restored() -> None:
-    experiment = prepare_forward(
-        model={"_target_": f"{__name__}.Counter"}, hooks={"seen": {**OUTPUTS, "layers": "linear"}}
-    )
-    executed(experiment)
-    assert experiment.model.get_buffer("calls").item() == 0
 
 
 class Numbered(IterableDataset[Any]):
@@ -161,11 +124,6 @@ def test_stream_ends_each_pass() -> None:
     assert samples["sample"].tolist() == samples["target"].tolist() == [1, 2, 3, 4] * 2
     assert samples["epoch"].tolist() == [0] * 4 + [1] * 4
     assert "the dataset ended after 4 of at most 6 batches" in probe.warnings[-1]
-
-
-def test_stream_requires_the_end_of_the_slice() -> None:
-    with pytest.raises(ConfigError, match=r"data\.slice\.stop"):
-        prepare_forward(data={"dataset": {"_target_": f"{__name__}.Numbered"}}, hooks={})
 
 
 class HalfIgnored:
@@ -271,35 +229,37 @@ def test_output_unit_of_a_mapping_is_selected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "where", "words"),
     [
-        ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "the model's output has no such tensor"),
-        ({"forward": {"grad": True, "of": "[:, 10]"}}, "the slice is outside of the tensor of shape [16, 10]"),
-        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "the slice selects no element of the tensor of shape [16, 10]"),
-        (
-            {"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}},
-            "only submodules",
+        ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "forward.of", "the model's output has no such tensor"),
+        ({"forward": {"grad": True, "of": "[:, 10]"}}, "forward.of", "the slice is outside of the tensor of shape [16, 10]"),
+        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "forward.of", "the slice selects no element of the tensor of shape [16, 10]"),
+        ({"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}}, "forward.of", "only submodules"),
+        ({"data": {"dataset": {"_target_": f"{__name__}.Numbered"}}}, "data.slice.stop", "data.slice.stop"),
+        ({"model": {"_target_": f"{__name__}.Parameterless"}, "mode": "train"}, "model", "set mode=forward"),
+        *(
+            ({"task": {"_target_": f"instrument.tasks.{task}"}, **changes}, where, words)
+            for task in ("ForwardOnly", "Generate")
+            for changes, where, words in (
+                ({"mode": "train"}, "task", "computes no loss"),
+                ({"mode": "train"}, "task", "set mode=forward"),
+                ({"forward": {"grad": True}}, "forward.grad", "computes no loss"),
+                ({"forward": {"grad": True}}, "forward.grad", "forward.of"),
+            )
         ),
     ],
-)
-def test_unknown_output_unit_is_reported(changes: dict[str, Any], words: str) -> None:
+)  # fmt: skip
+def test_invalid_forward_is_reported(changes: dict[str, Any], where: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare_forward(**changes)
-    assert caught.value.problems[0].where == "forward.of"
-    assert words in str(caught.value)
+    (problem,) = caught.value.problems
+    assert problem.where == where
+    assert words in str(problem)
 
 
-class Reversed:
-    """A sampler that gives the samples from the last to the first."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.order = range(len(dataset) - 1, -1, -1)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
+def backwards(dataset: Any) -> list[int]:
+    """Return the indices from the last to the first."""
+    return [*range(len(dataset) - 1, -1, -1)]
 
 
 def as_entries(samples: list[Any]) -> dict[str, Tensor]:
@@ -308,7 +268,7 @@ def as_entries(samples: list[Any]) -> dict[str, Tensor]:
     return {"input": torch.stack(images), "labels": torch.tensor([int(each) for each in classes])}
 
 
-class Classifier(Net):
+class Classifier(Dropping):
     """A model with the interface of those of Transformers."""
 
     def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -318,8 +278,8 @@ class Classifier(Net):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
     data = {
-        **config_of()["data"],
-        "sampler": {"_target_": f"{__name__}.Reversed"},
+        **DATA,
+        "sampler": {"_target_": f"{__name__}.backwards"},
         "collate_fn": {"_target_": f"{__name__}.as_entries"},
         "num_workers": workers,
     }
@@ -350,19 +310,6 @@ def test_task_without_a_loss_runs_in_forward() -> None:
     assert [row.tobytes() for row in values_at(seen)] == [row.tobytes() for row in values_at(known)]
 
 
-@pytest.mark.parametrize("task", ["ForwardOnly", "Generate"])
-@pytest.mark.parametrize(
-    ("changes", "where", "fix"),
-    [({"mode": "train"}, "task", "set mode=forward"), ({"forward": {"grad": True}}, "forward.grad", "forward.of")],
-)
-def test_task_without_a_loss_is_refused(task: str, changes: dict[str, Any], where: str, fix: str) -> None:
-    with pytest.raises(ConfigError, match="computes no loss") as caught:
-        prepare_forward(task={"_target_": f"instrument.tasks.{task}"}, **changes)
-    (problem,) = caught.value.problems
-    assert problem.where == where
-    assert fix in problem.fix
-
-
 def test_forward_runs_a_model_without_parameters() -> None:
     target = {"_target_": f"{__name__}.Parameterless"}
     sink, means = executed(prepare_forward(model=target, hooks={"outputs": OUTPUTS}))
@@ -371,8 +318,6 @@ def test_forward_runs_a_model_without_parameters() -> None:
     hooks = {"pixels": {**SALIENCY, "layers": "."}}
     sink, _ = executed(prepare_forward(model=target, hooks=hooks, forward={"grad": True}))
     assert len(sink.frame("stats")) == 4
-    with pytest.raises(ConfigError, match="set mode=forward"):
-        prepare_forward(model=target, mode="train")
 
 
 def test_interventions_act_in_forward() -> None:
@@ -402,14 +347,8 @@ def test_input_gradients_leave_targets_and_integers_unchanged() -> None:
 
 
 COMMAND = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "data.slice.stop=200",
-    "train.batch_size=20",
-    "mode=forward",
-    "hooks=activations",
-    "hooks.activations.every=2",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.slice.stop=200", "train.batch_size=20"),
+    *("mode=forward", "hooks=activations", "hooks.activations.every=2"),
 ]
 
 
@@ -418,28 +357,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with an uninterrupted run, and an equal run that failed at batch 8 and was resumed."""
     folder = tmp_path_factory.mktemp("forward")
     command = [*COMMAND, "train.checkpoint.every=3"]
-    train_here(folder / "whole", *command)
-    with pytest.MonkeyPatch.context() as patch:
-        original, calls = forward.forward_step, [0]
-
-        def fail(*arguments: Any) -> Any:
-            calls[0] += 1
-            if calls[0] > 8:
-                raise RuntimeError("stopped here")
-            return original(*arguments)
-
-        patch.setattr(forward, "forward_step", fail)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            train_here(folder / "stopped", *command)
-    resume_here(folder / "stopped")
+    train_here(folder / "whole", *command, "report=true")
+    stop_and_resume(folder / "stopped", *command, calls=8, function="forward.forward_step")
     return folder
 
 
 def test_resumed_forward_run_equals_an_uninterrupted_run(runs: Path) -> None:
     whole, resumed = (instrument.load(runs / name) for name in ("whole", "stopped"))
-    for name in ("stats", "coverage", "layers"):
-        pd.testing.assert_frame_equal(getattr(whole, name), getattr(resumed, name), check_exact=True)
-    pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), resumed.metrics.drop(columns=CLOCK))
+    assert_same_tables(whole, resumed, "stats", "coverage", "layers", "metrics")
     assert list(resumed.events[resumed.events.rule == "resumed"].message) == ["the run continues after 6 steps"]
     assert [whole.info["metrics"][name] for name in ("loss", "accuracy")] == [
         resumed.info["metrics"][name] for name in ("loss", "accuracy")
@@ -455,18 +380,13 @@ def test_forward_checkpoint_contains_no_weights(runs: Path) -> None:
 def test_report_describes_a_forward_run(runs: Path) -> None:
     from instrument.report.run_page import content
 
+    assert (runs / "whole" / "report.html").exists()
     words, numbers = content(instrument.load(runs / "whole"))
     facts = dict(words["facts"])
     assert facts["mode"] == "forward, no training: 1 pass in order, no gradients"
     assert (facts["batches"], facts["samples"]) == ("10", "200")
     assert float(facts["mean loss"]) == pytest.approx(instrument.load(runs / "whole").info["metrics"]["loss"], 1e-3)
     assert set(numbers["metrics"]) == {"forward"}, "the training chart shows the phases train and eval only"
-
-
-@pytest.mark.slow
-def test_forward_run_writes_its_report(workdir: Path) -> None:
-    train_here(workdir / "out", *COMMAND, "report=true")
-    assert Path("out/report.html").exists()
 
 
 def test_plots_show_forward_rows_by_default(runs: Path) -> None:
@@ -479,8 +399,7 @@ def test_plots_show_forward_rows_by_default(runs: Path) -> None:
 def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     from instrument import plot
 
-    answer = cli(*COMMAND, "plan=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*COMMAND, "plan=true").expect(0)
     rows = len(instrument.load(runs / "whole").stats)
     assert "1 hook in 10 steps" in answer.out
     assert f"{rows}" in answer.out
@@ -493,8 +412,7 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     assert list(effects.phase) == ["forward"]
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     assert "\nmean  " in cli(*COMMAND).out
-    answer = cli(*COMMAND, "task=forward")
-    assert answer.code == 0, answer.err
+    answer = cli(*COMMAND, "task=forward").expect(0)
     assert "\nmean  " not in answer.out
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import run_in
+from conftest import Answer, run_in
 from fork_server import Command
 from tiers import tiered
 from waiting import wait_until, wait_until_training
@@ -25,15 +25,9 @@ from instrument.tables.schemas import TABLES
 FEW_STEPS = ["train.steps=60"]
 MANY_STEPS = ["train.steps=10000000"]
 RUN = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "hooks=activations",
-    "hooks.activations.every=1",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"),
     "+hooks.kept={layers: '*', kind: forward, action: record, stats: none, tensors: true, every: 5}",
-    "+data.slice.stop=64",
-    "+data.eval_slice.stop=32",
-    "hydra.run.dir=out",
+    *("+data.slice.stop=64", "+data.eval_slice.stop=32", "hydra.run.dir=out"),
 ]
 NUMBERS = itertools.count()
 SCRIPT = Path(__file__).with_name("run_with_limits.py")
@@ -45,10 +39,10 @@ def start(*arguments: str, folder: Path | None = None, limit: int = 0, user: int
     return Command(folder, SCRIPT, [str(limit), str(user), *RUN, *arguments], environment, f"process{next(NUMBERS)}")
 
 
-def result_of(process: Command) -> tuple[int, str, str]:
+def result_of(process: Command) -> Answer:
     done = process.wait()
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+    return Answer(done.returncode, done.stdout, done.stderr)
 
 
 def complete_steps(run: instrument.Run) -> int:
@@ -66,8 +60,7 @@ def saved_steps(error: str) -> int:
 
 
 def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> None:
-    code, _, err = result_of(start(*FEW_STEPS, limit=100_000))
-    assert code == 1
+    err = result_of(start(*FEW_STEPS, limit=100_000)).expect(1).err
     assert "cannot write to out: File too large; steps up to " in err
     assert "the data recorded so far is in out" in err
     run = instrument.load("out")
@@ -78,8 +71,7 @@ def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> N
 
 
 def test_on_error_continue_trains_without_recording(workdir: Path) -> None:
-    code, out, err = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=100_000))
-    assert code == 0, err
+    out = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=100_000)).expect(0).out
     assert out.count("RECORDING STOPPED") == 2  # immediately, and at the end
     assert "step 60/60  evaluation" in out
     run = instrument.load("out")
@@ -110,9 +102,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_full_file_system_stops_the_run_with_an_event(
     tmp_path: Path, small_disk: Path, arguments: tuple[str, ...]
 ) -> None:
-    process = start(*MANY_STEPS, f"hydra.run.dir={small_disk}/out", *arguments, folder=tmp_path)
-    code, _, err = result_of(process)
-    assert code == 1
+    err = result_of(start(*MANY_STEPS, f"hydra.run.dir={small_disk}/out", *arguments, folder=tmp_path)).expect(1).err
     assert "No space left on device; steps up to " in err
     run = instrument.load(small_disk / "out")
     assert run.info["status"] == "failed"
@@ -128,8 +118,7 @@ def test_removed_folder_stops_the_run(workdir: Path) -> None:
     wait_until_training(process)
     Path("out").rename("gone")  # atomic, so that no new files appear during removal
     shutil.rmtree("gone")
-    code, _, err = result_of(process)
-    assert code == 1
+    err = result_of(process).expect(1).err
     assert "cannot write to out: " in err
     assert "the folder does not exist any more: nothing is saved" in err
     assert "nothing is saved: out no longer exists" in err
@@ -163,8 +152,7 @@ def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
     for folder in (Path("out"), *(path for path in Path("out").rglob("*") if path.is_dir())):
         folder.chmod(0o555)
     Path("go").touch()
-    code, _, err = result_of(process)
-    assert code == 1
+    err = result_of(process).expect(1).err
     assert "cannot write to out: Permission denied; steps up to 19 are saved" in err
     assert complete_steps(instrument.load("out")) == 20
 
@@ -173,8 +161,7 @@ def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
     process = start(*MANY_STEPS)
     wait_until_training(process)
     process.send(signal.SIGTERM)
-    code, _, err = result_of(process)
-    assert code == 1
+    err = result_of(process).expect(1).err
     assert "terminated by SIGTERM: the data recorded so far is in out" in err
     run = instrument.load("out")
     assert (run.info["status"], run.info["error"]) == ("interrupted", "Terminated: terminated by SIGTERM")
@@ -188,8 +175,7 @@ def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
 def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
     first = start(*MANY_STEPS)
     wait_until_training(first)
-    refused = run_in(workdir, *RUN)
-    assert refused.code == 2
+    refused = run_in(workdir, *RUN).expect(2)
     assert "the folder already contains a run" in refused.err
     first.send(signal.SIGKILL)
     assert first.wait().returncode == -signal.SIGKILL
@@ -200,6 +186,6 @@ def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
 
 def test_one_of_two_simultaneous_runs_in_a_folder_is_refused(workdir: Path) -> None:
     both = [start("train.steps=20") for _ in range(2)]
-    codes = sorted(result_of(process)[0] for process in both)
+    codes = sorted(result_of(process).code for process in both)
     assert codes == [0, 2]
     assert complete_steps(instrument.load("out")) == 20

@@ -21,23 +21,6 @@ from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.training.hook_trials import HookTrials
 
-CALLS: list[tuple[str, str, int, str]] = []
-
-
-def seen(tensor: Tensor, context: Context) -> Tensor:
-    CALLS.append((context.layer, context.path, context.step, context.moment.phase))
-    return tensor * 1
-
-
-VALUE_SHAPES: list[torch.Size] = []
-
-
-def values(tensor: Tensor, context: Context) -> Tensor:
-    assert context.value is not None
-    VALUE_SHAPES.append(context.value.shape)
-    assert context.value.shape == tensor.shape
-    return tensor * 0
-
 
 def in_place(tensor: Tensor, context: Context) -> Tensor:
     return tensor.mul_(2)
@@ -105,18 +88,10 @@ def test_function_of_kept_tensors_is_not_refused() -> None:
     try_function(lambda tensor, context: tensor + context.tensors["other"]["1"])
 
 
+SIMPLE = "forward forward_pre full_backward full_backward_pre tensor parameter_grad post_accumulate_grad step_pre"
 KINDS: list[dict[str, Any]] = [
-    {},
-    {"kind": "forward_pre"},
-    {"kind": "full_backward"},
-    {"kind": "full_backward_pre"},
-    {"kind": "tensor"},
-    {"kind": "parameter_grad"},
-    {"kind": "post_accumulate_grad"},
-    {"kind": "step_pre"},
+    *({"kind": kind} for kind in (*SIMPLE.split(), "state_dict_post", "loss")),
     {"kind": "step_post", "role": "param"},
-    {"kind": "state_dict_post"},
-    {"kind": "loss"},
     {"kind": "function", "functions": "linear"},
     {"kind": "function", "functions": "linear", "role": "input"},
     {"kind": "function_grad", "functions": "linear"},
@@ -146,7 +121,12 @@ def test_function_that_changes_training_is_refused(function: Callable[..., Any],
 
 
 def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
-    CALLS.clear()
+    calls: list[tuple[str, str, int, str]] = []
+
+    def seen(tensor: Tensor, context: Context) -> Tensor:
+        calls.append((context.layer, context.path, context.step, context.moment.phase))
+        return tensor * 1
+
     try_function(seen, layers="**", types=["Linear", "Tanh"], start=7)
     try_function(seen, kind="parameter_grad", steps=[9, 3])
     try_function(seen, phase="eval")
@@ -154,14 +134,21 @@ def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
         *[("0", "", 7, "train"), ("1", "", 7, "train")],
         *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
         ("0", "", 10, "eval"),
-    ] == CALLS
+    ] == calls
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "parameter_grad"])
 def test_function_gets_the_value_of_its_gradient(kind: str) -> None:
-    VALUE_SHAPES.clear()
+    shapes: list[torch.Size] = []
+
+    def values(tensor: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        shapes.append(context.value.shape)
+        assert context.value.shape == tensor.shape
+        return tensor * 0
+
     try_function(values, kind=kind)
-    assert VALUE_SHAPES, "the trial called the function"
+    assert shapes, "the trial called the function"
 
 
 def test_trial_keeps_values_and_random_states() -> None:
@@ -240,9 +227,8 @@ def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     assert "the tensor is float32 [3, 3]" in problem.message
     trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
     assert not trials.failures
-    assert (
-        trials.smallest_batch_size("train") == 4
-    )  # also without a hook that sees it, so that hooks change no count of calls
+    # Also without a hook that sees it, so that hooks change no count of calls.
+    assert trials.smallest_batch_size("train") == 4
 
 
 class InTransform(nn.Module):
@@ -292,10 +278,8 @@ def test_moments_of_a_long_run_are_found_in_its_first_epoch() -> None:
         asked.append(step)
         return (2,)
 
-    plan = make_plan(
-        parse_hooks({"mine": {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}}),
-        nn.Sequential(nn.Linear(4, 3)),
-    )
+    spec = {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}
+    plan = make_plan(parse_hooks({"mine": spec}), nn.Sequential(nn.Linear(4, 3)))
     length = Length(steps=10**12, accumulate=1, epoch_batches=3, evaluations=Evaluations(10**12, 10), eval_batches=1)
     HookTrials(plan, 0, RunArchive(), length, {"train": sizes})
     assert asked == [0, 1, 2]

@@ -11,30 +11,21 @@ import pytest
 import torch
 from state_comparison import identical
 from torch import nn
-from training_runs import resume_here, train_here
+from training_runs import CONFIG, failing_after, prepared, resume_here, train_here
 
 import instrument
 import instrument.training.models
 from instrument import ConfigError
-from instrument.config.parse import parse_config
 from instrument.training.checkpoint import Checkpoints
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 
 Cli = Callable[..., Any]
 RUN = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.slice.stop=200", "train.steps=4"]
 
 
 def prepare_mlp(path: Path | str, *, strict: bool = True, **changes: Any) -> Experiment:
-    config = {
-        "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
-        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": 20}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"steps": 2, "batch_size": 10},
-        "init_from": {"path": str(path), "strict": strict},
-        **changes,
-    }
-    return prepare(parse_config(config))
+    data = {**CONFIG["data"], "slice": {"stop": 20}}
+    return prepared(data=data, init_from={"path": str(path), "strict": strict}, **changes)
 
 
 @pytest.fixture
@@ -106,20 +97,16 @@ def test_missing_and_unexpected_names_are_reported(tmp_path: Path, weights: dict
     assert torch.equal(experiment.model.state_dict()[last], weights[last])
 
 
-def test_shapes_that_differ_are_reported(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+def test_weights_of_another_model_are_reported(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     *_, matrix, _ = weights
     torch.save({**weights, matrix: torch.zeros(5, 16)}, tmp_path / "weights.pt")
+    torch.save(nn.LSTM(3, 4).state_dict(), tmp_path / "other.pt")
     for strict in (True, False):
         with pytest.raises(ConfigError) as caught:
             prepare_mlp(tmp_path / "weights.pt", strict=strict)
         assert f"the shapes of some tensors differ: {matrix} [5, 16] (the model has [10, 16])" in str(caught.value)
-
-
-def test_weights_of_another_model_are_reported(tmp_path: Path) -> None:
-    torch.save(nn.LSTM(3, 4).state_dict(), tmp_path / "weights.pt")
-    for strict in (True, False):
         with pytest.raises(ConfigError, match="no name in the state dict is a name in the model"):
-            prepare_mlp(tmp_path / "weights.pt", strict=strict)
+            prepare_mlp(tmp_path / "other.pt", strict=strict)
 
 
 def test_tied_weights_may_be_missing(tmp_path: Path) -> None:
@@ -140,6 +127,7 @@ class Tied(nn.Sequential):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
+        (None, "the file does not exist"),
         (b"nothing", "cannot be read with weights_only=True"),
         ([torch.ones(2)], "contains no state dict"),
         ({"epoch": 3}, "contains no state dict"),
@@ -150,19 +138,11 @@ def test_file_without_state_dict_is_reported(tmp_path: Path, content: Any, words
     path = tmp_path / "weights.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
-    else:
+    elif content is not None:
         torch.save(content, path)
     with pytest.raises(ConfigError, match=words) as caught:
         prepare_mlp(path)
     assert caught.value.problems[0].where == "init_from"
-
-
-def test_missing_file_is_reported_before_the_run(cli: Cli) -> None:
-    answer = cli(*RUN, "init_from=weights.pt", "hydra.run.dir=out")
-    assert answer.code == 2
-    assert "init_from: " in answer.err
-    assert "the file does not exist" in answer.err
-    assert not Path("out").exists()
 
 
 def test_missing_safetensors_package_is_named(
@@ -180,8 +160,7 @@ def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor])
     layer = head.removesuffix(".weight")
     fill = f'+apply.head={{layers: "{layer}", action: fill, value: 0.5}}'
     path = ["init_from.path=weights.pt", "init_from.strict=false"]
-    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true").expect(0)
     saved = torch.load("out/weights.pt", weights_only=True)
     assert saved[head].eq(0.5).all()
     assert torch.equal(saved["layers.0.0.weight"], weights["layers.0.0.weight"])
@@ -219,24 +198,10 @@ def test_run_without_weights_is_reported(workdir: Path) -> None:
     assert not Path("second").exists()
 
 
-def test_resumed_run_requires_the_same_weights(
-    workdir: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from instrument.training import forward
-
+def test_resumed_run_requires_the_same_weights(workdir: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
-    with monkeypatch.context() as patch:
-        original, calls = forward.forward_step, [0]
-
-        def fail(*arguments: Any) -> Any:
-            calls[0] += 1
-            if calls[0] > 2:
-                raise RuntimeError("stopped here")
-            return original(*arguments)
-
-        patch.setattr(forward, "forward_step", fail)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            train_here(workdir / "out", *RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1")
+    with failing_after(2, "forward.forward_step"), pytest.raises(RuntimeError, match="stopped here"):
+        train_here(workdir / "out", *RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1")
     content = Path("weights.pt").read_bytes()
     torch.save({name: tensor + 1 for name, tensor in weights.items()}, "weights.pt")
     with pytest.raises(ConfigError, match="the file has changed since the run was started"):
@@ -245,32 +210,17 @@ def test_resumed_run_requires_the_same_weights(
     assert resume_here(workdir / "out").info["status"] == "done"
 
 
-def test_resumed_training_needs_no_weights(
-    workdir: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from instrument.training import loop
-
+def test_resumed_training_needs_no_weights(workdir: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
-    with monkeypatch.context() as patch:
-        original, calls = loop.gradient_norm, [0]
-
-        def fail(model: nn.Module) -> torch.Tensor | None:
-            calls[0] += 1
-            if calls[0] > 2:
-                raise RuntimeError("stopped here")
-            return original(model)
-
-        patch.setattr(loop, "gradient_norm", fail)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            train_here(workdir / "out", *RUN, "init_from=weights.pt", "train.checkpoint.every=1")
+    with failing_after(2), pytest.raises(RuntimeError, match="stopped here"):
+        train_here(workdir / "out", *RUN, "init_from=weights.pt", "train.checkpoint.every=1")
     Path("weights.pt").unlink()
     assert resume_here(workdir / "out").info["init_from"]["path"] == "weights.pt"
 
 
 def test_weights_that_cannot_be_saved_are_reported(cli: Cli) -> None:
     Path("out/weights.pt").mkdir(parents=True)
-    answer = cli(*RUN, "train.save=true", "hydra.run.dir=out")
-    assert answer.code == 1
+    answer = cli(*RUN, "train.save=true", "hydra.run.dir=out").expect(1)
     assert "weights.pt cannot be written: Is a directory" in answer.err
     assert not Path("out/weights.tmp").exists()
     assert len(instrument.load("out").metrics) == 5

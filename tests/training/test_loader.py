@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     default_collate,
 )
-from training_runs import resume_here, train_here
+from training_runs import compose, resume_here, train_here
 
 import instrument
 from instrument import ConfigError, InstrumentError
@@ -29,7 +31,8 @@ from instrument.config.experiment import DataConfig, TrainConfig
 from instrument.fields.field_types import Target
 from instrument.training.data import Batches, build_sampler, first_batch, load_data, loader_options
 from instrument.training.distributed.batch_sharding import BatchShard
-from instrument.training.loader import Loader, LoaderOptions, Stream, lists
+from instrument.training.experiment import prepare
+from instrument.training.loader import Loader, LoaderOptions, Slice, Stream, lists
 
 SAMPLES = 11
 
@@ -236,11 +239,8 @@ def test_sampler_gives_a_new_order_in_each_epoch(target: str, arguments: dict[st
     assert [batches.sizes(step) for step in range(batches.steps)] == [group.sizes for _, group in batches]
 
 
-def test_sampler_knows_the_epoch() -> None:
+def test_sampler_knows_the_epoch_and_can_keep_the_order_of_the_dataset() -> None:
     assert orders(sampled(f"{__name__}.EveryOther")) == [[0, 2, 4, 6], [1, 3, 5, 7], [2, 4, 6, 8]]
-
-
-def test_sampler_can_keep_the_order_of_the_dataset() -> None:
     assert orders(sampled("torch.utils.data.SequentialSampler", epochs=2)) == [list(range(SAMPLES))] * 2
 
 
@@ -307,9 +307,8 @@ class Padding:
 
 @pytest.mark.parametrize("target", ["padded", "Padding"])
 def test_collate_fn_is_a_function_or_an_instance(target: str) -> None:
-    config = DataConfig.model_validate(
-        {"dataset": {"_target_": "x"}, "collate_fn": {"_target_": f"{__name__}.{target}", "value": 7.0}}
-    )
+    collate = {"_target_": f"{__name__}.{target}", "value": 7.0}
+    config = DataConfig.model_validate({"dataset": {"_target_": "x"}, "collate_fn": collate})
     dataset: Any = [(torch.ones(2),), (torch.ones(3),)]
     options = loader_options(config, 0, pins_memory=False)
     for workers in (0, 1):
@@ -318,9 +317,8 @@ def test_collate_fn_is_a_function_or_an_instance(target: str) -> None:
 
 
 def test_collate_fn_that_is_no_function_is_refused() -> None:
-    config = DataConfig.model_validate(
-        {"dataset": {"_target_": "x"}, "collate_fn": {"_target_": f"{__name__}.Augmented"}}
-    )
+    collate = {"_target_": f"{__name__}.Augmented"}
+    config = DataConfig.model_validate({"dataset": {"_target_": "x"}, "collate_fn": collate})
     with pytest.raises(ConfigError, match=r"data\.collate_fn: instances of .*Augmented cannot be called"):
         loader_options(config, 0, pins_memory=False)
 
@@ -333,6 +331,47 @@ def test_memory_is_pinned_only_for_a_gpu() -> None:
 
 def test_fields_of_samples_become_lists() -> None:
     assert lists([(1, "a"), (2, "b")]) == ([1, 2], ["a", "b"])
+
+
+class Stopping(Augmented):
+    """A dataset that raises StopIteration for its last sample."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return next(iter(())) if index == SAMPLES - 1 else super().__getitem__(index)
+
+
+class StoppingBatches(Stopping):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def stopping_collate(items: list[Any]) -> Any:
+    return next(iter(())) if items[-1][0] == SAMPLES - 1 else items
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "samples"),
+    [
+        (Stopping(), default_collate, "[10]"),
+        (StoppingBatches(), default_collate, "[8, 9, 10]"),
+        (Augmented(), stopping_collate, "[8, 9, 10]"),
+    ],
+)
+def test_stop_iteration_does_not_end_a_pass(dataset: Any, collate: Any, samples: str, workers: int) -> None:
+    options = LoaderOptions(collate, num_workers=workers)
+    batches = Loader(Slice(dataset, range(SAMPLES)), 4, options=options).load("eval")
+    assert [len(next(batches).indices) for _ in range(2)] == [4, 4]
+    with pytest.raises(RuntimeError, match=re.escape(f"raised StopIteration for samples {samples}")):
+        next(batches)
+
+
+def test_stop_iteration_in_the_first_batch_is_reported_with_its_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"its samples cannot be loaded \(in .*test_loader.py.*__getitem__\)"
+    ) as error:
+        first_batch(Stopping(), SAMPLES)
+    assert "StopIteration for samples [10]" in str(error.value)
 
 
 def test_items_that_cannot_be_collated_are_reported() -> None:
@@ -373,9 +412,7 @@ def test_options_that_need_a_length_are_refused(fields: dict[str, Any], message:
 
 
 def test_epochs_of_a_stream_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.epochs: .*number of steps per epoch is unknown[\s\S]*train\.steps=N"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.epochs: .*steps per epoch is unknown[\s\S]*train\.steps=N"):
         Batches(Stream(Endless(), 0, None), TrainConfig(epochs=2), 0)
 
 
@@ -411,9 +448,7 @@ class Digits(IterableDataset):
             yield image + 0.1 * torch.rand(image.shape), label
 """
 RUN = (
-    "model=mlp",
-    "model.sizes=[64,10]",
-    "data={dataset: {_target_: streamed.Digits}}",
+    *("model=mlp", "model.sizes=[64,10]", "data={dataset: {_target_: streamed.Digits}}"),
     "train={steps: 6, batch_size: 30, eval_every: 3, eval_batch_size: 40, checkpoint: {every: 5}}",
     "+hooks.seen={layers: '**', kind: forward, action: record}",
     "+hooks.tested={layers: '**', kind: forward, action: record, phase: eval}",
@@ -422,19 +457,16 @@ RUN = (
 
 def test_run_on_a_stream_evaluates_until_its_end_and_resumes(cli: Any, workdir: Any) -> None:
     (workdir / "streamed.py").write_text(SOURCE)
-    answer = cli(*RUN, "hydra.run.dir=whole")
-    assert answer.code == 0, answer.err
+    answer = cli(*RUN, "hydra.run.dir=whole").expect(0)
     assert "a stream of training samples" in answer.out
     run = instrument.load("whole")
     assert run.metrics.query("phase == 'train'").epoch.tolist() == [0, 0, 0, 0, 1, 1]  # batches of 30, 30, 30, 10
     assert run.stats.query("hook == 'tested' and layer == '' and step == 3")["numel"].tolist() == [400, 400, 200]
     assert not run.coverage.query("fired < expected").size
-    assert (
-        train_here(workdir / "loaded", *RUN, "+data.num_workers=1").metrics.loss.tolist() == run.metrics.loss.tolist()
-    )
+    loaded = train_here(workdir / "loaded", *RUN, "+data.num_workers=1")
+    assert loaded.metrics.loss.tolist() == run.metrics.loss.tolist()
     assert not multiprocessing.active_children()
-    plan = cli(*RUN, "plan=true")
-    assert plan.code == 0, plan.err
+    cli(*RUN, "plan=true").expect(0)
     (workdir / "damaged").touch()
     with pytest.raises(OSError, match="the stream ended"):
         train_here(workdir / "interrupted", *RUN)
@@ -444,9 +476,8 @@ def test_run_on_a_stream_evaluates_until_its_end_and_resumes(cli: Any, workdir: 
     assert resumed.stats.drop(columns="rank").equals(run.stats.drop(columns="rank"))
 
 
-def test_configuration_of_a_stream_is_checked_before_the_run(cli: Any, workdir: Any) -> None:
+def test_configuration_of_a_stream_is_checked(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workdir / "streamed.py").write_text(SOURCE)
-    answer = cli(*RUN, "train.steps=null", "train.epochs=1")
-    assert answer.code == 2
-    assert "train.epochs: the dataset is iterable and has no length" in answer.err
-    assert not (workdir / "runs").exists() or not list((workdir / "runs").glob("*/*/run.json"))
+    monkeypatch.syspath_prepend(workdir)
+    with pytest.raises(ConfigError, match=r"train\.epochs: the dataset is iterable and has no length"):
+        prepare(compose(*RUN, "train.steps=null", "train.epochs=1")[0])

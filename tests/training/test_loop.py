@@ -13,6 +13,7 @@ import torch
 from tiers import tiered
 from torch import nn
 from torch.utils.data._utils.collate import default_collate_fn_map
+from training_runs import CONFIG, DIGITS, prepared, run_in_memory
 
 from instrument import ConfigError, MemorySink
 from instrument.config.parse import parse_config
@@ -22,38 +23,13 @@ from instrument.tasks import Outcome
 from instrument.training.data import first_batch
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import Progress, evaluate, gradient_norm, train, train_step
+from instrument.training.loop import Progress, evaluate, gradient_norm, train_step
 
-CONFIG: dict[str, Any] = {
-    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
-    "data": {
-        "dataset": {"_target_": "instrument.training.datasets.digits"},
-        "slice": {"stop": 48},
-        "eval_slice": {"split": "test", "stop": 50},
-    },
-    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-    "train": {"steps": 3, "batch_size": 16},
-}
+DATA = {"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 50}}
 
 
-class Dropping(nn.Sequential):
-    """A model that uses random numbers in training only."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 10))
-
-
-def prepare_experiment(*, seed: int = 0, **overrides: Any) -> Experiment:
-    torch.manual_seed(seed)
-    return prepare(parse_config({**CONFIG, "seed": seed, **overrides}))
-
-
-def trained(experiment: Experiment) -> tuple[MemorySink, list[Progress], dict[str, float | None]]:
-    sink, shown = MemorySink(), list[Progress]()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        last = train(experiment, probe, shown.append)
-    return sink, shown, last
+def prepare_experiment(**overrides: Any) -> Experiment:
+    return prepared(**{"data": DATA, **overrides})
 
 
 class Measuring:
@@ -72,7 +48,7 @@ def test_metrics_of_a_task_are_means_over_samples() -> None:
         task={"_target_": f"{__name__}.Measuring"},
         train={"steps": 1, "batch_size": 20, "eval_every": 1, "accumulate": 3},
     )
-    sink, _, last = trained(experiment)
+    sink, last = run_in_memory(experiment)
     rows = {row["phase"]: row["custom"] for row in sink.records("metrics")}
     for phase, samples in (("train", experiment.data.train), ("eval", experiment.data.test)):
         brightness = np.mean([image.double().mean().item() for image, _ in samples])
@@ -88,7 +64,7 @@ def weights(experiment: Experiment) -> list[torch.Tensor]:
 
 def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
     experiment, plain = prepare_experiment(), prepare_experiment()
-    sink, _, _ = trained(experiment)
+    sink, _ = run_in_memory(experiment)
     losses = []
     model, optimizer = plain.model, plain.optimizer
     model.train()
@@ -107,7 +83,7 @@ def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
 def test_closure_of_lbfgs_is_bit_identical_to_a_plain_pytorch_loop(accumulate: int) -> None:
     record = {"layers": "1", "action": "record"}
     config: dict[str, Any] = {
-        "model": {"_target_": f"{__name__}.Dropping"},
+        "model": {"_target_": "training_runs.Dropping"},
         "optimizer": {"_target_": "torch.optim.LBFGS", "max_iter": 4, "line_search_fn": "strong_wolfe"},
         "train": {"steps": 3, "batch_size": 16, "accumulate": accumulate},
         "hooks": {"outputs": {**record, "kind": "forward"}, "gradients": {**record, "kind": "parameter_grad"}},
@@ -117,7 +93,7 @@ def test_closure_of_lbfgs_is_bit_identical_to_a_plain_pytorch_loop(accumulate: i
     losses: list[list[float]] = []
     for experiment in (recorded, bare):
         torch.manual_seed(1)
-        sink, _, _ = trained(experiment)
+        sink, _ = run_in_memory(experiment)
         random_states.append(torch.get_rng_state())
         losses.append(sink.frame("metrics").query("phase == 'train'")["loss"].tolist())
         if experiment is recorded:
@@ -165,35 +141,9 @@ def test_closure_is_refused_with_several_processes() -> None:
         prepare(config, strategy)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "accumulate"),
-    [(20, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 3), (7, 7)))],
-)
-def test_accumulated_gradient_equals_that_of_one_batch(batch_size: int, accumulate: int) -> None:
-    parts = prepare_experiment(train={"steps": 1, "batch_size": batch_size, "accumulate": accumulate})
-    single_batch = prepare_experiment(train={"steps": 1, "batch_size": 48})
-    found = [trained(experiment)[0].frame("metrics").iloc[0] for experiment in (parts, single_batch)]
-    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-6)
-    assert found[0].accuracy == pytest.approx(found[1].accuracy)
-    assert found[0].grad_norm == pytest.approx(found[1].grad_norm, rel=1e-5)
-    for a, b in zip(parts.model.parameters(), single_batch.model.parameters(), strict=True):
-        assert a.grad is not None
-        assert b.grad is not None
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-
-
-def partly_ignored(split: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return tokens and targets; 1, 0, 5 and 5 targets of successive samples are not ignored, repeatedly."""
-    generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(7, (2, 48, 5), generator=generator)
-    targets[::4, 1:] = targets[1::4] = -100
-    return list(zip(tokens, targets, strict=True))
-
-
 LANGUAGE: dict[str, Any] = {
     "model": {"_target_": "torch.nn.Embedding", "num_embeddings": 7, "embedding_dim": 7},
-    "data": {"dataset": {"_target_": f"{__name__}.partly_ignored"}},
+    "data": {"dataset": {"_target_": "distributed_models.partly_ignored"}},
     "task": {"_target_": "instrument.tasks.NextToken"},
 }
 
@@ -219,7 +169,7 @@ def test_accumulation_weights_counted_targets_equally(config: dict[str, Any], ba
         **config, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1}
     )
     single_batch = prepare_experiment(**config, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
-    found, expected = (trained(experiment)[0].frame("metrics") for experiment in (parts, single_batch))
+    found, expected = (run_in_memory(experiment)[0].frame("metrics") for experiment in (parts, single_batch))
     for column in ("loss", "accuracy", "grad_norm"):
         assert list(found[column]) == pytest.approx(list(expected[column]), rel=1e-5, nan_ok=True)
     gradients = [next(experiment.model.parameters()).grad for experiment in (parts, single_batch)]
@@ -235,6 +185,7 @@ TORCH, CLASS_WEIGHTS = "torch.nn", [0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5
 VECTOR = {"_target_": "torch.tensor", "data": CLASS_WEIGHTS}
 ONE_HOT = {"targets": "one_hot", "smoothing": 0.1}
 LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {"_target_": f"{TORCH}.CrossEntropyLoss"},
     "weight": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR},
     "smoothing": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR, "label_smoothing": 0.2},
     "ignored": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR, "ignore_index": 4},
@@ -249,13 +200,13 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_accumulated_weighted_losses_have_the_gradient_of_one_batch(name: str) -> None:
+def test_accumulated_losses_have_the_gradient_of_one_batch(name: str) -> None:
     task = {**CONFIG["task"], "loss": LOSSES[name], **(ONE_HOT if name in ("distributions", "bce", "bce_sum") else {})}
     config = {"task": task, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}}
     experiment = prepare_experiment(
         **config, train={"steps": 1, "batch_size": 20, "accumulate": 3, "eval_batch_size": 7}
     )
-    rows = trained(experiment)[0].frame("metrics").set_index("phase")
+    rows = run_in_memory(experiment)[0].frame("metrics").set_index("phase")
     loss: Any = experiment.task.loss  # type: ignore[attr-defined]
     for phase, dataset in (("eval", experiment.data.test), ("train", experiment.data.train)):
         images, classes = (torch.stack([torch.as_tensor(item[i]) for item in dataset]) for i in (0, 1))  # type: ignore[attr-defined, union-attr]
@@ -268,8 +219,12 @@ def test_accumulated_weighted_losses_have_the_gradient_of_one_batch(name: str) -
         counted = classes != (4 if name == "ignored" else -100)
         assert rows.accuracy[phase] == pytest.approx((logits.argmax(1) == classes)[counted].float().mean().item())
     parameters = [*experiment.model.parameters()]
-    for parameter, gradient in zip(parameters, torch.autograd.grad(expected, parameters), strict=True):
+    gradients = torch.autograd.grad(expected, parameters)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert rows.grad_norm["train"] == pytest.approx(
+        sum(each.square().sum().item() for each in gradients) ** 0.5, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("config", [LANGUAGE, CLASSES], ids=["tokens", "classes"])
@@ -309,7 +264,7 @@ def test_mapping_batches_train_like_plain_pytorch(accumulate: int) -> None:
         "train": {"steps": 5, "batch_size": 64, "accumulate": accumulate},
     }
     experiment, plain = prepare_experiment(**overrides), prepare_experiment(**overrides)
-    trained(experiment)
+    run_in_memory(experiment)
     sizes = []
     plain.model.train()
     for _, micro_batches in plain.batches:
@@ -349,7 +304,9 @@ def test_number_of_samples_is_the_number_of_items(graph: bool, monkeypatch: pyte
 )
 def test_evaluations_are_every_n_steps_and_at_the_end(steps: int, every: int, at: list[int]) -> None:
     assert [step for step in range(steps + 2) if step in Evaluations(steps, every)] == at
-    sink, shown, last = trained(prepare_experiment(train={"steps": steps, "batch_size": 16, "eval_every": every}))
+    shown: list[Progress] = []
+    experiment = prepare_experiment(train={"steps": steps, "batch_size": 16, "eval_every": every})
+    sink, last = run_in_memory(experiment, shown.append)
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "eval"].step) == at
     assert list(frame[frame.phase == "train"].step) == list(range(steps))
@@ -359,7 +316,7 @@ def test_evaluations_are_every_n_steps_and_at_the_end(steps: int, every: int, at
 
 def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
     experiment = prepare_experiment(
-        model={"_target_": f"{__name__}.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
+        model={"_target_": "training_runs.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
     )
     model = experiment.model
     images, classes = (torch.stack([torch.as_tensor(item[i]) for item in experiment.data.test]) for i in (0, 1))  # type: ignore[attr-defined]
@@ -377,19 +334,19 @@ def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
 
 
 def test_evaluation_interval_does_not_change_training() -> None:
-    model = {"_target_": f"{__name__}.Dropping"}
+    model = {"_target_": "training_runs.Dropping"}
     often, once = (
         prepare_experiment(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0)
     )
     for experiment in (often, once):
         torch.manual_seed(5)
-        trained(experiment)
+        run_in_memory(experiment)
     assert all(torch.equal(a, b) for a, b in zip(weights(often), weights(once), strict=True))
 
 
 def test_recorded_learning_rate_is_the_one_of_the_step() -> None:
     scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
-    sink, _, _ = trained(prepare_experiment(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
+    sink, _ = run_in_memory(prepare_experiment(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "train"].lr) == [0.1, 0.05, 0.025, 0.0125]
 
@@ -398,7 +355,7 @@ def test_recorded_learning_rate_is_the_one_of_the_step() -> None:
 def test_cosine_schedule_reaches_zero_at_the_end(length: dict[str, int]) -> None:
     scheduler = {"_target_": "instrument.training.schedulers.cosine"}
     experiment = prepare_experiment(scheduler=scheduler, train={"batch_size": 16, **length})
-    sink, _, _ = trained(experiment)
+    sink, _ = run_in_memory(experiment)
     rates = sink.frame("metrics").query("phase == 'train'").lr
     assert len(rates) == 6
     assert rates.iloc[0] == 0.1
@@ -408,7 +365,7 @@ def test_cosine_schedule_reaches_zero_at_the_end(length: dict[str, int]) -> None
 
 def test_gradient_norm_is_global_and_before_clipping() -> None:
     hooks = {"tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.01}}
-    sink, _, _ = trained(prepare_experiment(hooks=hooks))
+    sink, _ = run_in_memory(prepare_experiment(hooks=hooks))
     effects, metrics = sink.frame("effects"), sink.frame("metrics").query("phase == 'train'")
     norms = effects.groupby("step").norm_before.agg(lambda parts: (parts**2).sum() ** 0.5)
     assert list(metrics.grad_norm) == pytest.approx(list(norms), rel=1e-5)
@@ -434,7 +391,7 @@ def test_gradient_norm_supports_sparse_complex_and_double(dtype: torch.dtype) ->
 
 
 def test_metrics_have_seconds_and_samples_per_second() -> None:
-    frame = trained(prepare_experiment())[0].frame("metrics")
+    frame = run_in_memory(prepare_experiment())[0].frame("metrics")
     assert (frame.seconds > 0).all()
     rates = frame.samples_per_second * frame.seconds
     assert list(rates) == pytest.approx([16, 16, 16, 50])
@@ -442,16 +399,11 @@ def test_metrics_have_seconds_and_samples_per_second() -> None:
 
 
 def test_task_without_accuracy_has_null_accuracy() -> None:
-    task = {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": f"{__name__}.ToZero"}}
+    task = {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.MSELoss"}}
     data = {"dataset": {"_target_": f"{__name__}.numbers"}}
-    frame = trained(prepare_experiment(task=task, data=data))[0].frame("metrics")
+    frame = run_in_memory(prepare_experiment(task=task, data=data))[0].frame("metrics")
     assert frame.accuracy.isna().all()
     assert frame.loss.notna().all()
-
-
-class ToZero(nn.Module):
-    def forward(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return (output - targets).square().mean()
 
 
 def numbers(split: str) -> torch.utils.data.TensorDataset:

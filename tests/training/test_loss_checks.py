@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_runs import DIGITS, prepared
 
 from instrument import ConfigError
-from instrument.config.parse import parse_config
 from instrument.tasks import Outcome, Supervised
 from instrument.training.distributed.batch_sharding import BatchShard
 from instrument.training.distributed.strategies import Strategy
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 
 WEIGHTS = torch.tensor([0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5, 1.0])
 
@@ -99,27 +99,21 @@ class PerBatch(Supervised):
         return len(batch[1])
 
 
-def prepared(task: Any, *, strategy: Strategy | None = None, model: str = "", **train: Any) -> Experiment:
+def prepare_task(task: Any, *, strategy: Strategy | None = None, model: str = "", **train: Any) -> Experiment:
     """Prepare an experiment with a task, or with the name of a loss function of this file."""
     loss = {"_target_": f"{__name__}.{task}", **({} if task == "Added" else {"_partial_": True})}
-    torch.manual_seed(0)
-    config = {
-        "model": {"_target_": f"{__name__}.{model or 'Recurrent'}"},
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "slice": {"stop": 48},
-            "eval_slice": {"split": "test", "stop": 256},  # one batch
-        },
-        "task": task if isinstance(task, dict) else {"_target_": "instrument.tasks.Supervised", "loss": loss},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"steps": 1, "batch_size": 16, "accumulate": 2, **train},
-    }
-    return prepare(parse_config(config), strategy)
+    return prepared(
+        strategy=strategy,
+        model={"_target_": f"{__name__}.{model or 'Recurrent'}"},
+        data={"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 256}},  # one batch
+        task=task if isinstance(task, dict) else {"_target_": "instrument.tasks.Supervised", "loss": loss},
+        train={"steps": 1, "batch_size": 16, "accumulate": 2, **train},
+    )
 
 
 @pytest.mark.parametrize("name", ["plain", "Added", "random", "complete_batches_only"])
 def test_losses_of_parts_are_accepted(name: str) -> None:
-    prepared(name)
+    prepare_task(name)
 
 
 @pytest.mark.parametrize("name", ["weighted", "added", "contrastive"])
@@ -127,19 +121,15 @@ def test_other_losses_are_refused_with_accumulation(name: str) -> None:
     expected = r"task: with train.accumulate=2, the gradient of a step would differ from that of one batch"
     expected += r"(.|\n)*number_of_terms(.|\n)*reduction"
     with pytest.raises(ConfigError, match=expected):
-        prepared(name)
-    prepared(name, accumulate=1)
+        prepare_task(name)
+    prepare_task(name, accumulate=1)
 
 
 def test_gradients_are_compared_if_all_losses_are_equal() -> None:
-    with pytest.raises(ConfigError, match="accumulate=2"):
-        prepared("weighted", model="ZeroHead")
-    prepared("plain", model="ZeroHead")
-
-
-def test_micro_batches_of_one_sample_are_compared() -> None:
-    with pytest.raises(ConfigError, match="accumulate=2, the gradient"):
-        prepared("weighted", model="ZeroHead", batch_size=1)
+    for train in ({}, {"batch_size": 1}):  # also in micro-batches of one sample
+        with pytest.raises(ConfigError, match="accumulate=2, the gradient"):
+            prepare_task("weighted", model="ZeroHead", **train)
+    prepare_task("plain", model="ZeroHead")
 
 
 @pytest.mark.parametrize("task", [{"_target_": f"{__name__}.Weighted"}, "weighted"])
@@ -147,19 +137,19 @@ def test_other_losses_are_refused_with_several_processes(task: Any) -> None:
     strategy = Strategy()
     strategy.batch_shard = BatchShard(1, 2)
     with pytest.raises(ConfigError, match=r"with train\.parallel=ddp, the gradient of a step would differ"):
-        prepared(task, strategy=strategy, accumulate=1, parallel="ddp")
+        prepare_task(task, strategy=strategy, accumulate=1, parallel="ddp")
 
 
 def test_number_of_terms_of_a_custom_task_is_accepted() -> None:
-    prepared({"_target_": f"{__name__}.WithTerms"})
+    prepare_task({"_target_": f"{__name__}.WithTerms"})
     loss = {"_target_": f"{__name__}.contrastive", "_partial_": True}
-    prepared({"_target_": f"{__name__}.PerBatch", "loss": loss})
+    prepare_task({"_target_": f"{__name__}.PerBatch", "loss": loss})
 
 
 def test_check_has_no_side_effects() -> None:
     states = []
     for accumulate in (1, 2):
-        experiment = prepared("plain", accumulate=accumulate)
+        experiment = prepare_task("plain", accumulate=accumulate)
         assert all(parameter.grad is None for parameter in experiment.model.parameters())
         assert all(module.training for module in experiment.model.modules())
         states.append([*experiment.model.state_dict().values(), torch.get_rng_state()])

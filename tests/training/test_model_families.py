@@ -12,16 +12,15 @@ import yaml
 from state_comparison import identical
 from tiers import tiered
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from training_runs import run_in_memory
 
-from instrument import ConfigError, MemorySink, Probe
+from instrument import ConfigError
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
 from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.forward import run_forward
-from instrument.training.loop import train
 from instrument.training.verification.comparison import verify
 
 SAMPLES = 6
@@ -42,20 +41,7 @@ TASKS = {
 }
 
 
-class Items(Dataset[Any]):
-    """A dataset of given items."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-
-def items(split: str, kind: str) -> Items:
+def items(split: str, kind: str) -> list[Any]:
     """Return random samples of a kind of data."""
     generator = torch.Generator().manual_seed(int(split == "train"))
 
@@ -89,19 +75,17 @@ def items(split: str, kind: str) -> Items:
                 return pixels(3, 40 + 8 * label, 48), {"boxes": box, "labels": torch.ones(len(box), dtype=torch.int64)}
             case "segments":
                 return pixels(3, 32, 32), torch.randint(3, (32, 32), generator=generator)
-            case "geometric":
+            case "geometric" | "graph":
+                nodes = 3 + index % 3
+                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
+                if kind == "graph":
+                    return {"nodes": pixels(nodes, 4), "edges": edges, "label": label}
                 from geometric import Data
 
-                nodes = 3 + index % 3
-                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
                 return Data(x=pixels(nodes, 4), edge_index=edges, y=torch.tensor([label]))
-            case "graph":
-                nodes = 3 + index % 3
-                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
-                return {"nodes": pixels(nodes, 4), "edges": edges, "label": label}
         raise ValueError(kind)
 
-    return Items([sample(index) for index in range(SAMPLES)])
+    return [sample(index) for index in range(SAMPLES)]
 
 
 def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
@@ -256,9 +240,7 @@ def test_dataset_of_hugging_face_is_built_from_yaml() -> None:
         "slice": {"start": 1},
     }
     experiment = prepare(parse_config(config))
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        train(experiment, probe, lambda progress: None)
+    sink, _ = run_in_memory(experiment)
     assert list(sink.frame("metrics").phase) == ["train", "train", "eval"]
     (batch, *_) = experiment.eval_loader
     assert batch.batch["input_ids"].tolist() == rows["input_ids"][:4]
@@ -285,9 +267,7 @@ def number_of_hooks(model: nn.Module) -> int:
 def test_model_family_trains_from_yaml(name: str) -> None:
     experiment = experiment_of(name)
     hooks_before = number_of_hooks(experiment.model)  # Mamba has hooks of its own.
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        train(experiment, probe, lambda progress: None)
+    sink, _ = run_in_memory(experiment)
     metrics = sink.frame("metrics")
     assert list(metrics.phase) == ["train", "train", "eval"]
     assert [batch.samples for batch in experiment.eval_loader] == [4, 2]
@@ -330,9 +310,7 @@ def test_model_family_runs_in_mode_forward(name: str, layer: str, task: str) -> 
     hooks = {"seen": {"layers": layer, "kind": "forward", "action": "record", "stats": "none", "tensors": True}}
     experiment = experiment_of(name, mode="forward", hooks=hooks, task=yaml.safe_load(TASKS[task])["task"])
     before = copy.deepcopy(experiment.model.state_dict())
-    sink = MemorySink()
-    with Probe(experiment.plan, sink) as probe:
-        means = run_forward(experiment, probe, lambda progress: None)
+    sink, means = run_in_memory(experiment, loop=run_forward)
     assert (means["loss"] is None) == (task != "huggingface")
     found = [row["values"] for row in sink.records("tensors")]
 
@@ -367,9 +345,7 @@ def test_functions_are_called_in_keyword_models(name: str, layer: str) -> None:
     fn = {"_target_": f"{__name__}.own_change"}
     hooks = {"half": {"layers": layer, "kind": "forward", "action": "modify", "fn": fn}}
     experiment = experiment_of(name, hooks=hooks)
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        train(experiment, probe, lambda progress: None)
+    sink, _ = run_in_memory(experiment)
     assert len(sink.frame("effects")) == 2
 
 
@@ -380,9 +356,7 @@ def test_counted_labels_are_weighted_equally(name: str, kind: str) -> None:
     for batch_size, accumulate in ((SAMPLES, 1), (2, 3)):
         options = {"steps": 1, "batch_size": batch_size, "accumulate": accumulate}
         experiment = experiment_of(name, kind, train=options, hooks={})
-        sink = MemorySink()
-        with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-            train(experiment, probe, lambda progress: None)
+        sink, _ = run_in_memory(experiment)
         results.append((sink.frame("metrics"), [p.detach() for p in experiment.model.parameters()]))
     (single, expected), (several, found) = results
     for metric in ("loss", "accuracy"):
@@ -426,9 +400,8 @@ class FailsLater:
 
 def test_error_of_a_task_in_a_step_names_task_and_batch() -> None:
     experiment = experiment_of("llama", task={"_target_": f"{__name__}.FailsLater"})
-    probe = Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer)
-    with pytest.raises(ValueError, match="the task failed") as caught, probe:
-        train(experiment, probe, lambda progress: None)
+    with pytest.raises(ValueError, match="the task failed") as caught:
+        run_in_memory(experiment)
     (note,) = caught.value.__notes__
     assert note == (
         f"task {__name__}.FailsLater, batch {{'input_ids': int64 [3, 8], 'attention_mask': int64 [3, 8], "

@@ -25,10 +25,8 @@ TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.
 CLIPPED = ("+hooks.tame={layers:layers.0,kind:parameter_grad,action:clip,norm:1}", "hooks=activations")
 # The grid sampler of Optuna stops with an error if the last trial fails.
 RANDOM = (
-    "hydra/sweeper=search",
-    "hydra/sweeper/sampler=random",
-    "hydra.sweeper.sampler.seed=0",
-    "hydra.sweeper.n_trials=2",
+    *("hydra/sweeper=search", "hydra.sweeper.n_trials=2"),
+    *("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=0"),
 )
 L2 = "last(stats.l2 where layer = 'layers.0')"
 SEARCH = ("-m", *TINY, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.01,1.0)")
@@ -54,21 +52,12 @@ def checked(**settings: Any) -> None:
         ({"direction": ["minimize", "maximize"]}, ["only one direction is allowed", "allowed  minimize, maximize"]),
         ({"n_trials": 0}, ["hydra.sweeper.n_trials: must be at least 1", "given    0"]),
         ({"n_jobs": -1}, ["hydra.sweeper.n_jobs: must be at least 1", "given    -1"]),
-        (
-            {"max_failure_rate": 2},
-            ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"],
-        ),
-        (
-            {"storage": "nonsense"},
-            ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"],
-        ),
-        (
-            {"storage": "mysql://me:hush@host/db"},
-            ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"],
-        ),
+        ({"max_failure_rate": 2}, ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"]),
+        ({"storage": "nonsense"}, ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"]),
+        ({"storage": "mysql://me:hush@host/db"}, ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_invalid_sweeper_setting_is_refused(settings: dict[str, Any], expected: list[str]) -> None:
     checked()
     with pytest.raises(ConfigError) as refused:
@@ -78,19 +67,9 @@ def test_invalid_sweeper_setting_is_refused(settings: dict[str, Any], expected: 
     assert "hush" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("direction=maximise", "similar  maximize"),
-        slow("direction=[minimize,maximize]", "only one direction is allowed"),
-        slow("storage=nonsense", "the study storage cannot be used"),
-        slow("storage=mysql://me:hush@host/db", "it must not contain a password"),
-    ],
-)
-def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli, override: str, expected: str) -> None:
-    answer = cli(*SEARCH, f"hydra.sweeper.{override}")
-    assert answer.code == 2
-    assert expected in answer.err
+def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli) -> None:
+    answer = cli(*SEARCH, "hydra.sweeper.storage=mysql://me:hush@host/db").expect(2)
+    assert "it must not contain a password" in answer.err
     assert "hush" not in answer.err
     assert "jobs in" not in answer.err
     assert list(Path.cwd().iterdir()) == []
@@ -109,8 +88,7 @@ def test_study_with_another_direction_is_refused(workdir: Path) -> None:
 
 
 def test_error_of_the_sweeper_starts_no_job(cli: Cli) -> None:
-    answer = cli(*SEARCH, "hydra/sweeper/sampler=grid", "hydra.sweep.dir=out")
-    assert answer.code == 1
+    answer = cli(*SEARCH, "hydra/sweeper/sampler=grid", "hydra.sweep.dir=out").expect(1)
     assert "GridSampler only supports discrete distributions" in answer.err
     assert "no job was started in out\n" in answer.err
     assert "0 jobs" not in answer.err
@@ -124,8 +102,7 @@ def test_best_trial_is_printed_with_its_value(
     cli: Cli, capfd: pytest.CaptureFixture[str], direction: str, objective: str
 ) -> None:
     search = ("hydra.sweeper.n_trials=2", f"hydra.sweeper.direction={direction}", f'objective="{objective}"')
-    answer = cli(*SEARCH, *CLIPPED, *search, "hydra.sweep.dir=out")
-    assert answer.code == 0, answer.err
+    answer = cli(*SEARCH, *CLIPPED, *search, "hydra.sweep.dir=out").expect(0)
     sweep = instrument.load("out")
     values = pd.Series([info.get("objective", info["metrics"]["accuracy"]) for info in sweep.infos])
     assert len(values) == 2
@@ -143,8 +120,7 @@ def test_best_trial_is_printed_with_its_value(
 
 
 def test_failed_trial_does_not_stop_the_search(cli: Cli) -> None:
-    answer = cli("-m", *TINY, "optimizer.lr=choice(0.1,-1)", *RANDOM, "hydra.sweep.dir=out")
-    assert answer.code == 1
+    answer = cli("-m", *TINY, "optimizer.lr=choice(0.1,-1)", *RANDOM, "hydra.sweep.dir=out").expect(1)
     assert "2 jobs in out: 1 done, 1 failed" in answer.err
     assert "--rerun" not in answer.err
     assert answer.err.count("\nbest         out/") == 1
@@ -158,8 +134,7 @@ def test_stored_study_is_continued(cli: Cli) -> None:
     study = optuna.create_study(study_name="mine", storage=storage)
     study.optimize(lambda trial: 1e-9 * trial.suggest_float("optimizer.lr", 0.01, 1.0), n_trials=1)
     stored = ("hydra.sweeper.study_name=mine", f"hydra.sweeper.storage={storage}", "hydra.sweeper.n_trials=1")
-    answer = cli(*SEARCH, *stored, "hydra.sweep.dir=out")
-    assert answer.code == 0, answer.err
+    answer = cli(*SEARCH, *stored, "hydra.sweep.dir=out").expect(0)
     assert (
         f"best        from an earlier sweep of the study  optimizer.lr={study.best_params['optimizer.lr']}"
         in answer.out
@@ -169,8 +144,7 @@ def test_stored_study_is_continued(cli: Cli) -> None:
 
 def test_trial_without_a_finite_objective_is_ignored(cli: Cli) -> None:
     arguments = ("optimizer.lr=choice(0.1,1e38)", *RANDOM, "hydra.sweep.dir=out")
-    answer = cli("-m", *TINY, *arguments)
-    assert answer.code == 0, answer.err
+    cli("-m", *TINY, *arguments).expect(0)
     found = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
     assert found["best_params"] == {"optimizer.lr": 0.1}
     assert list(instrument.load("out").runs.status) == ["done", "done"]
@@ -181,8 +155,7 @@ def test_search_without_any_objective_value_fails(cli: Cli) -> None:
     answer = cli(
         *("-m", *TINY, *CLIPPED, "hydra/sweeper=search", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out"),
         *(f'objective="{objective}"', "optimizer.lr=interval(0.01,2.0)"),
-    )
-    assert answer.code == 1
+    ).expect(1)
     assert (
         f"out/0  the objective has no value: {objective}: no row that meets the condition has a value in this column"
         in answer.err
@@ -198,16 +171,19 @@ def jobs(tmp_path: Path) -> list[SweepJob]:
     return [SweepJob(name, tmp_path / name, ("optimizer.lr=0.1", "seed=1"), "done", None) for name in ("0", "1")]
 
 
-def test_best_trial_among_equal_values_is_found_by_its_objective(tmp_path: Path, jobs: list[SweepJob]) -> None:
-    (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.25\n")
-    expected = {"best": f"{tmp_path}/1  optimizer.lr=0.1  loss = 0.25", "written to": str(tmp_path / RESULTS)}
-    assert best_trial(tmp_path, jobs) == expected
-
-
-def test_best_trial_can_be_from_an_earlier_sweep(tmp_path: Path, jobs: list[SweepJob]) -> None:
-    (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.125\n")
-    expected = "from an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"
-    assert best_trial(tmp_path, jobs)["best"] == expected
+@pytest.mark.parametrize(
+    ("best_value", "expected"),
+    [
+        (0.25, "{folder}/1  optimizer.lr=0.1  loss = 0.25"),  # of two trials with equal values, by its objective
+        (0.125, "from an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"),
+    ],
+)
+def test_best_trial_is_found_by_its_objective(
+    tmp_path: Path, jobs: list[SweepJob], best_value: float, expected: str
+) -> None:
+    (tmp_path / RESULTS).write_text(f"best_params: {{optimizer.lr: 0.1}}\nbest_value: {best_value}\n")
+    expected = expected.format(folder=tmp_path)
+    assert best_trial(tmp_path, jobs) == {"best": expected, "written to": str(tmp_path / RESULTS)}
 
 
 @pytest.mark.parametrize("text", ["solutions: [{params: {a: 1}, values: [1, 2]}]\n", "", "best_value: {", None])

@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
+from training_runs import DIGITS, prepared, run_in_memory
 
 from instrument import ConfigError, MemorySink, attach
-from instrument.config.parse import parse_config
-from instrument.probe.probe import Probe
-from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import train
+from instrument.training.experiment import Experiment
 from instrument.training.per_module_optimizers import PerModule
 
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.01, "betas": [0.0, 0.9]}
@@ -26,27 +24,18 @@ EACH = {
 
 
 def experiment_of(optimizer: dict[str, Any], **overrides: Any) -> Experiment:
-    torch.manual_seed(0)
-    return prepare(
-        parse_config(
-            {
-                "model": {"_target_": "instrument.training.models.DenseGAN", "image": [1, 8, 8], "width": 8},
-                "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": 40}},
-                "task": {"_target_": "instrument.tasks.WassersteinGAN"},
-                "train": {"steps": 3, "batch_size": 16},
-                "optimizer": optimizer,
-                **overrides,
-            }
-        )
+    return prepared(
+        model={"_target_": "instrument.training.models.DenseGAN", "image": [1, 8, 8], "width": 8},
+        data={"dataset": DIGITS, "slice": {"stop": 40}},
+        task={"_target_": "instrument.tasks.WassersteinGAN"},
+        optimizer=optimizer,
+        **overrides,
     )
 
 
 def trained(experiment: Experiment) -> MemorySink:
-    sink = MemorySink()
     torch.manual_seed(1)
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizers) as probe:
-        train(experiment, probe, lambda _: None)
-    return sink
+    return run_in_memory(experiment)[0]
 
 
 def test_two_equal_optimizers_train_like_a_single_one() -> None:

@@ -11,45 +11,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from training_runs import compose, resume_here, train_here
+from training_runs import DIGITS, Stateful, compose, prepared, stop_and_resume, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
-from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
 from instrument.training.device_and_seed import process_state
-from instrument.training.experiment import Experiment, prepare
+from instrument.training.experiment import Experiment
 from instrument.training.loop import Progress, train
 from instrument.training.verification.comparison import verify
 from instrument.training.verification.fingerprints import _fingerprint
 
-MAPS = {"layers": "1", "kind": "forward", "action": "record", "phase": "probe", "every": 2, "tensors": True}
-FLOW = {
-    "layers": "**",
-    "kind": "full_backward",
-    "action": "record",
-    "phase": "probe",
-    "steps": [0, 3, 5],
-    "tensors": True,
-}
-WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "phase": "probe", "tensors": True}
 SUMS = {"layers": "**", "kind": "post_accumulate_grad", "action": "record", "phase": "probe"}
+MAPS = {**SUMS, "layers": "1", "kind": "forward", "every": 2, "tensors": True}
+FLOW = {**SUMS, "kind": "full_backward", "steps": [0, 3, 5], "tensors": True}
+WEIGHTS = {**SUMS, "kind": "parameter_grad_micro", "tensors": True}
 TRAINED = {"layers": "**", "kind": "full_backward", "action": "record", "tensors": True}
 STEPS = 5
 
 
-class Net(nn.Sequential):
-    """A model that uses random numbers, changes a buffer in each pass, and has BatchNorm."""
+class Net(Stateful):
+    """A network that also draws a random number in each pass."""
 
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
-        self.calls += 1
-        scores: Tensor = super().forward(images)
-        return scores + 0.01 * torch.rand(())
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) + 0.01 * torch.rand(())
 
 
 class CountingTask:
@@ -83,22 +69,17 @@ class Noisy(Dataset[Any]):
         return torch.rand(1, 8, 8), index % 10
 
 
-DATA = {
-    "dataset": {"_target_": "instrument.training.datasets.digits"},
-    "slice": {"stop": 48},
-    "eval_slice": {"split": "test", "stop": 20},
+DATA = {"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 20}}
+TRAINING = {
+    "model": {"_target_": f"{__name__}.Net"},
+    "data": {**DATA, "probe_batch": 6},
+    "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
+    "train": {"steps": STEPS, "batch_size": 16, "eval_every": 2},
 }
 
 
 def prepare_training(**changes: Any) -> Experiment:
-    config = {
-        "model": {"_target_": f"{__name__}.Net"},
-        "data": {**DATA, "probe_batch": 6},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-        "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
-        "train": {"steps": STEPS, "batch_size": 16, "eval_every": 2},
-    }
-    return prepare(parse_config({**config, **changes}))
+    return prepared(**{**TRAINING, **changes})
 
 
 def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.Module]]:
@@ -192,7 +173,7 @@ def test_probe_rows_equal_those_of_a_hand_written_pass() -> None:
 def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
     experiment = prepare_training(
         data={
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
+            "dataset": DIGITS,
             "eval_slice": {"split": "test", "start": 10, "stop": 100},
             "probe_batch": {"per_class": 1},
         },
@@ -215,8 +196,7 @@ def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
     ],
 )
 def test_invalid_probe_batch_is_reported(probe_batch: Any, where: str, words: str) -> None:
-    dataset = {"_target_": "instrument.training.datasets.digits"}
-    data = {"dataset": dataset, "eval_slice": {"stop": 20}, "probe_batch": probe_batch}
+    data = {"dataset": DIGITS, "eval_slice": {"stop": 20}, "probe_batch": probe_batch}
     with pytest.raises(ConfigError) as caught:
         prepare_training(data=data, hooks={"maps": MAPS})
     assert caught.value.problems[0].where == where
@@ -266,38 +246,17 @@ def test_forward_phase_works_in_a_custom_loop() -> None:
         probe.phase = "test"
 
 
-def test_run_with_probe_batch_is_resumed_and_verified(
-    cli: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_probe_batch_is_resumed_and_verified(cli: Callable[..., Any], workdir: Path) -> None:
     arguments = [
-        "model=mlp",
-        "model.sizes=[64,16,10]",
-        "data=digits",
-        "data.probe_batch=5",
-        "train.steps=8",
+        *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.probe_batch=5", "train.steps=8"),
         '+hooks.flow={layers: "**", kind: full_backward, action: record, phase: probe, every: 4}',
         "train.checkpoint.every=4",
     ]
     whole = train_here(workdir / "whole", *arguments)
-    with monkeypatch.context() as patch:
-        from instrument.training import loop
-
-        original, calls = loop.gradient_norm, [0]
-
-        def fail(model: nn.Module) -> Tensor | None:
-            calls[0] += 1
-            if calls[0] > 6:
-                raise RuntimeError("stopped here")
-            return original(model)
-
-        patch.setattr(loop, "gradient_norm", fail)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            train_here(workdir / "stopped", *arguments)
-    resumed = resume_here(workdir / "stopped")
+    resumed = stop_and_resume(workdir / "stopped", *arguments, calls=6)
     assert whole.stats.equals(resumed.stats)
     assert sorted(set(whole.stats.step)) == [0, 4, 8]
-    answer = cli(*arguments, "plan=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*arguments, "plan=true").expect(0)
     assert "every 4 steps, in probe" in answer.out
     assert f"{len(whole.stats)}" in answer.out
     assert verify(compose(*arguments)[0]).holds

@@ -15,10 +15,7 @@ from instrument import ConfigError
 from instrument.training.pruning import Pruned
 
 ARGUMENTS = (
-    "-m",
-    "+exp=lottery_ticket",
-    "train.steps=3",
-    "model.sizes=[64,20,8,10]",
+    *("-m", "+exp=lottery_ticket", "train.steps=3", "model.sizes=[64,20,8,10]"),
     *(
         f"+hooks.{kind}={{layers: '**', kind: {kind}, params: weight, action: record, stats: none, tensors: true}}"
         for kind in ("step_pre", "step_post")
@@ -35,8 +32,7 @@ def rounds(folder: Path, indices: str) -> Answer:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs of three rounds."""
     folder = tmp_path_factory.mktemp("rounds")
-    answer = rounds(folder, "0,1,2")
-    assert answer.code == 0, answer.err
+    rounds(folder, "0,1,2").expect(0)
     return folder / "runs/lottery_ticket"
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import training_runs
 from torch import Tensor, nn
+from training_runs import DIGITS
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -23,14 +25,8 @@ from instrument.training.experiment import prepare
 from instrument.training.loop import train
 
 CONFIG: dict[str, Any] = {
-    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
-    "data": {
-        "dataset": {"_target_": "instrument.training.datasets.digits"},
-        "slice": {"stop": 50},
-        "eval_slice": {"split": "test", "stop": 50},
-    },
-    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    **training_runs.CONFIG,
+    "data": {"dataset": DIGITS, "slice": {"stop": 50}, "eval_slice": {"split": "test", "stop": 50}},
     "train": {"steps": 2, "batch_size": 16, "accumulate": 2, "eval_batch_size": 20},
 }
 RECORD = {"layers": "layers.*", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
@@ -43,13 +39,8 @@ def trained(
     """Train with hooks, from the weights of a seed. With `out`, the tensors are recorded there for another run."""
     model = train_overrides.pop("model", CONFIG["model"])
     data = CONFIG["data"] | train_overrides.pop("data", {})
-    overrides = {
-        "seed": order,
-        "hooks": hooks,
-        "model": model,
-        "data": data,
-        "train": CONFIG["train"] | train_overrides,
-    }
+    train_config = CONFIG["train"] | train_overrides
+    overrides = {"seed": order, "hooks": hooks, "model": model, "data": data, "train": train_config}
     torch.manual_seed(seed)
     experiment = prepare(parse_config(CONFIG | overrides))
     sink = MemorySink()
@@ -307,10 +298,8 @@ def test_number_of_reads_does_not_depend_on_the_steps(clean: str, monkeypatch: p
 
 def test_ambiguous_recording_hook_is_refused_before_step_0(tmp_path: Path) -> None:
     run = recorded(tmp_path / "both", {"one": RECORD, "two": RECORD})
-    with pytest.raises(
-        ConfigError,
-        match=r"put.hook: several hooks of the other run recorded 'layers.1' at step 0\n *allowed  one, two",
-    ):
+    message = r"put.hook: several hooks of the other run recorded 'layers.1' at step 0\n *allowed  one, two"
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": {**REPLACE, "run": run}})
     prepare_only({"put": {**REPLACE, "run": run, "hook": "two"}})
 
@@ -320,12 +309,8 @@ class OtherLayouts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.second, self.flat, self.few, self.last = (
-            nn.Linear(16, 16),
-            nn.Linear(16, 4),
-            nn.Identity(),
-            nn.Linear(16, 10),
-        )
+        self.second, self.flat = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.few, self.last = nn.Identity(), nn.Linear(16, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         steps = images.flatten(1).view(len(images), 4, 16)
@@ -343,10 +328,8 @@ def test_tensors_in_other_layouts_are_accepted(tmp_path: Path) -> None:
     put = {**REPLACE, "layers": keep["k"]["layers"], "run": run, "phase": "eval"}
     sink = trained({"put": put}, model=model)
     assert len(sink.records("effects")) == 4 * 3
-    with pytest.raises(
-        ConfigError,
-        match=r"put.run: .*'flat' .*: the recorded tensor has shape \[80, 4\], the tensor to replace \[100, 4\]",
-    ):
+    message = r"put.run: .*'flat' .*: the recorded tensor has shape \[80, 4\], the tensor to replace \[100, 4\]"
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": {**put, "layers": "flat"}}, model=model, eval_batch_size=25)
 
 
@@ -380,16 +363,10 @@ def test_failing_evaluation_is_refused_before_step_0() -> None:
     ("fields", "message"),
     [
         ({"layers": "layers.0"}, None),
-        (
-            {"layers": "."},
-            r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]",
-        ),
-        (
-            {"layers": "layers.0", "layer": "layers.1"},
-            r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units",
-        ),
+        ({"layers": "."}, r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]"),
+        ({"layers": "layers.0", "layer": "layers.1"}, r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units"),
     ],
-)
+)  # fmt: skip
 def test_vectors_of_another_run_are_computed_before_step_0(
     clean: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str | None
 ) -> None:
@@ -454,27 +431,18 @@ def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dic
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
-        (
-            {},
-            {"data": {"slice": {"stop": 60}}},
-            r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,",
-        ),
+        ({}, {"data": {"slice": {"stop": 60}}},
+         r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,"),
         ({"steps": [0]}, {"data": {"slice": {"start": 45, "stop": 80}}}, r"no values of 27 of the 32 samples"),
-        (
-            {"layers": "."},
-            {},
-            r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1",
-        ),
-        (
-            {"layers": "layers.0"},
-            {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
-            r"put.run: .*'layers.0' .*: the recorded tensor has shape \[16, 16\], the tensor to replace \[16, 12\]",
-        ),
+        ({"layers": "."}, {},
+         r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1"),
+        ({"layers": "layers.0"}, {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
+         r"put.run: .*'layers.0' .*: the recorded tensor has shape \[16, 16\], the tensor to replace \[16, 12\]"),
         ({"step": 1}, {}, r"no values of 32 of the 50 samples"),
         ({"kind": "parameter_grad"}, {}, r"'match: id' requires a batch, which the tensors of kind parameter_grad"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_samples_without_values_are_refused_before_step_0(
     clean: str, fields: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:
@@ -488,10 +456,8 @@ def test_samples_of_another_split_are_refused_before_step_0(tmp_path: Path) -> N
     """The evaluation has the split `test`. Its sample 0 is not that of the split `train`."""
     run = recorded(tmp_path / "run", {"kept": {**RECORD, "phase": "eval"}})
     put = {**REPLACE, "run": run, "match": "id"}
-    with pytest.raises(
-        ConfigError,
-        match=r"put.match: the other run recorded samples of the split test, but phase train has samples of train",
-    ):
+    message = "put.match: the other run recorded samples of the split test, but phase train has samples of train"
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": put})
     prepare_only({"put": {**put, "hook": "kept"}})
     prepare_only({"put": put}, data={"slice": {"split": "test", "stop": 50}})
@@ -500,10 +466,8 @@ def test_samples_of_another_split_are_refused_before_step_0(tmp_path: Path) -> N
 def test_samples_of_several_steps_require_a_step(tmp_path: Path) -> None:
     run = recorded(tmp_path / "twice", {"kept": RECORD}, steps=4)
     put = {**REPLACE, "run": run, "match": "id"}
-    with pytest.raises(
-        ConfigError,
-        match=r"put.step: in the other run, the samples occur in several steps(.|\n)*set 'step' to one of them",
-    ):
+    message = r"put.step: in the other run, the samples occur in several steps(.|\n)*set 'step' to one of them"
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": put})
     prepare_only({"put": {**put, "step": 0, "steps": [0]}}, steps=1)
 

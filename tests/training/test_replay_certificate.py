@@ -53,6 +53,22 @@ def test_nothing_is_shown_without_a_compared_step(tmp_path: Path) -> None:
     assert (found.steps, found.difference, found.holds) == (0, None, False)
 
 
+def test_steps_without_values_are_not_compared(tmp_path: Path) -> None:
+    """A task without a loss has no compared metric, so equal rows show nothing."""
+    entry = {
+        "begin": 0,
+        "steps": [0, 2],
+        "first_step": None,
+        "counterfactual": [],
+        "changes": [],
+        "changes_left_out": [],
+    }
+    rows = {"metrics": [{"step": step, "seconds": 1.0} for step in range(2)]}
+    runs = [write_run(tmp_path / name, rows=rows, used={"error": None, "replay": entry}) for name in ("run", "replay")]
+    found = certify_replay(*runs)
+    assert (found.steps, found.difference, found.holds) == (0, None, False)
+
+
 @pytest.mark.parametrize(
     ("replay", "expected"),
     [

@@ -13,8 +13,9 @@ import pytest
 import torch
 from conftest import run_in
 from fork_server import Command
-from state_comparison import identical
+from state_comparison import assert_same_tables, identical
 from tiers import portions
+from training_runs import CONFIG, DIGITS, failing_after
 
 import instrument
 from instrument import ConfigError
@@ -23,21 +24,14 @@ from instrument.hooks.attached_hook import AttachedHook
 from instrument.storage.run_folder import RunFolder
 from instrument.tables.kinds import KINDS
 from instrument.tables.reasons import CHECKPOINT
-from instrument.training import forward
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
-CLOCK = ["seconds", "samples_per_second"]
 Cli = Callable[..., Any]
 TINY = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "hooks=activations",
-    "train.steps=12",
-    "train.checkpoint.every=5",
-    "hydra.run.dir=out",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=12"),
+    *("train.checkpoint.every=5", "hydra.run.dir=out"),
 ]
 
 
@@ -59,9 +53,7 @@ def test_resumed_run_equals_an_uninterrupted_run(pairs: list[tuple[Path, Path]])
 
 def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
     assert (uninterrupted.info["status"], killed.info["status"]) == ("done", "done")
-    for name in ("stats", "effects", "coverage", "layers", "samples"):
-        pd.testing.assert_frame_equal(getattr(uninterrupted, name), getattr(killed, name), check_exact=True)
-    pd.testing.assert_frame_equal(uninterrupted.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
+    assert_same_tables(uninterrupted, killed, "stats", "effects", "coverage", "layers", "samples", "metrics")
     one, other = uninterrupted.tensors(), killed.tensors()
     assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
     pd.testing.assert_frame_equal(one.drop(columns="values"), other.drop(columns="values"))
@@ -80,8 +72,7 @@ def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run that failed at step 8."""
     folder = tmp_path_factory.mktemp("failed")
-    with pytest.MonkeyPatch.context() as patch:
-        fails_at(patch, 8)
+    with failing_after(8):
         assert run_in(folder, *TINY).code == 1
     return folder / "out"
 
@@ -92,28 +83,12 @@ def out(workdir: Path, failed: Path) -> Path:
     return Path(shutil.copytree(failed, workdir / "out"))
 
 
-def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
-    """Make a run fail at a step."""
-    from instrument.training import loop
-
-    original, calls = loop.gradient_norm, [0]
-
-    def fail(model: torch.nn.Module) -> torch.Tensor | None:
-        calls[0] += 1
-        if calls[0] > step:
-            raise RuntimeError("stopped here")
-        return original(model)
-
-    patch.setattr(loop, "gradient_norm", fail)
-
-
 def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) -> None:
     before = instrument.load("out")
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     hydra = {file: file.read_bytes() for file in Path("out/.hydra").iterdir()}
-    answer = cli("resume=out")
-    assert answer.code == 0, answer.err
+    answer = cli("resume=out").expect(0)
     assert "step 12/12" in answer.out
     run = instrument.load("out")
     assert run.info["status"] == "done"
@@ -125,13 +100,12 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert not (run.events.rule == "error").any(), "events of removed steps should be removed"
     assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
-    answer = cli("resume=out")
-    assert answer.code == 2
+    answer = cli("resume=out").expect(2)
     assert "the run is already done" in answer.err
 
 
-def test_resume_without_a_checkpoint_is_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_until_failure(monkeypatch, every=0)
+def test_resume_without_a_checkpoint_is_refused(workdir: Path) -> None:
+    run_until_failure(every=0)
     with pytest.raises(ConfigError, match=r"the run has no checkpoint: train\.checkpoint\.every was 0"):
         run_tiny("out", resume="out", every=0)
     assert instrument.load("out").info["status"] == "failed"
@@ -149,8 +123,7 @@ def test_resume_without_a_checkpoint_is_refused(workdir: Path, monkeypatch: pyte
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, arguments: list[str], message: str) -> None:
-    answer = cli(*arguments)
-    assert answer.code == 2
+    answer = cli(*arguments).expect(2)
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert len(instrument.load("out").metrics) == 8
@@ -159,57 +132,53 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
 def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.reopen(Path("out"))
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.1)
-    answer = cli("resume=out")
-    assert answer.code == 2
+    answer = cli("resume=out").expect(2)
     assert "the run is in progress in another process" in answer.err
     folder.finish("failed", RuntimeError("over"))
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
-def test_invalid_checkpoint_is_refused_without_unpickling(cli: Cli, out: Path, content: bytes | None) -> None:
-    (path,) = Path("out/checkpoints").iterdir()
-    if content is None:
+class Bomb:
+    """An object whose unpickling moves the folder `out`."""
 
-        class Bomb:
-            def __reduce__(self) -> tuple[object, tuple[str, str]]:
-                return os.rename, ("out", "exploded")
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return os.rename, ("out", "exploded")
 
-        torch.save({"version": 1, "bomb": Bomb()}, path)
-    else:
-        path.write_bytes(content)
-    answer = cli("resume=out")
-    assert answer.code == 2
-    assert "the checkpoint cannot be loaded with weights_only=True" in answer.err
-    assert Path("out").exists()
-    assert len(instrument.load("out").metrics) == 8
+
+def change_checkpoint(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def rewrite(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        change(state)
+        torch.save(state, path)
+
+    return rewrite
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("write", "message"),
     [
-        (lambda state: state.update(version=2), "the checkpoint must have version 6, but has version 2"),
-        (lambda state: state["probe"].pop("phases"), "the checkpoint does not match this experiment"),
-        (lambda state: state["probe"]["hooks"].pop(), "the checkpoint does not match this experiment"),
+        (lambda path: path.write_bytes(b""), "the checkpoint cannot be loaded with weights_only=True"),
+        (lambda path: path.write_bytes(b"no checkpoint"), "the checkpoint cannot be loaded with weights_only=True"),
+        (lambda path: torch.save({"version": 1, "bomb": Bomb()}, path), "cannot be loaded with weights_only=True"),
+        (change_checkpoint(lambda state: state.update(version=2)), "must have version 6, but has version 2"),
+        (change_checkpoint(lambda state: state["probe"].pop("phases")), "does not match this experiment"),
+        (change_checkpoint(lambda state: state["probe"]["hooks"].pop()), "does not match this experiment"),
     ],
-    ids=["version", "phases", "hooks"],
+    ids=["empty", "text", "pickled", "version", "phases", "hooks"],
 )
-def test_checkpoint_of_another_version_is_refused(
-    cli: Cli, out: Path, change: Callable[[dict[str, Any]], object], message: str
+def test_invalid_checkpoint_is_refused_without_unpickling(
+    cli: Cli, out: Path, write: Callable[[Path], object], message: str
 ) -> None:
     (path,) = Path("out/checkpoints").iterdir()
-    state = torch.load(path, weights_only=True)
-    change(state)
-    torch.save(state, path)
+    write(path)
     record = Path("out/run.json").read_text()
-    answer = cli("resume=out")
-    assert answer.code == 2, answer.err
+    answer = cli("resume=out").expect(2)
     assert message in answer.err
     assert Path("out/run.json").read_text() == record
+    assert len(instrument.load("out").metrics) == 8
 
 
 def test_plan_of_a_resumed_run_uses_its_configuration(cli: Cli, out: Path) -> None:
-    answer = cli("resume=out", "plan=true")
-    assert answer.code == 0
+    answer = cli("resume=out", "plan=true").expect(0)
     assert "activations" in answer.out
     assert instrument.load("out").info["status"] == "failed"
 
@@ -226,8 +195,7 @@ def test_unloadable_state_is_reported_at_the_first_checkpoint(
 ) -> None:
     keep = torch.optim.SGD.state_dict
     monkeypatch.setattr(torch.optim.SGD, "state_dict", lambda self: {**keep(self), "odd": extra_state})
-    answer = cli(*TINY)
-    assert answer.code == 1
+    answer = cli(*TINY).expect(1)
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert not list(Path("out/checkpoints").glob("*.pt"))
@@ -251,14 +219,14 @@ class Versioned(torch.nn.Module):
         return scores @ self.weight
 
 
-def test_states_keep_their_types_and_versions(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_keep_their_types_and_versions(workdir: Path) -> None:
     layers = [{"_target_": "torch.nn.Flatten"}, LINEAR, {"_target_": "test_resume.Versioned"}]
     changes = {
         "model": {"_target_": "torch.nn.Sequential", "_args_": layers},
         "scheduler": {"_target_": "test_resume.warm_then_steps"},
     }
     run_tiny("whole", **changes)
-    run_until_failure(monkeypatch, **changes)
+    run_until_failure(**changes)
     run_tiny("out", resume="out", **changes)
     one, other = (Checkpoints(Path(name)).load() for name in ("whole", "out"))
     assert identical(one["model"], other["model"])
@@ -322,13 +290,10 @@ def state_dict_hooks() -> dict[str, dict[str, Any]]:
 def run_tiny(folder: str, resume: str | None = None, every: int = 2, **changes: Any) -> None:
     """Train for a few steps, with a checkpoint at every second step by default."""
     raw = {
+        **CONFIG,
         "name": "tiny",
         "model": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Flatten"}, LINEAR]},
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "eval_slice": {"split": "test", "stop": 8},
-        },
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "data": {"dataset": DIGITS, "eval_slice": {"split": "test", "stop": 8}},
         "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
         "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": every}},
         **changes,
@@ -336,33 +301,28 @@ def run_tiny(folder: str, resume: str | None = None, every: int = 2, **changes: 
     run(parse_config({**raw, "resume": resume}), Path(folder), Terminal(quiet=True), raw=raw, overrides={})
 
 
-def run_until_failure(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    """Start the run in the folder `out`, and let it fail at step 3."""
-    with monkeypatch.context() as patch:
-        fails_at(patch, 3)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            run_tiny("out", **options)
+def run_until_failure(calls: int = 3, function: str = "loop.gradient_norm", **options: Any) -> None:
+    """Run in the folder `out` until a function fails (see `failing_after`): by default, at step 3."""
+    with failing_after(calls, function), pytest.raises(RuntimeError, match="stopped here"):
+        run_tiny("out", **options)
 
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
 
 
-def test_checkpoints_have_unmodified_values_with_state_dict_hooks(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path) -> None:
     """A resumed run, an uninterrupted run and a run without these hooks end in the same state."""
     hooks = state_dict_hooks()
     run_tiny("baseline")
     run_tiny("whole", hooks=hooks)
-    run_until_failure(monkeypatch, hooks=hooks)
+    run_until_failure(hooks=hooks)
     run_tiny("out", resume="out", hooks=hooks)
     baseline, uninterrupted, resumed = (Checkpoints(Path(name)).load() for name in ("baseline", "whole", "out"))
     for name in ("step", "model", "buffers", "optimizer", "random"):
         assert identical(baseline[name], uninterrupted[name]), name
         assert identical(baseline[name], resumed[name]), name
     one, other = instrument.load("whole"), instrument.load("out")
-    for name in ("stats", "effects", "coverage"):
-        pd.testing.assert_frame_equal(getattr(one, name), getattr(other, name), check_exact=True)
+    assert_same_tables(one, other, "stats", "effects", "coverage")
     assert one.effects.empty
 
     coverage = one.coverage.set_index("hook")
@@ -390,11 +350,8 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
 
     monkeypatch.setattr(AttachedHook, "__init__", sample)
     run_tiny("whole", hooks=hooks)
-    run_until_failure(monkeypatch, hooks=hooks)  # it resumes after 2 steps, and then after 4 steps
-    with monkeypatch.context() as patch:
-        fails_at(patch, 2)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            run_tiny("out", resume="out", hooks=hooks)
+    run_until_failure(hooks=hooks)  # it resumes after 2 steps, and then after 4 steps
+    run_until_failure(2, resume="out", hooks=hooks)
     run_tiny("out", resume="out", hooks=hooks)
     one, other = instrument.load("whole"), instrument.load("out")
     for recorded in (one, other):
@@ -407,29 +364,15 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
     assert states[0] == states[1]
 
 
-def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path) -> None:
     options: dict[str, Any] = {
         "mode": "forward",
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "slice": {"split": "train", "stop": 40},
-        },
+        "data": {"dataset": DIGITS, "slice": {"split": "train", "stop": 40}},
         "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": 2}},
         "hooks": {"seen": {"layers": "1", "kind": "forward", "action": "record"}},
     }
     run_tiny("whole", **options)
-    with monkeypatch.context() as patch:
-        original, calls = forward.forward_step, []
-
-        def fail(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) > 3:
-                raise RuntimeError("stopped here")
-            return original(*args)
-
-        patch.setattr(forward, "forward_step", fail)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            run_tiny("out", **options)
+    run_until_failure(function="forward.forward_step", **options)
     run_tiny("out", resume="out", **options)
     states = [Checkpoints(Path(name)).load()["probe"] for name in ("whole", "out")]
     assert [hook["expected"] for hook in states[0]["hooks"]] == [5]

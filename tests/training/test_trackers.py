@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from tiers import tiered
-from tracker_files import history, make_older, read_tensorboard, read_wandb
-from training_runs import resume_here, train_here
+from state_comparison import assert_same_tables
+from tracker_files import history, keep_data_local, make_older, read_tensorboard, read_wandb
+from training_runs import failing_after, resume_here, train_here
 
 import instrument
 from instrument.fields.pip_extras import pip_command
@@ -19,26 +19,15 @@ from instrument.trackers.step_summary import StepSummary
 
 Cli = Callable[..., Any]
 TINY = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "hooks=activations",
-    "hooks.activations.every=2",
-    "train.steps=8",
-    "hydra.run.dir=out",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=2"),
+    *("train.steps=8", "hydra.run.dir=out"),
 ]
-CLOCK = ["seconds", "samples_per_second"]
 
 
 @pytest.fixture
 def local_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the data of all trackers on this machine."""
-    for name, value in {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",
-        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    keep_data_local(monkeypatch, tmp_path)
 
 
 def series(frame: pd.DataFrame, column: str) -> list[tuple[int, float]]:
@@ -46,8 +35,7 @@ def series(frame: pd.DataFrame, column: str) -> list[tuple[int, float]]:
 
 
 def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, workdir: Path, local_trackers: None) -> None:
-    answer = cli(*TINY, "name=tried", "sink.tensorboard=true", "sink.wandb=true", "sink.mlflow=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*TINY, "name=tried", "sink.tensorboard=true", "sink.wandb=true", "sink.mlflow=true").expect(0)
     assert "TensorBoard tensorboard --logdir out\n" in answer.out
     run = instrument.load("out")
     trained = series(run.metrics[run.metrics.phase == "train"], "loss")
@@ -77,11 +65,7 @@ def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, workdir: 
     ] == means
 
     baseline = train_here(workdir / "baseline", *TINY[:-1])
-    pd.testing.assert_frame_equal(
-        baseline.metrics.drop(columns=CLOCK), run.metrics.drop(columns=CLOCK), check_exact=True
-    )
-    for name in ("stats", "coverage", "layers", "events"):
-        pd.testing.assert_frame_equal(getattr(baseline, name), getattr(run, name), check_exact=True)
+    assert_same_tables(baseline, run, "metrics", "stats", "coverage", "layers", "events")
 
 
 def test_forward_run_is_tracked(workdir: Path) -> None:
@@ -90,26 +74,17 @@ def test_forward_run_is_tracked(workdir: Path) -> None:
     assert scalars["forward/loss"] == series(run.metrics, "loss")
 
 
-@pytest.mark.parametrize("name", tiered(["tensorboard", "wandb", "mlflow"], quick=["tensorboard"]))
-def test_missing_tracker_package_is_reported_before_the_start(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    answer = cli(*TINY, f"sink.{name}=true")
-    assert answer.code == 2
-    assert f"sink.{name}: the package {name} cannot be imported" in answer.err
-    assert f"    fix      {pip_command(name)}" in answer.err
-    assert "Traceback" not in answer.err
-    assert not Path("out/run.json").exists()
-
-
-def test_all_missing_tracker_packages_are_reported_at_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "mlflow"):
+def test_missing_tracker_packages_are_reported_before_the_start(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("tensorboard", "wandb", "mlflow")
+    for name in names:
         monkeypatch.setitem(sys.modules, name, None)
-    answer = cli(*TINY, "sink.wandb=true", "sink.mlflow=true")
-    assert [line.split(":")[0] for line in answer.err.splitlines() if line.startswith("sink.")] == [
-        "sink.wandb", "sink.mlflow",
-    ]  # fmt: skip
+    answer = cli(*TINY, *(f"sink.{name}=true" for name in names)).expect(2)
+    problems = [line for line in answer.err.splitlines() if line.startswith(("sink.", "    fix"))]
+    for i, name in enumerate(names):
+        assert problems[2 * i].startswith(f"sink.{name}: the package {name} cannot be imported")
+        assert problems[2 * i + 1] == f"    fix      {pip_command(name)}"
+    assert "Traceback" not in answer.err
+    assert list(Path.cwd().iterdir()) == []
     assert cli(*TINY, "sink.wandb=true", "plan=true").code == 0, "the plan should not need the package"
 
 
@@ -121,8 +96,7 @@ def test_unavailable_tracker_stops_the_run_and_closes_the_others(
     closed: list[str] = []
     monkeypatch.setattr(TensorBoard, "close", lambda self, outcome: closed.append(outcome))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nothing://nowhere")
-    answer = cli(*TINY, "sink.tensorboard=true", "sink.mlflow=true")
-    assert answer.code == 2
+    answer = cli(*TINY, "sink.tensorboard=true", "sink.mlflow=true").expect(2)
     assert "sink.mlflow: mlflow cannot be started" in answer.err
     assert "Traceback" not in answer.err
     assert closed == ["done"]
@@ -142,8 +116,7 @@ def test_tracker_failure_is_reported_and_the_run_continues(
         log(self, step, summary)
 
     monkeypatch.setattr(Mlflow, "log", fail)
-    answer = cli(*TINY, "sink.mlflow=true", "sink.tensorboard=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*TINY, "sink.mlflow=true", "sink.tensorboard=true").expect(0)
     assert "mlflow failed: ConnectionError: the server is gone; mlflow receives no more data" in answer.out
     run = instrument.load("out")
     assert run.info["status"] == "done"
@@ -153,32 +126,11 @@ def test_tracker_failure_is_reported_and_the_run_continues(
     assert len(read_tensorboard(Path("out/tensorboard"))["scalars"]["train/loss"]) == 8
 
 
-def fail_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    from instrument.training import loop
-
-    original, calls = loop.gradient_norm, [0]
-
-    def fail(model: Any) -> Any:
-        calls[0] += 1
-        if calls[0] > step:
-            raise RuntimeError("stopped here")
-        return original(model)
-
-    monkeypatch.setattr(loop, "gradient_norm", fail)
-
-
-def test_resumed_run_logs_every_step_once(workdir: Path, local_trackers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [
-        *TINY[:-1],
-        "train.checkpoint.every=4",
-        "train.eval_every=4",
-        "sink.tensorboard=true",
-        "sink.mlflow=true",
-    ]
-    with monkeypatch.context() as patch:
-        fail_after(patch, 6)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            train_here(workdir / "out", *arguments)
+def test_resumed_run_logs_every_step_once(workdir: Path, local_trackers: None) -> None:
+    every_four = ("train.checkpoint.every=4", "train.eval_every=4")
+    arguments = [*TINY[:-1], *every_four, "sink.tensorboard=true", "sink.mlflow=true"]
+    with failing_after(6), pytest.raises(RuntimeError, match="stopped here"):
+        train_here(workdir / "out", *arguments)
     make_older(Path("out/tensorboard"))
     run = resume_here(workdir / "out")
     logged = read_tensorboard(Path("out/tensorboard"))

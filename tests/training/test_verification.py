@@ -240,6 +240,12 @@ def test_digest_of_a_sparse_tensor_has_its_values_and_places(to_sparse: Callable
     assert digest(to_sparse(tensors[0])) == digest(to_sparse(tensors[0].clone()))
 
 
+def test_digest_has_the_dtype_and_the_shape() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(6), torch.zeros(6, dtype=torch.int32)]
+    assert len({tensor.numpy().tobytes() for tensor in tensors}) == 1
+    assert len({*map(digest, tensors)}) == 4
+
+
 def test_model_class_is_restored_after_an_evaluation() -> None:
     model, outputs = nn.Linear(3, 2), []  # type: tuple[nn.Module, list[dict[str, str]]]
     with _record_outputs(model, outputs):
@@ -255,13 +261,9 @@ def test_state_of_every_optimizer_is_compared() -> None:
     part = {"_target_": "torch.optim.Adam", "_partial_": True}
     config = config_of(MLP, {}, steps=1)
     sizes = []
-    for optimizer in (
-        {"_target_": "torch.optim.Adam"},
-        {
-            "_target_": "instrument.training.per_module_optimizers.PerModule",
-            "optimizers": {"layers.0": part, "layers.1": part},
-        },
-    ):
+    several: dict[str, Any] = {"_target_": "instrument.training.per_module_optimizers.PerModule"}
+    several["optimizers"] = {"layers.0": part, "layers.1": part}
+    for optimizer in ({"_target_": "torch.optim.Adam"}, several):
         fingerprints = trace(parse_config(config | {"optimizer": optimizer}), {}, 1).fingerprints
         sizes.append([what for what, _ in fingerprints[0].digests].count("the optimizer state"))
     assert sizes[0] == sizes[1] > 0
@@ -308,28 +310,24 @@ def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_schedu
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / steps)
 
 
-def verify_command(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Answer:
-    from instrument.commands import verify as command
-
-    monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: command.main())
-    return cli(*overrides, "hydra.run.dir=out")
-
-
 SMALL = [
     *("model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice.stop=8", "data.eval_slice.stop=8"),
-    *(
-        "hooks=activations",
-        "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 1.0}",
-        "train.steps=1",
-    ),
+    *("train.steps=1", "hooks=activations"),
+    "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 1.0}",
 ]
 
 
-def test_verify_command_prints_and_writes_the_certificate(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = verify_command(cli, monkeypatch, *SMALL)
-    assert answer.code == 0, answer.err
+@pytest.fixture
+def verify_command(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Answer]:
+    """Function that runs `python -m instrument.verify` with overrides, in this process."""
+    from instrument.commands import verify as command
+
+    monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: command.main())
+    return lambda *overrides: cli(*SMALL, *overrides, "hydra.run.dir=out")
+
+
+def test_verify_command_prints_and_writes_the_certificate(verify_command: Callable[..., Answer]) -> None:
+    answer = verify_command().expect(0)
     assert "EQUAL: all values are bit-identical" in answer.out
     assert "not verified, since they change values by design: tame" in answer.out
     kept = json.loads(Path("out/certificate.json").read_text())
@@ -338,40 +336,33 @@ def test_verify_command_prints_and_writes_the_certificate(
 
 
 def test_verify_command_fails_if_the_trainings_differ(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+    verify_command: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def draws_random_number(self: Record, tensor: Any, context: Any) -> None:
+        torch.rand(1)
+
     use_general_path(monkeypatch)
     monkeypatch.setattr(Record, "__call__", draws_random_number)
-    answer = verify_command(cli, monkeypatch, *SMALL)
-    assert answer.code == 1
+    answer = verify_command().expect(1)
     assert "NOT EQUAL: step 0: the random state differs, with hook 'activations'" in answer.out
     assert "at the end, parameters differ by at most 0 (" in answer.out
 
 
 def test_verify_command_exits_with_3_if_not_repeatable(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+    verify_command: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = itertools.count(1)
     plain = torch.nn.Linear.forward
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: plain(self, x) * next(counter))
-    answer = verify_command(cli, monkeypatch, *SMALL)
-    assert answer.code == 3
-    assert "NOT REPEATABLE: two trainings without hooks differ at step 0: the loss differs" in answer.out.replace(
-        "\n", " "
-    )
+    answer = verify_command().expect(3)
+    text = answer.out.replace("\n", " ")
+    assert "NOT REPEATABLE: two trainings without hooks differ at step 0: the loss differs" in text
     kept = json.loads(Path("out/certificate.json").read_text())
     assert (kept["holds"], kept["difference"], kept["unrepeated"]["step"]) == (False, None, 0)
 
 
-def draws_random_number(self: Record, tensor: Any, context: Any) -> None:
-    torch.rand(1)
-
-
-def test_verify_command_reports_configuration_errors(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = verify_command(cli, monkeypatch, *SMALL, "hooks.tame.norm=-1")
-    assert answer.code == 2
+def test_verify_command_reports_configuration_errors(verify_command: Callable[..., Answer]) -> None:
+    answer = verify_command("hooks.tame.norm=-1").expect(2)
     assert "hooks.tame.norm" in answer.err
 
 

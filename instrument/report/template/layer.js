@@ -8,8 +8,8 @@ function openLayer(report, location) {
   setText("layer-title", `${location}, ${type}`);
   drawCurves(report, series, row);
   const same = report.distributions.filter((one) => one.location === location && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
-  const found = same.find((one) => one.hook === series.hook) ?? same[0];
-  const spread = found && { ...rowOf(found), steps: found.first, of: found.of, several: found.several };
+  const distribution = same.find((one) => one.hook === series.hook) ?? same[0];
+  const spread = distribution && { ...rowOf(distribution), steps: distribution.first, of: distribution.of, several: distribution.several };
   drawRange(report, series, row, spread);
   drawHistograms(spread);
 }
@@ -31,9 +31,9 @@ function drawCurves(report, series, row) {
   });
 }
 
-function drawRange(report, series, row, found) {
-  const hasQuantiles = found?.quantiles.some(Boolean);
-  const traces = hasQuantiles ? quantileBands(found, report) : momentBands(series, row, report);
+function drawRange(report, series, row, distribution) {
+  const hasQuantiles = distribution?.quantiles.some(Boolean);
+  const traces = hasQuantiles ? quantileBands(distribution, report) : momentBands(series, row, report);
   setText("layer-range-title", hasQuantiles ? "Quantiles" : "Range of values");
   setText("layer-range-note", !traces.length ? "Not recorded. Record the statistics mean, std, min and max, or set quantiles: true in the hook." :
     hasQuantiles ? "" : "Set quantiles: true in the hook to show bands of quantiles.");
@@ -41,18 +41,18 @@ function drawRange(report, series, row, found) {
   if (traces.length) plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
 }
 
-function quantileBands(found, report) {
-  const levels = found.levels.find(Boolean);
-  const at = (i) => found.quantiles.map((row) => (row ? row[i] : null));
+function quantileBands(distribution, report) {
+  const levels = distribution.levels.find(Boolean);
+  const at = (i) => distribution.quantiles.map((row) => (row ? row[i] : null));
   const traces = [];
   for (let i = 0; i < Math.floor(levels.length / 2); i += 1) {
     const name = `${formatNumber(100 * levels[i])} to ${formatNumber(100 * levels[levels.length - 1 - i])}%`;
-    traces.push(...band(found.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
+    traces.push(...band(distribution.steps, at(i), at(levels.length - 1 - i), name, report.colours[0], 0.14 + 0.12 * i));
   }
   if (levels.length % 2) {
     const middle = (levels.length - 1) / 2;
     const name = levels[middle] === 0.5 ? "median" : `${100 * levels[middle]}%`;
-    traces.push(stepLine(found.steps, at(middle), name, { line: { color: report.colours[0], width: 2 } }));
+    traces.push(stepLine(distribution.steps, at(middle), name, { line: { color: report.colours[0], width: 2 } }));
   }
   return traces;
 }
@@ -80,21 +80,21 @@ function band(x, low, high, name, shade, opacity) {
 }
 
 /** Draw the histogram of each step as a column with the recorded bin edges; nothing is rebinned. */
-function drawHistograms(found) {
-  const shown = found ? found.counts.map((_, i) => i).filter((i) => found.counts[i] && found.high[i] !== null) : [];
+function drawHistograms(distribution) {
+  const shown = distribution ? distribution.counts.map((_, i) => i).filter((i) => distribution.counts[i] && distribution.high[i] !== null) : [];
   document.getElementById("layer-histogram").hidden = !shown.length;
   setText("layer-histogram-note", !shown.length ? "Not recorded. Set histogram: true in the hook to show the histogram over time." :
-    `Color: fraction of the step's finite elements in each of ${found.counts[shown[0]].length} equal bins from the smallest to the largest value. ` +
-    (found.of > shown.length ? `${shown.length} of ${found.of} recorded steps are shown. ` : "") +
-    (found.several ? "If a step has several calls, the first one is shown." : ""));
+    `Color: fraction of the step's finite elements in each of ${distribution.counts[shown[0]].length} equal bins from the smallest to the largest value. ` +
+    (distribution.of > shown.length ? `${shown.length} of ${distribution.of} recorded steps are shown. ` : "") +
+    (distribution.several ? "If a step has several calls, the first one is shown." : ""));
   if (!shown.length) return;
   const shares = shown.map((i) => {
-    const all = found.counts[i].reduce((sum, count) => sum + count, 0) || 1;
-    return found.counts[i].map((count) => count / all);
+    const all = distribution.counts[i].reduce((sum, count) => sum + count, 0) || 1;
+    return distribution.counts[i].map((count) => count / all);
   });
-  const steps = shown.map((i) => found.steps[i]);
-  const span = shown.reduce((most, i) => Math.max(most, found.high[i]), -Infinity) - shown.reduce((least, i) => Math.min(least, found.low[i]), Infinity);
-  const traces = shown.map((step, i) => histogramColumn(found, step, shares[i], steps, i, span || 1));
+  const steps = shown.map((i) => distribution.steps[i]);
+  const span = shown.reduce((most, i) => Math.max(most, distribution.high[i]), -Infinity) - shown.reduce((least, i) => Math.min(least, distribution.low[i]), Infinity);
+  const traces = shown.map((step, i) => histogramColumn(distribution, step, shares[i], steps, i, span || 1));
   const least = shares.flat().reduce((low, share) => (share > 0 ? Math.min(low, share) : low), 1);
   const ticks = powers(Math.min(least, 0.1), 1, Math.log10);
   plot("layer-histogram", traces, {
@@ -108,8 +108,8 @@ function drawHistograms(found) {
   });
 }
 
-function histogramColumn(found, i, shares, steps, at, span) {
-  const [low, high] = [found.low[i], found.high[i]];
+function histogramColumn(distribution, i, shares, steps, at, span) {
+  const [low, high] = [distribution.low[i], distribution.high[i]];
   const edges = shares.map((_, bin) => low + (bin * (high - low)) / shares.length).concat(high);
   const thin = span / 100; // half height of the column if all values are equal
   const left = at > 0 ? (steps[at - 1] + steps[at]) / 2 : steps[at] - (steps.length > 1 ? (steps[1] - steps[0]) / 2 : 0.5);
@@ -117,7 +117,7 @@ function histogramColumn(found, i, shares, steps, at, span) {
   return {
     type: "heatmap", x: [left, right], y: high > low ? edges : [low - thin, low + thin], coloraxis: "coloraxis", hoverongaps: false,
     z: (high > low ? shares : [1]).map((share) => [share > 0 ? Math.log10(share) : null]),
-    customdata: found.counts[i].map((count, bin) => [count, shares[bin]]).map((cell) => [cell]),
-    hovertemplate: `step ${found.steps[i]}<br>around %{y:.4g}<br>%{customdata[0]:,} elements, %{customdata[1]:.2%}<extra></extra>`,
+    customdata: distribution.counts[i].map((count, bin) => [count, shares[bin]]).map((cell) => [cell]),
+    hovertemplate: `step ${distribution.steps[i]}<br>around %{y:.4g}<br>%{customdata[0]:,} elements, %{customdata[1]:.2%}<extra></extra>`,
   };
 }

@@ -10,8 +10,8 @@ RUN.push((report) => {
 
 /** The names of the metrics in some of these curves. Those of every run come first. */
 function metricsOf(report, curves) {
-  const found = new Set(curves.flatMap((one) => Object.keys({ ...one.statistics, ...one.bad })));
-  return [...report.metricNames.filter((name) => found.delete(name)), ...found];
+  const names = new Set(curves.flatMap((one) => Object.keys({ ...one.statistics, ...one.bad })));
+  return [...report.metricNames.filter((name) => names.delete(name)), ...names];
 }
 
 function drawTraining(report) {

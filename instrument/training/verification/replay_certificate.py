@@ -116,7 +116,7 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         if affected:
             effect = effect or mismatch
             continue
-        if moment in replayed:
+        if moment in replayed and any(recorded[moment][metric] is not None for metric in COMPARED):
             steps, evaluations = steps + is_step, evaluations + (not is_step)
         difference = difference or mismatch
     errors = [each["error"] if each["status"] == "failed" else None for each in (run, info)]

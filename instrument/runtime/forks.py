@@ -1,0 +1,32 @@
+"""Objects that a forked child process inherits and must not use: the probe of its parent process, and the lock of a run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, Self
+from weakref import WeakSet
+
+
+class OwnedByProcess:
+    """Base class of objects that only the process that created them may use.
+
+    Attributes:
+        is_inherited: Whether a parent of this process created the object.
+    """
+
+    is_inherited = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004
+        owned = super().__new__(cls)
+        _OWNED.add(owned)
+        return owned
+
+    def inherit(self) -> None:
+        """Mark the object in a forked process, which never finalizes it: an open Parquet file would write its end again."""
+        self.is_inherited = True
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
+
+_OWNED: WeakSet[OwnedByProcess] = WeakSet()
+os.register_at_fork(after_in_child=lambda: [owned.inherit() for owned in [*_OWNED]])
