@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -214,6 +216,21 @@ def write(path: str, text: str) -> None:
     """Write a file in the working directory, in a new folder if it is missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
+
+
+def contents(folder: str | Path) -> dict[str, bytes]:
+    """Return the contents of all files in a folder by path."""
+    return {str(file): file.read_bytes() for file in Path(folder).rglob("*") if file.is_file()}
+
+
+def load_module(name: str, file: Path) -> ModuleType:
+    """Import a file as a module of this name."""
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

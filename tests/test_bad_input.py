@@ -76,9 +76,6 @@ def refusal_of(*overrides: str) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------------ on the command line
-
-
 def last_override(value: object) -> str | None:
     return str(value[-1]) if isinstance(value, list) else None
 
@@ -284,9 +281,6 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
     assert name[:20] in answer.err
 
 
-# ------------------------------------------------------------------------------------------------ in a custom file
-
-
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -449,9 +443,6 @@ def test_custom_dataset_that_cannot_be_batched_is_refused(importable: Path) -> N
     assert "collate" not in error
 
 
-# ------------------------------------------------------------------------------------------------ before importing torch
-
-
 def test_configuration_errors_are_reported_without_importing_torch(workdir: Path) -> None:
     cases = [
         ["+exp=mnist_hoks"],
@@ -468,9 +459,6 @@ def test_configuration_errors_are_reported_without_importing_torch(workdir: Path
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["2 set()"] * len(cases), done.stderr
-
-
-# ------------------------------------------------------------------------------------------------ failures during a run
 
 
 def load_failed_run(folder: str, status: str, rule: str) -> instrument.Run:

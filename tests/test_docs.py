@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from conftest import REPOSITORY, load_module
 
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
@@ -23,12 +22,7 @@ from instrument.tables.statistics import STATISTICS
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", REPOSITORY / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module(f"docs_{name}", REPOSITORY / "docs" / f"{name}.py")
 
 
 MAKE = load("make")

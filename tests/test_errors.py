@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import pickle
 import re
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import load_module
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,27 +30,19 @@ from instrument.errors import (
 from instrument.storage.remote_folder import UploadError
 
 
-def test_all_five_parts_are_on_separate_lines() -> None:
-    problem = Problem(
-        "hooks.a",
-        "unknown field 'evry'",
-        given="evry: 2",
-        allowed=["every", "start"],
-        similar=["every"],
-        fix="rename the field",
-    )
-    assert str(problem).splitlines() == [
-        "hooks.a: unknown field 'evry'",
-        "    given    evry: 2",
-        "    allowed  every, start",
-        "    similar  every",
-        "    fix      rename the field",
-    ]
-
-
 @pytest.mark.parametrize(
     ("problem", "lines"),
     [
+        (
+            Problem("a", "b", given="evry: 2", allowed=["every", "start"], similar=["every"], fix="rename it"),
+            [
+                "a: b",
+                "    given    evry: 2",
+                "    allowed  every, start",
+                "    similar  every",
+                "    fix      rename it",
+            ],
+        ),
         (Problem("", "nothing works"), ["nothing works"]),
         (Problem("seed", "is missing"), ["seed: is missing"]),
         (Problem("a", "b", given=0), ["a: b", "    given    0"]),
@@ -63,7 +55,7 @@ def test_all_five_parts_are_on_separate_lines() -> None:
         (Problem("a", "b", fix="pass c="), ["a: b", "    fix      pass c="]),
     ],
 )
-def test_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:
+def test_each_part_is_on_a_line_and_missing_parts_are_omitted(problem: Problem, lines: list[str]) -> None:
     assert str(problem).splitlines() == lines
 
 
@@ -141,8 +133,6 @@ def test_all_of_the_module_lists_every_public_name() -> None:
     assert set(errors.__all__) == public
 
 
-# ------------------------------------------------------------------------------------------------ frames of user code
-
 MODULE = """
 def outer():
     return inner()
@@ -156,12 +146,7 @@ def inner():
 def own_module(file: Path) -> ModuleType:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(MODULE)
-    spec = importlib.util.spec_from_file_location("own_module", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module("own_module", file)
 
 
 @pytest.mark.parametrize("folder", ["project", "instrument", "instrument/conf", "lib/python"])

@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import Call
+from attached_runs import forward_steps
+from conftest import Call, contents
 from run_folders import write_run
 from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
 
@@ -48,9 +49,6 @@ def make_run(folder: Path, *, close: bool = True, status: str = "done") -> Path:
     if close:
         sink.close()
     return folder
-
-
-# ------------------------------------------------------------------------------------------------------------ replaying
 
 
 def test_replay_returns_rows_in_step_order(tmp_path: Path) -> None:
@@ -92,9 +90,6 @@ def test_replay_sorts_rows_of_ranks_and_early_evaluations(tmp_path: Path) -> Non
     assert [(c["step"], c["phase"], c["rank"]) for c in of_rank_1.records("metrics")] == [
         (1, "train", 1), (2, "eval", 1), (2, "train", 1),
     ]  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------------------------- trackers
 
 
 def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> None:
@@ -153,9 +148,6 @@ def test_tracker_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "tensorboard failed: ConnectionError: nobody there" in answer.err
 
 
-# -------------------------------------------------------------------------------------------------------------------- CSV
-
-
 def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, call: Call) -> None:
     folder = make_run(tmp_path / "run")
     answer = call(export.main, folder, "--to", "csv").expect(0)
@@ -182,9 +174,6 @@ def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, call: Ca
     sink.close()
     assert "NumPy does not support bits8" in call(export.main, folder, "--to", "tensorboard").expect(1).err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
-
-
-# ---------------------------------------------------------------------------------------------------------- features
 
 
 def make_features(folder: Path, *, targets: bool = True, ids: Callable[[int], object] = int) -> instrument.Features:
@@ -255,10 +244,8 @@ def test_features_are_exported_with_ids(
 def record(folder: Path, model: torch.nn.Module, inputs: torch.Tensor, *hooks: str, **fields: str) -> None:
     """Record the outputs of all layers in a step, each with these hooks."""
     spec = {"layers": "**", "kind": "forward", "action": "record", "tensors": True, **fields}
-    with instrument.attach(model, dict.fromkeys(hooks or ("f",), spec), out=folder) as probe:
-        probe.batch(ids=[*range(len(inputs))])
-        model(inputs)
-        probe.end_step()
+    ids = [*range(len(inputs))]
+    forward_steps(model, dict.fromkeys(hooks or ("f",), spec), [inputs], sample_ids=[ids], out=folder)
 
 
 def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
@@ -339,19 +326,16 @@ def test_failed_export_of_features_leaves_no_files(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# ---------------------------------------------------------------------------------------------- selected runs and errors
-
-
 @pytest.mark.parametrize("to", ["tensorboard", "csv"])
 def test_export_does_not_overwrite_files(tmp_path: Path, to: str, call: Call) -> None:
     folder = make_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "empty")]) == 0
-    before = {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()}
+    before = contents(tmp_path / "empty")
     assert before
     answer = call(export.main, folder, "--to", to, "--out", tmp_path / "empty").expect(2)
     assert "--out: already exists, and existing files are not overwritten" in answer.err
-    assert {file: file.read_bytes() for file in (tmp_path / "empty").rglob("*") if file.is_file()} == before
+    assert contents(tmp_path / "empty") == before
     (tmp_path / "file").write_text("mine")
     assert export.main([str(folder), "--to", to, "--out", str(tmp_path / "file")]) == 2
     assert (tmp_path / "file").read_text() == "mine"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from architectures import of_torchvision
+from attached_runs import train_step
 from hook_locations import LOCATIONS
 from tiers import tiered
 from torch import Tensor, nn
@@ -398,11 +399,7 @@ class Loop:
 
     def run(self, probe: Probe, steps: int = 2) -> None:
         for _ in range(steps):
-            self.optimizer.zero_grad()
-            loss = self.model(self.batch).square().mean()
-            loss.backward()
-            self.optimizer.step()
-            probe.end_step(loss=loss)
+            train_step(self.model, self.optimizer, probe, self.batch)
 
 
 @pytest.fixture

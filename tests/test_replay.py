@@ -403,8 +403,7 @@ def test_run_of_attach_and_run_in_progress_are_refused(tmp_path: Path, place: Pa
     file = tmp_path / "run" / "run.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "config": {"hooks": record["config"]["hooks"]}}))
-    answer = replay_in(tmp_path, "run").expect(2)
-    assert "the run was started with instrument.attach" in answer.err
+    assert "the run was started with instrument.attach" in replay_in(tmp_path, "run").expect(2).err
     file.write_text(json.dumps({**record, "status": "running"}))
     lock = FolderLock(tmp_path / "run")
     assert lock.acquire()

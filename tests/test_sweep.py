@@ -367,8 +367,7 @@ def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None
 
 def test_jobs_with_different_addresses_have_no_common_remote(cli: Cli) -> None:
     swept = f"sink.remote=file://{Path('one').resolve()},file://{Path('two').resolve()}"
-    answer = cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out").expect(0)
-    assert "remote  " not in answer.out
+    assert "remote  " not in cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out").expect(0).out
     assert Path("two/out/1/run.json").exists()
     assert not Path("two/out/multirun.yaml").exists()
 

@@ -43,6 +43,19 @@ UNKNOWN_CONTAINER = (
 )
 
 
+is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 does not have it
+
+
+def not_exported(attached_hooks: Sequence[AttachedHook]) -> str:
+    """Return why `torch.export` is refused: the program would not have an intervention. Empty without a scheduled one."""
+    for attached in attached_hooks:
+        if attached.is_scheduled and not attached.is_record_hook:
+            name, kind, label = attached.site.spec.name, attached.site.spec.kind, attached.site.label
+            fix = "export the model after the block of attach, or remove the hook"
+            return f"hook {name!r} ({kind}) on layer {label!r}: torch.export cannot include an intervention; {fix}"
+    return ""
+
+
 class Places(NamedTuple):
     """The sites at a module by the tensors on which they act, in order.
 
@@ -134,6 +147,7 @@ class GraphHooks:
         ]
         self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = traced
         self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
+        self.refusal = not_exported([attached for stage in self._stages for attached in stage] + self._places.totals)
         # One operator then stands for the complete call. A module that may call itself needs both: the outer call has the first index.
         self.needs_begin = bool(self.pre or self.contributions) or self.calls.is_shared or not self._is_simple_module
 
@@ -143,7 +157,9 @@ class GraphHooks:
 
     def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
-        if not self._needs_begin(module):
+        if is_exporting() and self.refusal:
+            torch._dynamo.graph_break(msg=self.refusal)
+        if is_exporting() or not self._needs_begin(module):
             return None
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
@@ -155,6 +171,8 @@ class GraphHooks:
 
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
+        if is_exporting():
+            return None
         missing = ""
         given = (*args, *kwargs.values())
         if self.output or self.output_gradients:

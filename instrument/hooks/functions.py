@@ -44,6 +44,7 @@ from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arg
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
+from .compiled_hooks import not_exported
 from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
@@ -266,6 +267,8 @@ class FunctionHooks(SuspendableModuleHooks):
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook in compiled code, which calls no functions."""
         if self._is_active():
+            if is_compiling() and (refusal := not_exported(self.attached_hooks)):  # torch.export runs this code
+                raise HookError(refusal)
             self.count_missed_call(COMPILED)
 
     def _is_active(self) -> bool:

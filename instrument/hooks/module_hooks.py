@@ -13,8 +13,9 @@ from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
+from ..errors import HookError
 from ..fields.field_types import describe_callable
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..tables.reasons import TRANSFORMED
@@ -136,14 +137,20 @@ class ModuleHooks(SuspendableModuleHooks):
         of_outputs, of_gradients = recordings[: len(outputs)], recordings[len(outputs) :]
         return PlainCalls(self.clock, self.calls.indices, tuple(of_outputs), tuple(of_gradients), finish)
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
-        if is_dynamo_compiling():
-            return self.graph.trace_before(module, args, kwargs) if self.clock.in_graphs else None
+        if is_dynamo_compiling() or kwargs is None:  # None: torch.ao.quantization has registered it on another module
+            return (
+                self.graph.trace_before(module, args, kwargs) if kwargs is not None and self.clock.in_graphs else None
+            )
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
         if self.clock.closed:
             return None
+        if self.graph.refusal and is_compiling():  # torch.export runs this code
+            raise HookError(self.graph.refusal)
         if self.unscheduled:
             self.count_unscheduled()
         if not self.active:
@@ -159,9 +166,8 @@ class ModuleHooks(SuspendableModuleHooks):
         inputs, outputs = self.input_gradients, self.output_gradients
         if not (self.pre or inputs.contribution_hooks or inputs.total_hooks or outputs.changes):
             return None
-        original = new = join_arguments(args, kwargs)
-        if self.pre:
-            new = self._act(self.pre, new, call)
+        original = join_arguments(args, kwargs)
+        new = self._act(self.pre, original, call) if self.pre else original
         if inputs.contribution_hooks or inputs.total_hooks:
             new = inputs.register(module, new, call)
         if outputs.changes:
@@ -171,10 +177,14 @@ class ModuleHooks(SuspendableModuleHooks):
         call.copies = copied_containers(original, new)
         return split_arguments(new, len(args))
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = ...) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
-        if is_dynamo_compiling():
-            return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
+        if is_dynamo_compiling() or output is ...:  # see `before`
+            return (
+                self.graph.trace_after(module, args, kwargs, output)
+                if output is not ... and self.clock.in_graphs
+                else None
+            )
         recorded = 0  # how many of the hooks on outputs are done
         if self.plain_calls is not None and (recorded := self.plain_calls.leave(output)) < 0:
             return None

@@ -16,15 +16,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..actions.base import UNKNOWN_CALL
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, HookError, Problem
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import FiringIndex
+from .compiled_hooks import not_exported
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
 from .together import act_on_tensors
@@ -76,6 +78,8 @@ class ModuleBackwardHooks(ModuleCallHooks):
         """Start a call."""
         if self.clock.closed:
             return
+        if is_compiling() and (refusal := not_exported(self.attached_hooks)):  # torch.export runs this code
+            raise HookError(refusal)
         self.calls.enter(self, args)
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002

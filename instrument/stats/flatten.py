@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.parameter import Parameter, is_lazy
 
 from ..values.dtensor import local_shard
@@ -74,11 +75,13 @@ def unreadable(tensor: Tensor) -> str | None:
         return "the tensor is on the meta device, which stores shapes but no values"
     if part.is_quantized:
         return f"the tensor is quantized ({part.dtype}): hook the layer before quantize or after dequantize"
-    if not _is_numeric(part.dtype):
-        return f"PyTorch cannot convert elements of type {part.dtype} to numbers"
-    if type(part) not in (Tensor, Parameter) and not _has_memory(part):
+    if type(part) not in (Tensor, Parameter) and (
+        is_compiling() or not _has_memory(part)
+    ):  # torch.export would trace the test
         kind = type(part).__name__
         return f"the tensor is a {kind}, whose values are not stored in memory like those of a plain tensor"
+    if not _is_numeric(part.dtype):
+        return f"PyTorch cannot convert elements of type {part.dtype} to numbers"
     return None
 
 

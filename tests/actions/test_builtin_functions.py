@@ -32,7 +32,6 @@ def apply_to_identity(inputs: Tensor, **spec: Any) -> tuple[Tensor, Tensor]:
         output = model(inputs)
         (output * torch.arange(1.0, 1 + output.numel()).view_as(output)).sum().backward()
         probe.end_step()
-    assert inputs.grad is not None
     return output.detach(), inputs.grad
 
 

@@ -116,7 +116,6 @@ def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dic
     result = clipped(tensor, **fields)
     assert (result.shape, result.dtype, result.device) == (tensor.shape, dtype, tensor.device)
     result.sum().backward()
-    assert tensor.grad is not None
     assert tensor.grad.any()
 
 

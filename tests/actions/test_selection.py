@@ -49,7 +49,6 @@ def apply(
         output = module(given)
         (output * (torch.ones_like(output) if weights is None else weights)).sum().backward()
         probe.end_step()
-    assert given.grad is not None
     return output.detach(), given.grad, probe.sink
 
 
@@ -169,7 +168,6 @@ def test_function_gets_the_selected_part() -> None:
     seen: list[tuple[torch.Size, tuple[int, ...]]] = []
 
     def halve(tensor: Tensor, context: instrument.Context) -> Tensor:
-        assert context.selection is not None
         assert torch.equal(context.selection.of(SEQUENCE), tensor)
         seen.append((tensor.shape, context.selection.shape))
         return tensor / 2
@@ -193,8 +191,6 @@ def test_scaled_gradient_keeps_the_rest_bit_identical() -> None:
     found = model.weight.grad
     model.zero_grad()
     scaler.scale(model(x).square().sum()).backward()
-    assert found is not None
-    assert model.weight.grad is not None
     model.weight.grad[2] = 0.0
     assert torch.equal(found, model.weight.grad)
 
@@ -234,16 +230,7 @@ def test_function_equals_the_same_change_by_hand(fields: dict[str, Any], by_hand
     (expected * weights).sum().backward()
     output, gradient, _ = apply(SEQUENCE, weights, action="modify", **fields)
     assert torch.equal(output, expected.detach())
-    assert reference.grad is not None
     assert torch.allclose(gradient, reference.grad, rtol=1e-15, atol=1e-15)  # the order of a sum differs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fields", "by_hand"), FUNCTIONS.values(), ids=FUNCTIONS)
-def test_gradient_of_a_function_passes_gradcheck(fields: dict[str, Any], by_hand: Callable[[Tensor], Tensor]) -> None:
-    module = nn.Identity()
-    with instrument.attach(module, {"h": {"layers": ".", "kind": "forward", "action": "modify", **fields}}):
-        assert torch.autograd.gradcheck(module, SEQUENCE.clone().requires_grad_())
 
 
 def test_swap_exchanges_the_halves_of_a_batch() -> None:

@@ -108,11 +108,6 @@ def test_several_rows_are_aggregated_per_statistic() -> None:
     np.testing.assert_equal(found["min"].values, [[math.nan, 2.0], [1.0, 7.0]])
 
 
-def test_empty_table_gives_an_empty_matrix() -> None:
-    found = matrices(rows(), ["l2"], [], most=5)["l2"]
-    assert (found.locations, found.values.shape) == ([], (0, 0))
-
-
 def test_series_is_a_hook_in_a_phase_without_recomputation() -> None:
     frame = rows(("a", "", 0, 1.0), ("a", "", 1, 2.0))
     frame.loc[1, "phase"] = "eval"
@@ -138,11 +133,9 @@ def test_series_has_its_type(kind: str, role: str, gradient: bool, parameters: b
     assert (series.is_gradient, series.is_of_parameters) == (gradient, parameters)
 
 
-def test_statistics_without_values_are_omitted() -> None:
-    frame = rows(("a", "", 0, 1.0)).assign(mean=math.nan)
-    assert statistics_in(frame) == ["min", "max", "l2"]
-
-
-def test_unknown_layers_are_last() -> None:
+def test_empty_tables_statistics_without_values_and_unknown_layers() -> None:
+    found = matrices(rows(), ["l2"], [], most=5)["l2"]
+    assert (found.locations, found.values.shape) == ([], (0, 0))
+    assert statistics_in(rows(("a", "", 0, 1.0)).assign(mean=math.nan)) == ["min", "max", "l2"]
     frame = rows(("new", "", 0, 1.0), ("b", "", 0, 1.0), ("a", "", 0, 1.0))
     assert list(row_locations(frame, ["a", "b"]).cat.categories) == ["a", "b", "new"]

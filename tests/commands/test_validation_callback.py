@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import write
+from conftest import contents, write
 from omegaconf import OmegaConf
 from tiers import tiered
 
@@ -51,8 +51,7 @@ def test_job_refused_without_a_message_is_failed(cli: Cli, monkeypatch: pytest.M
         raise ValueError
 
     monkeypatch.setattr("instrument.commands.job.read_config", raise_without_message)
-    answer = cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out").expect(1)
-    assert "out/0  failed  ValueError" in answer.err
+    assert "out/0  failed  ValueError" in cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out").expect(1).err
 
 
 def test_custom_launcher_is_reported_by_its_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +75,6 @@ def test_invalid_sweep_values_are_named(cli: Cli, values: str) -> None:
     assert not Path("out").exists()
 
 
-# ------------------------------------------------------------------------------------------------ cleanup after refusals
-
 REFUSALS = {
     "configuration": ["train.steps=0"],
     "model": ["model.sizes=[64,a]"],
@@ -94,10 +91,6 @@ def test_refused_run_leaves_no_folder(cli: Cli, refusal: str) -> None:
     assert cli(*TINY, *REFUSALS[refusal]).code == 2
     assert cli(*TINY, *REFUSALS[refusal], "hydra.run.dir=some/where/out").code == 2
     assert list(Path.cwd().iterdir()) == []
-
-
-def contents(folder: str) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def test_refused_run_keeps_other_files_of_its_folder(cli: Cli) -> None:

@@ -18,25 +18,16 @@ ZERO = {"kind": "forward", "action": "modify", "fn": "zero"}
 RECORD = {"kind": "forward", "action": "record", "stats": ["mean"]}
 
 
+SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+
+
 def dinov2() -> nn.Module:
-    config = transformers.Dinov2Config(
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-        mlp_ratio=2,
-        out_features=["stage2"],
-        apply_layernorm=False,
-    )
-    return transformers.Dinov2Backbone(config)
+    options = {"mlp_ratio": 2, "out_features": ["stage2"], "apply_layernorm": False}
+    return transformers.Dinov2Backbone(transformers.Dinov2Config(**SIZES, **options))
 
 
 def clip() -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    return transformers.CLIPVisionModel(config)
+    return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES, intermediate_size=16))
 
 
 def resnet() -> nn.Module:
@@ -68,10 +59,6 @@ def test_intervention_changes_what_a_library_collects(
         assert collected(model, images).any()
 
 
-def mean_of(probe: Any, hook: str) -> float:
-    return float(probe.stats.query("hook == @hook")["mean"].iloc[0])
-
-
 def test_record_hooks_see_what_the_next_module_sees() -> None:
     model = nn.Sequential(nn.Identity(), nn.Identity())
     model[0].register_forward_hook(lambda module, args, output: output + 1)
@@ -84,7 +71,7 @@ def test_record_hooks_see_what_the_next_module_sees() -> None:
     with instrument.attach(model, hooks, rules=None) as probe:
         assert model(torch.full((2, 2), 3.0)).tolist() == [[7.0, 7.0]] * 2
         probe.end_step()
-    assert [mean_of(probe, hook) for hook in ("before", "after", "next")] == [3.0, 7.0, 7.0]
+    assert probe.stats[["hook", "mean"]].values.tolist() == [["before", 3.0], ["after", 7.0], ["next", 7.0]]
 
 
 def test_explicit_prepend_false_acts_after_other_hooks() -> None:

@@ -115,6 +115,7 @@ def test_use_after_a_reentrant_checkpoint_is_refused() -> None:
 
 
 def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
+    use_gradient = lambda tensor, context: tensor * context.tensors["k"]["layers.3"]  # noqa: E731
     hooks = {
         "keep": {"layers": "layers.3", "kind": "tensor", **RECORD},
         "use": {"layers": "layers.0", "kind": "tensor", "action": "modify", "fn": use_gradient},
@@ -123,16 +124,10 @@ def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
     assert_close(gradients(model, True, hooks), gradients(model, False, hooks), rtol=1e-12, atol=1e-13)
 
 
-def use_gradient(tensor: Tensor, context: Context) -> Tensor:
-    return tensor * context.tensors["k"]["layers.3"]
-
-
 @REENTRANT
 @pytest.mark.parametrize("keep", [RECORD, SCALE], ids=["record", "scale"])
 def test_result_of_a_function_in_the_same_checkpoint_is_kept(reentrant: bool, keep: dict[str, Any]) -> None:
-    def use_relu(tensor: Tensor, context: Context) -> Tensor:
-        return tensor * context.tensors["k"]["layers.1.relu.0"]
-
+    use_relu = lambda tensor, context: tensor * context.tensors["k"]["layers.1.relu.0"]  # noqa: E731
     function = {"layers": "layers.*", "kind": "function"}
     hooks = {
         "keep": {**function, "functions": "relu", **keep},

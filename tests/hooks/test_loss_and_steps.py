@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import run_step, scale
+from hook_runs import assert_close, run_step, scale
 from torch import Tensor, nn
 
 import instrument
@@ -22,45 +22,27 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.batches = [torch.randn(4, 3) for _ in range(2)]
 
-    def micro(self, batch: Tensor, probe: Probe | None) -> Tensor:
-        loss = self.model(batch).square().mean()
-        loss = loss if probe is None else probe.loss(loss)
-        loss.backward()
-        return loss
-
-    def step(self, probe: Probe | None) -> None:
-        self.optimizer.zero_grad()
-        for batch in self.batches:
-            self.micro(batch, probe)
-            if probe is not None:
+    def step(self, hooks: dict[str, Any]) -> Probe:
+        """Run a step with hooks."""
+        with instrument.attach(self.model, hooks, optimizer=self.optimizer) as probe:
+            for batch in self.batches:
+                probe.loss(self.model(batch).square().mean()).backward()
                 probe.end_micro_step()
-        self.optimizer.step()
-        if probe is not None:
+            self.optimizer.step()
             probe.end_step()
+        return probe
 
 
-def micro_batch_gradients(scale: float = 1.0) -> list[Tensor]:
+def micro_batch_gradients(factor: float = 1.0) -> list[Tensor]:
     loop = Loop()
-    found = []
-    for batch in loop.batches:
-        loop.optimizer.zero_grad()
-        (loop.micro(batch, None) * 0)  # the loss itself has been used by backward()
-        assert loop.model.weight.grad is not None
-        found.append(loop.model.weight.grad.clone() * scale)
-    return found
-
-
-def attached(loop: Loop, hooks: dict[str, Any]) -> Probe:
-    with instrument.attach(loop.model, hooks, optimizer=loop.optimizer) as probe:
-        loop.step(probe)
-    return probe
+    losses = (factor * loop.model(batch).square().mean() for batch in loop.batches)
+    return [torch.autograd.grad(loss, loop.model.weight)[0] for loss in losses]
 
 
 def test_micro_batch_gradient_is_changed_before_accumulation() -> None:
     loop = Loop()
-    attached(loop, {"x": scale("parameter_grad_micro", 3, params="weight")})
+    loop.step({"x": scale("parameter_grad_micro", 3, params="weight")})
     first, second = micro_batch_gradients()
-    assert loop.model.weight.grad is not None
     torch.testing.assert_close(loop.model.weight.grad, 3 * first + 3 * second)
 
 
@@ -71,13 +53,12 @@ def test_loss_is_recorded_and_scaled() -> None:
         "scaled": {"kind": "loss", "action": "scale", "factor": 2.0},
         "after": {"kind": "loss", "action": "record"},
     }
-    probe = attached(loop, hooks)
+    probe = loop.step(hooks)
     rows = probe.sink.records("stats")
     seen, after = ([row["mean"] for row in rows if row["hook"] == name] for name in ("seen", "after"))
     assert len(seen) == 2
     assert after == pytest.approx([2 * loss for loss in seen])
     first, second = micro_batch_gradients(2.0)
-    assert loop.model.weight.grad is not None
     torch.testing.assert_close(loop.model.weight.grad, first + second)
 
 
@@ -85,17 +66,14 @@ def test_loss_is_recorded_and_scaled() -> None:
 def test_loss_penalty_equals_the_parameter_gradient_penalty(norm: str) -> None:
     by_loss, by_hook = Loop(), Loop()
     penalty = {"layers": "**", "action": "modify", "fn": norm, "coefficient": 0.05}
-    attached(by_loss, {"p": {**penalty, "kind": "loss"}})
-    attached(by_hook, {"p": {**penalty, "kind": "parameter_grad_micro"}})
-    for actual, expected in zip(by_loss.model.parameters(), by_hook.model.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected)
+    by_loss.step({"p": {**penalty, "kind": "loss"}})
+    by_hook.step({"p": {**penalty, "kind": "parameter_grad_micro"}})
+    assert_close(by_loss.model.parameters(), by_hook.model.parameters(), rtol=1.3e-6, atol=1e-5)
 
 
 def test_loss_that_is_not_passed_to_the_probe_is_reported() -> None:
-    loop = Loop()
-    with instrument.attach(loop.model, {"seen": {"kind": "loss", "action": "record"}}) as probe:
-        loop.micro(loop.batches[0], None)
-        probe.end_step()
+    loop, loss = Loop(), lambda output: output.square().mean()
+    _, probe = run_step(loop.model, {"seen": {"kind": "loss", "action": "record"}}, loop.batches[0], loss=loss)
     assert [row["cause"] for row in probe.coverage()] == [
         "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
     ]
@@ -105,7 +83,7 @@ def test_step_pre_and_step_post_record_around_the_step() -> None:
     loop = Loop()
     before = loop.model.weight.detach().clone()
     base = {"layers": ".", "params": "weight", "role": "param", "action": "record", "tensors": True}
-    probe = attached(loop, {"pre": {**base, "kind": "step_pre"}, "post": {**base, "kind": "step_post"}})
+    probe = loop.step({"pre": {**base, "kind": "step_pre"}, "post": {**base, "kind": "step_post"}})
     pre, post = (row["values"] for row in probe.sink.records("tensors"))
     assert torch.equal(pre, before)
     assert torch.equal(post, loop.model.weight)
@@ -116,7 +94,7 @@ def test_step_post_changes_the_optimizer_state() -> None:
     loop = Loop()
     loop.optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1, momentum=0.9)
     hook = {"layers": "**", "kind": "step_post", "role": "state.momentum_buffer", "action": "modify", "fn": "zero"}
-    attached(loop, {"forget": hook})
+    loop.step({"forget": hook})
     assert all(not state["momentum_buffer"].any() for state in loop.optimizer.state.values())
 
 
@@ -132,9 +110,8 @@ def test_failing_function_leaves_all_gradients_unchanged() -> None:
     hook = {"layers": "**", "kind": "parameter_grad", "action": "modify", "fn": function}
     weight = loop.model.weight.detach().clone()
     with pytest.raises(HookError, match=r"hook 'mine' \(parameter_grad\) on layer '.', param_grad 'bias' at step 0"):
-        attached(loop, {"mine": hook})
+        loop.step({"mine": hook})
     first, second = micro_batch_gradients()
-    assert loop.model.weight.grad is not None
     assert torch.equal(loop.model.weight.grad, first + second)
     assert torch.equal(loop.model.weight, weight)
 

@@ -101,11 +101,7 @@ def test_intervention_gives_the_expected_output_and_gradients(
     assert len(probe.sink.rows["effects"]) == 1
 
 
-def add_one(tensor: Tensor, context: instrument.Context) -> Tensor:
-    return tensor + 1
-
-
-ADD = {"action": "modify", "fn": {"_target_": f"{__name__}.add_one"}}
+ADD = {"action": "modify", "fn": lambda tensor, context: tensor + 1}
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import assert_equal, keep, refused, run_steps, tensors_by
+from hook_runs import assert_equal, keep, refused
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -191,21 +191,6 @@ def test_step_post_intervention_changes_the_updated_parameter() -> None:
     changed = int((plain[0].weight.abs() > 0.1).sum())
     assert (row["path"], row["changed"]) == ("weight", changed)
     assert changed > 0
-
-
-def test_specs_at_step_post_act_in_the_written_order() -> None:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, 8.0)
-    base = {"layers": ".", "kind": "step_post"}
-    specs = {
-        "cap": {**base, "action": "clip", "max": 4.0},
-        "half": {**base, "action": "scale", "factor": 0.5},
-        "seen": {"layers": ".", **RECORD},
-    }
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    probe = run_steps(model, specs, optimizer.step, optimizer=optimizer)
-    assert model.weight.item() == 2.0
-    assert tensors_by(probe, "hook")["seen"].item() == 2.0
 
 
 @pytest.mark.parametrize(

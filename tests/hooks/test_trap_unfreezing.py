@@ -68,18 +68,31 @@ def unfreeze(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
     optimizer.add_param_group({"params": list(model[0].parameters())})
 
 
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    hooks: dict[str, Any] = HOOKS,
+    steps: int = 2,
+    at: int | None = None,
+    change: Callable[[Any, Any], object] = unfreeze,
+) -> tuple[Probe, list[Tensor | None]]:
+    """Run steps with hooks, and a change before the step `at`. Return the probe, and what each step returned."""
+    found = []
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+        for number in range(steps):
+            if number == at:
+                change(model, optimizer)
+            found.append(step(model, optimizer))
+            probe.end_step()
+    return probe, found
+
+
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_hooks_fire_from_the_first_gradient_after_unfreezing(at: int) -> None:
     model, optimizer = make()
-    gradients = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", InstrumentWarning)
-        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
-            for number in range(4):
-                if number == at:
-                    unfreeze(model, optimizer)
-                gradients.append(step(model, optimizer))
-                probe.end_step()
+        probe, gradients = train(model, optimizer, HOOKS, 4, at)
     assert coverage_of(probe) == {name: (4, 4, "") if name in FROZEN_TOO else (4 - at, 4 - at, "") for name in HOOKS}
     seen = [row for row in probe.sink.records("tensors") if row["layer"] == "0" and row["role"] == "param_grad"]
     assert len(seen) == 4 * (4 - at)
@@ -115,13 +128,7 @@ def test_parameter_unfrozen_after_the_forward_pass_is_hooked_next() -> None:
 def test_hooks_on_frozen_parameters_only_wait_for_unfreezing() -> None:
     model, optimizer = make()
     clip = {"layers": "0", "params": "weight", "kind": "parameter_grad", "action": "clip", "norm": 0.01}
-    with instrument.attach(model, {"tame": clip}, optimizer=optimizer) as probe:
-        for number in range(3):
-            if number == 1:
-                unfreeze(model, optimizer)
-            gradient = step(model, optimizer)
-            probe.end_step()
-    assert gradient is not None
+    probe, (*_, gradient) = train(model, optimizer, {"tame": clip}, 3, 1)
     assert gradient.norm() <= 0.01
     assert coverage_of(probe) == {"tame": (2, 2, "")}
 
@@ -135,10 +142,8 @@ def test_run_refuses_hooks_on_frozen_parameters_only() -> None:
 
 def test_parameter_that_stays_frozen_is_reported() -> None:
     model, optimizer = make()
-    with pytest.warns(InstrumentWarning) as warned, instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
-        for _ in range(2):
-            step(model, optimizer)
-            probe.end_step()
+    with pytest.warns(InstrumentWarning) as warned:
+        probe, _ = train(model, optimizer)
     assert coverage_of(probe) == {name: (2, 2, "") if name in FROZEN_TOO else (0, 0, FROZEN) for name in HOOKS}
     assert len(warned) == len(HOOKS) - len(FROZEN_TOO)
     assert coverage_of(probe, "1") == dict.fromkeys(HOOKS, (2, 2, ""))
@@ -167,12 +172,7 @@ def test_hooks_are_not_expected_once_a_parameter_stops_training(change: Change, 
     hooks = {name: spec for name, spec in HOOKS.items() if spec["kind"] in GRADIENTS}
     with warnings.catch_warnings():
         warnings.simplefilter("error", InstrumentWarning)
-        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
-            for number in range(3):
-                if number == 2:
-                    change(model, optimizer)
-                step(model, optimizer)
-                probe.end_step()
+        probe, _ = train(model, optimizer, hooks, 3, 2, change)
     fired = {name: 2 if spec["kind"] in counted else 3 for name, spec in hooks.items()}
     assert coverage_of(probe) == {name: (count, count, "") for name, count in fired.items()}
 
@@ -182,14 +182,9 @@ def test_frozen_steps_do_not_hide_the_cause_of_a_miss() -> None:
     unused = nn.Linear(3, 3).requires_grad_(False)
     model.register_module("unused", unused)
     model.forward = lambda x: model[1](model[0](x))
-    with (
-        pytest.warns(InstrumentWarning, match="fired 0 of 1 times on unused.weight"),
-        instrument.attach(model, {"h": HOOKS["post_accumulate_grad__param_grad"]}, optimizer=optimizer) as probe,
-    ):
-        for number in range(5):
-            unused.requires_grad_(number >= 3)
-            step(model, optimizer)
-            probe.end_step()
+    hooks = {"h": HOOKS["post_accumulate_grad__param_grad"]}
+    with pytest.warns(InstrumentWarning, match=r"fired 0 of 1 times on unused\.weight"):
+        probe, _ = train(model, optimizer, hooks, 5, 3, lambda *_: unused.requires_grad_(True))
     expected, fired, cause = coverage_of(probe, "unused")["h"]
     assert (expected, fired) == (1, 0)
     assert "the parameter had no gradient" in cause
@@ -198,9 +193,8 @@ def test_frozen_steps_do_not_hide_the_cause_of_a_miss() -> None:
 def test_parameter_outside_the_optimizer_is_reported() -> None:
     model, optimizer = make()
     model[0].requires_grad_(True)
-    with pytest.warns(InstrumentWarning), instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
-        step(model, optimizer)
-        probe.end_step()
+    with pytest.warns(InstrumentWarning):
+        probe, _ = train(model, optimizer, steps=1)
     assert coverage_of(probe)["parameter_grad__param_grad"] == (0, 0, NOT_OPTIMIZED)
     assert coverage_of(probe)["step_post__state_momentum_buffer"] == (0, 0, NOT_OPTIMIZED)
 
@@ -215,13 +209,9 @@ def test_hooks_on_lazy_modules_fire_from_the_first_step() -> None:
     buffers = {"layers": "**", "kind": "step_post", "role": "buffer", "action": "record"}
     seen = {"layers": "**", "kind": "forward", "action": "record"}
     model, optimizer = lazy()
-    gradients = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", InstrumentWarning)
-        with instrument.attach(model, {**HOOKS, "buffers": buffers, "seen": seen}, optimizer=optimizer) as probe:
-            for _ in range(2):
-                gradients.append(step(model, optimizer))
-                probe.end_step()
+        probe, gradients = train(model, optimizer, {**HOOKS, "buffers": buffers, "seen": seen})
     rows = probe.coverage()
     assert len(rows) == 3 * len(HOOKS) + 3 + 4
     assert {(row["expected"], row["fired"], row["cause"]) for row in rows} == {(2, 2, "")}

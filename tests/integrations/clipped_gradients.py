@@ -14,7 +14,6 @@ def keep_gradients(model: nn.Module) -> dict[str, Tensor]:
     complete: dict[str, Tensor] = {}
 
     def keep(parameter: Tensor, name: str) -> None:
-        assert parameter.grad is not None
         complete[name] = parameter.grad.clone()
 
     for name, parameter in model.named_parameters():
@@ -35,5 +34,4 @@ def check_recorded(probe: instrument.AttachedProbe, step: int, complete: dict[st
         parameter.grad = gradient.clone()
     clip_grad_norm_(parameters, max_norm)
     for parameter, name in zip(parameters, complete, strict=True):
-        assert parameter.grad is not None
         assert torch.equal(recorded["used"][name], parameter.grad)

@@ -449,14 +449,6 @@ def test_auto_find_batch_size_discards_the_failed_attempt(fails_at: int, where: 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_second_training_has_its_own_rows(tmp_path: Path) -> None:
-    with callback_of(CALLS, rules=None) as callback:
-        trainer = trainer_of(Small(), tmp_path, [callback], max_steps=2)
-        trainer.train()
-        trainer.train()
-    assert calls_of(callback.probe.stats) == {("train", 0): 1, ("train", 1): 1}
-
-
 def test_second_training_is_refused_or_replaces_the_run(tmp_path: Path) -> None:
     model, callback = Small(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     trainer = trainer_of(model, tmp_path, [callback], max_steps=2)

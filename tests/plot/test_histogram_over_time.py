@@ -88,18 +88,14 @@ def test_empty_bins_are_blank_and_wide_scales_logarithmic() -> None:
     assert columns(histogram_over_time(frame, "a").axes[0])[0].get_clim() == pytest.approx((0.001, 0.999))
 
 
-def test_step_without_finite_elements_is_hatched(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r", with_nan=True)
-    figure = histogram_over_time(run, "3")
-    assert len(columns(figure.axes[0])) == 2
-    assert "no finite elements" in legend_of(figure)
-
-
-def test_equal_elements_are_a_thin_line() -> None:
+def test_equal_elements_are_a_thin_line_and_none_are_hatched(tmp_path: Path) -> None:
     frame = distributions({"low": 2.0, "high": 2.0, "counts": [7, 0]}, {"low": 0.0, "high": 4.0, "counts": [3, 4]})
     mesh = columns(histogram_over_time(frame, "a").axes[0])[0]
     assert np.ma.filled(mesh.get_array(), 0.0)[:, 0].tolist() == [1.0, 0.0]
     assert edges(mesh) == pytest.approx([2.0 - 0.016, 2.0 + 0.016, 2.0 + 0.016])
+    figure = histogram_over_time(make_run(tmp_path / "r", with_nan=True), "3")
+    assert len(columns(figure.axes[0])) == 2
+    assert "no finite elements" in legend_of(figure)
 
 
 @given(st.floats(-1e9, 1e9), st.floats(0, 1e9), st.integers(1, 50), st.floats(0, 1e9))

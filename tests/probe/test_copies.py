@@ -1,4 +1,4 @@
-"""Copies of an instrumented model (copied, pickled or saved) work without hooks and without their data."""
+"""Copies of an instrumented model (copied, pickled, saved, quantized or exported) work without hooks and without their data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import instrument
+from instrument.errors import HookError
 
 HOOKS = {
     "seen": {"layers": "**", "kind": "forward", "action": "record"},
@@ -51,3 +53,58 @@ def test_copy_of_a_hooked_model_has_no_hooks(copied: Callable[[nn.Module], nn.Mo
         other(inputs).sum().backward()
         probe.end_step()
         assert len(probe.sink.rows["stats"]) == rows
+
+
+@pytest.mark.filterwarnings("ignore:torch.* deprecated")
+@pytest.mark.parametrize("inplace", [False, True])
+def test_quantized_modules_have_no_hooks(inplace: bool) -> None:
+    def quantized(model: nn.Module) -> nn.Module:
+        quantize = torch.ao.quantization.quantize_dynamic
+        return quantize(model, {nn.Linear}, inplace=inplace)
+
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.randn(2, 3)
+    baseline = quantized(copy.deepcopy(model))(inputs)
+    hooks = {name: HOOKS[name] | {"layers": "0"} for name in ("seen", "scaled")}
+    with instrument.attach(model, hooks) as probe:
+        assert torch.equal(quantized(model)(inputs), baseline)
+        probe.end_step()
+    replaced = [row for row in probe.sink.records("events") if row["rule"] == "replaced"]
+    assert bool(replaced) is inplace
+    copied = [row["cause"] for row in probe.sink.records("coverage") if "a copy of it" in row["cause"]]
+    assert bool(copied) is not inplace
+
+
+SCALE = {"layers": "0", "action": "scale", "factor": 2.0}
+EXPORTED: dict[str, dict[str, Any]] = {
+    "forward": {"kind": "forward"},
+    "gradient": {"kind": "full_backward"},
+    "module": {"kind": "full_backward", "via": "module"},
+    "function": {"kind": "function", "functions": "*"},
+}
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_export_with_an_intervention_is_refused(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    message = f"hook 'scaled' \\({EXPORTED[name]['kind']}\\) on layer '0': torch.export cannot include an intervention"
+    with instrument.attach(model, {"scaled": SCALE | EXPORTED[name]}), pytest.raises(HookError, match=message):
+        torch.export.export(model, (torch.ones(2, 3),))
+
+
+@pytest.mark.slow
+def test_strict_export_with_an_intervention_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    message = "torch.export cannot include an intervention"
+    with instrument.attach(model, {"scaled": SCALE | {"kind": "forward"}}), pytest.raises(RuntimeError, match=message):
+        torch.export.export(model, (torch.ones(2, 3),), strict=True)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exported_program_has_no_operations_of_record_hooks(strict: bool) -> None:
+    model, inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (torch.ones(2, 3),)
+    hooks = {name: HOOKS[name] for name in ("seen", "own")}
+    with instrument.attach(model, hooks):
+        program = torch.export.export(model, inputs, strict=strict)
+    expected = torch.export.export(model, inputs, strict=strict)
+    assert [str(node) for node in program.graph.nodes] == [str(node) for node in expected.graph.nodes]

@@ -20,21 +20,19 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 Training = tuple[nn.Module, Sequence[Optimizer], Step]
 
 
-class ActorCritic(nn.Module):
-    """A policy and a value with common features."""
+def policy_and_value() -> nn.Module:
+    """Return a policy and a value with common features."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.common, self.action, self.value = nn.Linear(4, 128), nn.Linear(128, 2), nn.Linear(128, 1)
+    def forward(common: nn.Module, action: nn.Module, value: nn.Module, state: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = F.relu(common(state))
+        return F.softmax(action(hidden), dim=-1), value(hidden)
 
-    def forward(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = F.relu(self.common(state))
-        return F.softmax(self.action(hidden), dim=-1), self.value(hidden)
+    return Calls(forward, common=nn.Linear(4, 128), action=nn.Linear(128, 2), value=nn.Linear(128, 1))
 
 
 def actor_critic() -> Training:
     """Return an actor and a critic (pytorch/examples, reinforcement_learning/actor_critic)."""
-    model = ActorCritic()
+    model = policy_and_value()
     optimizer, pole = Adam(model.parameters(), lr=3e-2), CartPole()
 
     def step(_: int) -> Tensor:
@@ -218,10 +216,7 @@ def graph_network() -> Training:
     adjacency = (scale[:, None] * dense * scale).to_sparse()
     features = torch.randn(120, 16) + F.one_hot(classes, 16)
 
-    def step(_: int) -> Tensor:
-        return update(F.nll_loss(model(features, adjacency)[:40], classes[:40]), optimizer)
-
-    return model, [optimizer], step
+    return model, [optimizer], lambda _: update(F.nll_loss(model(features, adjacency)[:40], classes[:40]), optimizer)
 
 
 def super_resolution() -> Training:
@@ -275,7 +270,7 @@ def residual_network() -> Training:
 
 def clipped_policy() -> Training:
     """Return proximal policy optimization, whose loss is zero at first and has both signs (Schulman et al. 2017)."""
-    model = ActorCritic()
+    model = policy_and_value()
     optimizer, pole = Adam(model.parameters(), lr=3e-3), CartPole()
     collected: list[tuple[Tensor, ...]] = []
 

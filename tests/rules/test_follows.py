@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import refused
 from test_rule_actions import LARGE, SEEN, attached, net, run_steps
 
 import instrument
@@ -19,12 +20,6 @@ from instrument.storage.memory import MemorySink
 BIG = {"big": LARGE}  # fires at the steps 2 and 6
 HALVE = {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "when": "big"}
 HOOKS = {"seen": SEEN, "halve": HALVE}
-
-
-def problem_of(hooks: dict[str, Any], rules: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as error:
-        check_rules(parse_rules(rules), parse_hooks(hooks))
-    return str(error.value)
 
 
 def test_hook_runs_in_the_step_after_the_rule_fired() -> None:
@@ -62,34 +57,36 @@ def test_decision_survives_a_checkpoint() -> None:
     assert [row["step"] for row in sink.records("effects")] == [3]
 
 
-def test_unknown_rule_is_reported_with_similar_names() -> None:
-    message = problem_of({"halve": {**HALVE, "when": "bog"}, "seen": SEEN}, BIG)
-    assert "hooks.halve.when: no rule has this name" in message
-    assert "big" in message
+LOOP = {"seen": {**SEEN, "when": "big"}}
+
+
+@pytest.mark.parametrize(
+    ("hooks", "rules", "parts"),
+    [
+        ({"halve": {**HALVE, "when": "bog"}, "seen": SEEN}, BIG, ("hooks.halve.when: no rule has this name", "big")),
+        # The rule reads only the hook that waits for it.
+        (LOOP, BIG, ("rules.big: can never fire: it reads only hooks that are off until it fires", "'when'")),
+        # A default rule without its statistics could never fire.
+        (
+            {"h": {**HALVE, "when": "dead_units"}},
+            {"dead_units": {"rule": "dead_units", "optional": True}},
+            ("no hook records what the rule reads",),
+        ),
+    ],
+    ids=["unknown", "cycle", "optional"],
+)
+def test_rule_that_a_hook_cannot_follow_is_reported(hooks: Any, rules: Any, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_rules(parse_rules(rules), parse_hooks(hooks))
+    assert all(part in str(error.value) for part in parts)
+
+
+def test_rule_may_read_the_kept_tensors_of_a_hook_that_follows_it() -> None:
+    check_rules(parse_rules(BIG), parse_hooks({"seen": {**LOOP["seen"], "tensors": True, "keep": 2}}))
 
 
 def test_hook_without_rules_is_reported_by_attach() -> None:
-    with (
-        pytest.raises(ConfigError, match=r"hooks.halve.when: no rule has this name"),
-        instrument.attach(net(), {"halve": HALVE}, rules=None),
-    ):
-        pass
-
-
-def test_cycle_is_reported() -> None:
-    """The rule reads only the hook that waits for it."""
-    hooks = {"seen": {**SEEN, "when": "big"}}
-    message = problem_of(hooks, BIG)
-    assert "rules.big: can never fire: it reads only hooks that are off until it fires" in message
-    assert "'when'" in message
-    check_rules(parse_rules(BIG), parse_hooks({"seen": {**SEEN, "tensors": True, "keep": 2, "when": "big"}}))
-
-
-def test_optional_rule_that_a_hook_names_is_required() -> None:
-    """A default rule without its statistics could never fire."""
-    rules = {"dead_units": {"rule": "dead_units", "optional": True}}
-    message = problem_of({"h": {**HALVE, "when": "dead_units"}}, rules)
-    assert "no hook records what the rule reads" in message
+    assert "hooks.halve.when: no rule has this name" in refused(net(), {"halve": HALVE}, rules=None)
 
 
 def test_conditional_clip_of_all_gradients_is_the_standard_one() -> None:

@@ -128,11 +128,13 @@ def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> N
     tensors[2][7], tensors[5][100], tensors[6][:] = math.nan, math.inf, math.nan
     results = torch.full((len(sizes), 9), math.nan, dtype=torch.float64, device=KERNEL_DEVICE)
     table = [(one.data_ptr(), one.numel(), row.data_ptr()) for one, row in zip(tensors, results, strict=True)]
+    expected = torch.stack(
+        [measure_by_kernel(one, torch.empty_like(row)) for one, row in zip(tensors, results, strict=True)]
+    )
     for _ in range(2):  # the counters are zero again
         results.fill_(math.nan)
         measure_batch_by_kernel(VALUES.device, dtype, np.array(table, np.int64))
-        for one, row in zip(tensors, results, strict=True):
-            torch.testing.assert_close(row, measure_by_kernel(one, torch.empty_like(row)), rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(results, expected, rtol=1e-12, atol=0.0)
 
 
 def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,36 +29,24 @@ def recorded(module: nn.Module, value: torch.Tensor, **fields: Any) -> dict[str,
     return row
 
 
+RELU = nn.ReLU()
+
+
 @pytest.mark.parametrize(
-    ("module", "shape", "dim"),
+    ("module", "shape", "of_parameter", "dim"),
     [
-        (nn.Conv1d(3, 5, 1), (8, 5, 7), 1),
-        (nn.BatchNorm1d(5), (8, 5, 7), 1),
-        (nn.Linear(3, 5), (8, 4, 4, 5), 3),
-        (nn.ReLU(), (8, 7, 5), 2),
+        *((nn.Conv1d(3, 5, 1), (8, 5, 7), False, 1), (nn.BatchNorm1d(5), (8, 5, 7), False, 1)),
+        *((nn.Linear(3, 5), (8, 4, 4, 5), False, 3), (RELU, (8, 7, 5), False, 2)),
+        *((RELU, (8, 5), False, 1), (RELU, (8, 5, 4, 4), False, 1), (RELU, (8, 5, 2, 4, 4), False, 1)),
+        *((RELU, (8,), False, None), (RELU, (), False, None)),
+        *((RELU, (5, 3), True, 0), (RELU, (5,), True, 0), (RELU, (), True, None)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
-def test_unit_dim_follows_the_module_type(module: nn.Module, shape: tuple[int, ...], dim: int) -> None:
-    assert unit_dim(len(shape), module, of_parameter=False) == dim
-
-
-@pytest.mark.parametrize(
-    ("shape", "of_parameter", "dim"),
-    [
-        ((8, 5), False, 1),
-        ((8, 7, 5), False, 2),
-        ((8, 5, 4, 4), False, 1),
-        ((8, 5, 2, 4, 4), False, 1),
-        ((8,), False, None),
-        ((), False, None),
-        ((5, 3), True, 0),
-        ((5,), True, 0),
-        ((), True, None),
-    ],
-)
-def test_unit_dim_default_depends_on_the_shape(shape: tuple[int, ...], of_parameter: bool, dim: int | None) -> None:
-    assert unit_dim(len(shape), nn.ReLU(), of_parameter=of_parameter) == dim
+def test_unit_dim_follows_the_module_type_and_the_shape(
+    module: nn.Module, shape: tuple[int, ...], of_parameter: bool, dim: int | None
+) -> None:
+    assert unit_dim(len(shape), module, of_parameter=of_parameter) == dim
 
 
 @given(
@@ -257,6 +245,5 @@ def test_budget_never_drops_the_last_output() -> None:
     assert alone.without_most_expensive() is None
     both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], NoRecorder())  # type: ignore[arg-type]
     lighter = both.without_most_expensive()
-    assert lighter is not None
     assert (lighter[0].measurement.needs, lighter[1]) == ((), "dead_fraction")
     assert lighter[0].measurement.names == ("numel", "l2", "nan_count", "inf_count")

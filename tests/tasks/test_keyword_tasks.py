@@ -54,11 +54,9 @@ def test_loss_of_the_model_is_used(batch_type: str) -> None:
     task = HuggingFace()
     outcome = task(model, batch)
     logits = model(input_ids=TOKENS).logits[:, :-1]
-    assert outcome.loss is not None
     torch.testing.assert_close(outcome.loss, F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
     assert task.number_of_terms(batch) == 4  # labels 1 and 1 to 3, without the first of each row
     hits = (logits.argmax(-1) == labels[:, 1:]).sum().item()
-    assert outcome.correct is not None
     assert outcome.correct.item() == pytest.approx(hits / 4 * 2)
     assert outcome.samples == 2
 
@@ -67,11 +65,9 @@ def test_cross_entropy_is_computed_for_a_model_without_a_loss() -> None:
     model, batch = Logits(), {"inputs": INPUTS, "labels": CLASSES}
     task = HuggingFace()
     outcome = task(model, batch)
-    assert outcome.loss is not None
     torch.testing.assert_close(outcome.loss, F.cross_entropy(INPUTS, CLASSES))
     assert (outcome.samples, task.number_of_terms(batch)) == (4, 3)
     assert torch.equal(model.given, CLASSES)
-    assert outcome.correct is not None
     assert outcome.correct.item() == pytest.approx((INPUTS.argmax(1) == CLASSES).sum().item() / 3 * 4)
 
 
@@ -88,7 +84,6 @@ def test_batch_without_counted_labels_has_the_loss_zero(model: type[nn.Module]) 
     batch = {"inputs": INPUTS, "labels": torch.full((4,), -100)}
     called = model()
     outcome = HuggingFace()(called, batch)
-    assert outcome.loss is not None
     assert outcome.loss.item() == 0.0
     outcome.loss.backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in called.parameters())
@@ -104,7 +99,6 @@ def test_labels_of_language_models_are_shifted(model: type[Logits], given: bool 
     task = HuggingFace(shift=given)
     outcome = task(model(), batch)
     expected = (logits[:, :-1], labels[:, 1:]) if shifted else (logits, labels)
-    assert outcome.loss is not None
     torch.testing.assert_close(outcome.loss, F.cross_entropy(expected[0].flatten(0, 1), expected[1].flatten()))
     assert task.number_of_terms(batch) == (6 if shifted else 8)
 
@@ -114,7 +108,6 @@ def test_custom_loss_replaces_that_of_the_model() -> None:
     batch = {"inputs": INPUTS, "target": targets}
     task = HuggingFace(loss=nn.MSELoss(), labels="target")
     outcome = task(model, batch)
-    assert outcome.loss is not None
     assert torch.equal(outcome.loss, F.mse_loss(INPUTS, targets))
     assert model.given is None
     assert outcome.correct is None
@@ -167,7 +160,6 @@ def test_losses_are_summed(weights: dict[str, float] | None, expected: float, na
     batch = dict(zip(("images", "targets"), DETECTION, strict=True)) if named else DETECTION
     outcome = LossDict(weights)(detector(), batch)
     check_outcome(outcome)
-    assert outcome.loss is not None
     assert outcome.loss.item() == expected
     assert outcome.samples == 3
 

@@ -109,14 +109,12 @@ def test_notice_names_the_outputs_without_gradient() -> None:
     mean, log_var = nn.Linear(4, 4)(IMAGES).chunk(2, 1)  # two results of one operation
     image, leaf = mean * 2, torch.zeros(3, requires_grad=True)
     notice = LossOutput(None).notice((image, mean, log_var, leaf, IMAGES), image.sum())
-    assert notice is not None
     assert (
         "the loss uses output '0' of the 5 tensors that the model returns; '2', '3' get no gradient" in notice.message
     )
     assert "or to another one of '0', '1', '2', '3', '4'" in notice.message
     assert notice.severity == "warning"
     with_leaf = LossOutput(None).notice((image, leaf), (image.sum() + leaf.sum()))
-    assert with_leaf is not None
     assert (with_leaf.severity, "no gradient" in with_leaf.message) == ("info", False)
 
 

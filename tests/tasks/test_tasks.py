@@ -30,10 +30,35 @@ def outcome(task: Supervised, targets: Tensor, output: Any = LOGITS) -> Outcome:
     return task(nn.Identity(), (output, targets))
 
 
-def test_cross_entropy_equals_pytorch_and_counts_correct_classes() -> None:
+def test_cross_entropy_equals_pytorch() -> None:
     result = outcome(Supervised(nn.CrossEntropyLoss()), CLASSES)
-    assert torch.equal(result.loss, F.cross_entropy(LOGITS, CLASSES))
+    assert torch.equal(result.loss, CROSS_ENTROPY)
     assert (result.samples, int(result.correct)) == (4, 3)  # type: ignore[arg-type]
+
+
+LOG_PROBABILITIES, ONE_HOT, NUMBERS = LOGITS.log_softmax(1), F.one_hot(CLASSES, 3), torch.linspace(-2, 3, 12).view(4, 3)
+SMOOTH, UNIFORM = soft_targets(CLASSES, 3, 0.3), torch.full((4, 3), 1 / 3)
+SMOOTH_LOSS = (SMOOTH * (SMOOTH.log() - LOG_PROBABILITIES)).sum(1).mean()
+UNIFORM_LOSS = F.kl_div(LOG_PROBABILITIES, UNIFORM, reduction="batchmean")
+CROSS_ENTROPY = F.cross_entropy(LOGITS, CLASSES)
+LOSSES: dict[str, tuple[Supervised, Tensor, Tensor, int | None]] = {
+    "divergence of smoothed": (Supervised(KLDivergence(), targets="one_hot", smoothing=0.3), CLASSES, SMOOTH_LOSS, 3),
+    "divergence of hard": (Supervised(KLDivergence(), targets="one_hot"), CLASSES, CROSS_ENTROPY, 3),
+    "divergence of distributions": (Supervised(KLDivergence(), targets="one_hot"), UNIFORM, UNIFORM_LOSS, None),
+    "error of classes": (Supervised(nn.MSELoss(), targets="one_hot"), CLASSES, (LOGITS - ONE_HOT).square().mean(), 3),
+    "error of numbers": (Supervised(nn.MSELoss()), NUMBERS, (LOGITS - NUMBERS).square().mean(), None),
+    "float64": (Supervised(nn.MSELoss()), NUMBERS.double(), (LOGITS - NUMBERS.double()).square().mean(), None),
+}
+
+
+@pytest.mark.parametrize(("task", "targets", "loss", "correct"), LOSSES.values(), ids=LOSSES)
+def test_loss_equals_its_formula_and_correct_classes_are_counted(
+    task: Supervised, targets: Tensor, loss: Tensor, correct: int | None
+) -> None:
+    result = outcome(task, targets)
+    torch.testing.assert_close(result.loss, loss, rtol=1e-6, atol=1e-8)
+    assert (result.samples, result.correct if correct is None else int(result.correct)) == (4, correct)  # type: ignore[arg-type]
+    assert (accuracy([result, result]) is None) == (correct is None)
 
 
 def test_ignored_classes_have_no_weight() -> None:
@@ -52,39 +77,6 @@ def test_soft_targets_are_smoothed_distributions() -> None:
     assert torch.allclose(soft.sum(1), torch.ones(4))
     assert torch.allclose(soft[0], torch.tensor([0.8, 0.1, 0.1]))
     assert torch.equal(soft_targets(CLASSES, 3, 0.0), F.one_hot(CLASSES, 3).float())
-
-
-def test_kl_divergence_with_soft_targets_matches_its_formula() -> None:
-    result = outcome(Supervised(KLDivergence(), targets="one_hot", smoothing=0.3), CLASSES)
-    p, q = soft_targets(CLASSES, 3, 0.3), LOGITS.softmax(1)
-    assert torch.allclose(result.loss, (p * (p.log() - q.log())).sum(1).mean())
-    assert int(result.correct) == 3  # type: ignore[arg-type]
-
-
-def test_kl_divergence_of_hard_targets_equals_cross_entropy() -> None:
-    result = outcome(Supervised(KLDivergence(), targets="one_hot"), CLASSES)
-    assert torch.allclose(result.loss, F.cross_entropy(LOGITS, CLASSES))
-
-
-def test_kl_divergence_accepts_distributions_as_targets() -> None:
-    soft = torch.full((4, 3), 1 / 3)
-    result = outcome(Supervised(KLDivergence(), targets="one_hot"), soft)
-    assert torch.allclose(result.loss, F.kl_div(LOGITS.log_softmax(1), soft, reduction="batchmean"))
-    assert result.correct is None
-
-
-def test_mean_squared_error_of_classes_uses_one_hot_vectors() -> None:
-    result = outcome(Supervised(nn.MSELoss(), targets="one_hot"), CLASSES)
-    assert torch.allclose(result.loss, ((LOGITS - F.one_hot(CLASSES, 3)) ** 2).mean())
-    assert int(result.correct) == 3  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("targets", [torch.randn(4, 3), torch.randn(4, 3, dtype=torch.float64)])
-def test_accuracy_of_numeric_targets_is_none(targets: Tensor) -> None:
-    result = outcome(Supervised(nn.MSELoss()), targets)
-    assert result.correct is None
-    assert torch.allclose(result.loss, ((LOGITS - targets) ** 2).mean())
-    assert accuracy([result, result]) is None
 
 
 def test_accuracy_of_dense_targets_is_none() -> None:

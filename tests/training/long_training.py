@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from attached_runs import train_step
 from torch import nn
 
 import instrument
@@ -48,11 +49,7 @@ def main(folder: Path, steps: int) -> None:
     batch = torch.randn(8, 16)
     with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
         for step in range(steps):
-            loss = model(batch).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+            train_step(model, optimizer, probe, batch)
             if step + 1 in (500, steps):
                 print(json.dumps(used_resources(step + 1)), flush=True)
 

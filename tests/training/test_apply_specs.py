@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -18,23 +19,13 @@ from instrument.training.apply import apply_specs
 CALLS: list[tuple[str, str]] = []
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 3)
-        self.act = nn.ReLU(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.conv(x))
-
-
 class Net(nn.Module):
     """A shared activation under three names, and two linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
         act = nn.ReLU()
-        self.block = Block()
+        self.block = nn.Sequential(OrderedDict(conv=nn.Conv2d(1, 2, 3), act=nn.ReLU(inplace=True)))
         self.one = nn.Sequential(nn.Linear(4, 4), act)
         self.two = nn.Sequential(nn.Linear(4, 4), act)
         self.last = act
@@ -110,14 +101,7 @@ def test_set_changes_an_existing_attribute(model: Net) -> None:
     assert not model.block.act.inplace
 
 
-def test_add_parameter_adds_a_missing_bias() -> None:
-    spec = {"types": "Linear", "action": "add_parameter", "parameter": "bias", "shape": [2], "value": 4}
-    layer = apply(nn.Linear(3, 2, bias=False), a=spec)
-    with torch.no_grad():
-        assert torch.equal(layer(torch.zeros(1, 3)), torch.full((1, 2), 4.0))
-
-
-def test_add_parameter_registers_a_trainable_parameter(model: Net) -> None:
+def test_add_parameter_adds_a_trainable_parameter(model: Net) -> None:
     spec = {"types": ["Linear"], "action": "add_parameter", "parameter": "gain", "shape": [4], "value": 0.5}
     apply(model, a=spec)
     gain = model.one[0].gain
@@ -125,6 +109,9 @@ def test_add_parameter_registers_a_trainable_parameter(model: Net) -> None:
     assert torch.equal(gain.detach(), torch.full((4,), 0.5))
     assert gain.requires_grad
     assert apply(model, b={**spec, "parameter": "scalar", "shape": []}).two[0].scalar.shape == ()
+    bias = {**spec, "parameter": "bias", "shape": [2], "value": 4}
+    layer = apply(nn.Linear(3, 2, bias=False), a=bias)
+    assert torch.equal(layer(torch.zeros(1, 3)).detach(), torch.full((1, 2), 4.0))
 
 
 def test_call_passes_the_module_its_name_and_the_arguments(model: Net) -> None:

@@ -146,9 +146,6 @@ def test_command_waits_for_the_answer(cli: Callable[..., Answer], monkeypatch: p
     assert [file.name for file in Path("out/control").iterdir()] == ["changes.jsonl"]
 
 
-# -------------------------------------------------------------------------------------------------------- the command
-
-
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Path]:
     hooks = {"acts": {"layers": "*", "kind": "forward", "action": "record", "every": 5}}
@@ -180,9 +177,6 @@ def test_message_is_withdrawn_if_the_run_ends(running: Path, monkeypatch: pytest
     monkeypatch.setattr(control_folder, "is_locked", lambda folder: False)
     assert "the run ended before it read the message" in call(control.main, running, "stop").expect(1).err
     assert list((running / "control").iterdir()) == []
-
-
-# ----------------------------------------------------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize(

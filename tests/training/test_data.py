@@ -108,22 +108,18 @@ def test_random_slices_match_their_definition(
 
 
 @pytest.mark.parametrize(
-    ("slice_fields", "message"),
+    ("dataset", "slice_fields", "message"),
     [
-        ({"start": 10}, r"data\.slice: the slice is empty: the split has 10 samples"),
-        ({"classes": [7]}, r"data\.slice: the slice is empty"),
-        ({"indices": [3, 10, 11]}, r"data\.slice\.indices: out of range\n    given    \[10, 11\]\n    allowed  0 to 9"),
+        (Numbers(), {"start": 10}, r"data\.slice: the slice is empty: the split has 10 samples"),
+        (Numbers(), {"classes": [7]}, r"data\.slice: the slice is empty"),
+        (Numbers(), {"indices": [3, 10, 11]}, r"indices: out of range\n    given    \[10, 11\]\n    allowed  0 to 9"),
+        (Vectors(), {"classes": [1]}, "targets of this dataset are not integer classes"),
+        (Vectors(), {"per_class": 1}, "targets of this dataset are not integer classes"),
     ],
 )
-def test_empty_slice_is_refused(slice_fields: dict[str, Any], message: str) -> None:
+def test_invalid_slice_is_refused(dataset: Numbers, slice_fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_indices(**slice_fields)
-
-
-@pytest.mark.parametrize("slice_fields", [{"classes": [1]}, {"per_class": 1}])
-def test_classes_of_non_integer_targets_are_refused(slice_fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="targets of this dataset are not integer classes"):
-        choose_indices(Vectors(), **slice_fields)
+        choose_indices(dataset, **slice_fields)
 
 
 def test_split_is_passed_as_the_dataset_expects_it() -> None:
@@ -284,9 +280,6 @@ def test_random_tensors_have_any_shape(shape: tuple[int, ...]) -> None:
     assert {item[0].shape for item in dataset} == {shape}
     assert sorted({int(target) for _, target in dataset}) == [0, 1, 2, 3]
     assert len(choose_indices(dataset, per_class=2)) == 8
-
-
-# ------------------------------------------------------------------------------------------------ batches
 
 
 def numbers_of(group: list[Any]) -> list[list[int]]:

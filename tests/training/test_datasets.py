@@ -45,7 +45,7 @@ def test_english_has_the_descriptions_of_scikit_learn() -> None:
     assert len(windows) == len(tokens) * 9 // 10 // 8 * 8
 
 
-def test_repeated_tokens_have_their_periods_and_next_tokens() -> None:
+def test_repeated_tokens_have_their_periods_and_depend_on_seed_and_split() -> None:
     tokens, targets = repeated_tokens("train", vocabulary=9, length=12, periods=[3, 5], samples=50).tensors
     assert tokens.shape == targets.shape == (50, 12)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -54,9 +54,6 @@ def test_repeated_tokens_have_their_periods_and_next_tokens() -> None:
     assert 10 < int(is_period[3].sum()) < 40
     assert all(len(set(row[:3].tolist())) == 3 for row in tokens)
     assert tokens.unique().tolist() == list(range(9))
-
-
-def test_repeated_tokens_depend_on_seed_and_split() -> None:
     first, again = repeated_tokens("train").tensors, repeated_tokens("train").tensors
     assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
     for other in (repeated_tokens("test"), repeated_tokens("train", seed=1)):

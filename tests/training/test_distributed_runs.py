@@ -482,11 +482,9 @@ def test_batch_shards_cover_the_batch(size: int) -> None:
 
 def test_batch_smaller_than_the_number_of_ranks_is_refused() -> None:
     check_batch_size(22, 10, BatchShard(0, 2), "train.batch_size")
-    with pytest.raises(
-        ConfigError, match=r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes"
+    for size, message in (
+        (10, r"train\.batch_size: the last batch has 2 of the 22 samples, but there are 3 processes"),
+        (2, r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"),
     ):
-        check_batch_size(22, 10, BatchShard(0, 3), "train.batch_size")
-    with pytest.raises(
-        ConfigError, match=r"at least one sample for each of the 3 processes[\s\S]*given +2\n[\s\S]*3 or more"
-    ):
-        check_batch_size(22, 2, BatchShard(0, 3), "train.batch_size")
+        with pytest.raises(ConfigError, match=message):
+            check_batch_size(22, size, BatchShard(0, 3), "train.batch_size")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
@@ -165,23 +166,15 @@ def test_trial_keeps_values_and_random_states() -> None:
     assert model[0].weight.grad is None
 
 
-class Pair(nn.Module):
-    """Two inputs and two outputs."""
+def pair() -> nn.Module:
+    """Create a network whose module `parts.1` has two inputs and two outputs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(4, 4), _Both()])
-
-    def forward(self, batch: Tensor) -> Tensor:
-        first, second = self.parts[1](self.parts[0](batch), batch * 2)
+    def forward(parts: nn.ModuleList, batch: Tensor) -> Tensor:
+        first, second = parts[1](parts[0](batch), batch * 2)
         low, high = (first - second).split(2, -1)
-        result: Tensor = low * high
-        return result
+        return low * high
 
-
-class _Both(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + y, y + 1
+    return Calls(forward, parts=nn.ModuleList([nn.Linear(4, 4), Calls(lambda x, y: (x + y, y + 1))]))
 
 
 TOGETHER: list[dict[str, Any]] = [
@@ -202,11 +195,11 @@ def test_function_of_several_tensors_is_tried_once(fields: dict[str, Any]) -> No
     def partial_result(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
         return {"no": next(iter(tensors.values()))}
 
-    try_function(seen, model=Pair(), together=True, **fields)
+    try_function(seen, model=pair(), together=True, **fields)
     split = "functions" in fields
     assert calls == [{"split.0.0": (2, 2), "split.0.1": (2, 2)} if split else {"0": (2, 4), "1": (2, 4)}]
     with pytest.raises(ConfigError, match="returned the path 'no', but its tensors have the paths") as caught:
-        try_function(partial_result, model=Pair(), together=True, **fields)
+        try_function(partial_result, model=pair(), together=True, **fields)
     assert "a dict of new tensors" in str(caught.value.problems[0].allowed)
 
 
@@ -231,44 +224,24 @@ def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     assert trials.smallest_batch_size("train") == 4
 
 
-class InTransform(nn.Module):
-    """Calls a module in a transform of torch.func, with which a hook counts a miss."""
-
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.transform = nn.Linear(4, 4), transform
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.transform(lambda row: self.inner(row).sum())(x)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     "fields", [{"fn": "noise", "std": 1.0}, {"fn": "quantize", "to": "int8"}], ids=lambda each: each["fn"]
 )
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
 def test_module_in_a_transform_is_not_tried(transform: Callable[..., Any], fields: dict[str, Any]) -> None:
     spec = {"layers": "inner", "kind": "forward", "action": "modify", **fields}
-    trials = try_hook(InTransform(transform), spec, 2)
+    # A hook counts a miss there.
+    model = Calls(lambda inner, x: transform(lambda row: inner(row).sum())(x), inner=nn.Linear(4, 4))
+    trials = try_hook(model, spec, 2)
     assert not trials.failures
     assert not trials.misfits
 
 
 def test_tensors_that_hooks_cannot_read_are_not_tried() -> None:
-    class Meta(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.to("meta")
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.meta, self.linear = Meta(), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.meta(x)
-            return self.linear(x)  # type: ignore[no-any-return]
-
+    meta = Calls(lambda x: x.to("meta"))
+    model = Calls(lambda meta, linear, x: (meta(x), linear(x))[1], meta=meta, linear=nn.Linear(4, 3))
     spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": "noise", "std": 1.0}
-    assert not try_hook(Branches(), spec, 2).failures
+    assert not try_hook(model, spec, 2).failures
 
 
 def test_moments_of_a_long_run_are_found_in_its_first_epoch() -> None:
@@ -321,17 +294,9 @@ def test_trial_of_a_built_in_action_leaves_the_model_unchanged(fields: dict[str,
 
 
 def test_selection_of_an_intervention_ignores_integers() -> None:
-    class Classes(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, x.argmax(1)
-
-    class Net(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            values: Tensor = super().forward(x)[0]
-            return values
-
-    zero = {"layers": "0", "action": "modify", "fn": "zero", "units": [4]}
+    model = Calls(lambda inner, x: inner(x)[0], inner=Calls(lambda x: (x * 2, x.argmax(1))))
+    zero = {"layers": "inner", "action": "modify", "fn": "zero", "units": [4]}
     for fields in ({"kind": "forward"}, {"kind": "function", "functions": ["mul", "argmax"]}):
-        trials = try_hook(Net(Classes()), {**zero, **fields}, 2, inputs=5)
+        trials = try_hook(model, {**zero, **fields}, 2, inputs=5)
         assert not trials.misfits
         assert not trials.failures

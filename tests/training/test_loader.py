@@ -181,9 +181,6 @@ def test_first_batch_starts_no_worker_and_keeps_random_states() -> None:
     assert (loaded.batch[0].tolist(), loaded.samples, loaded.total) == ([4, 5], 2, 4)
 
 
-# ------------------------------------------------------------------------------------------------ samplers
-
-
 class EveryOther(Sampler[int]):
     """Every other index, starting at the number of the epoch."""
 
@@ -239,7 +236,7 @@ def test_sampler_gives_a_new_order_in_each_epoch(target: str, arguments: dict[st
     assert [batches.sizes(step) for step in range(batches.steps)] == [group.sizes for _, group in batches]
 
 
-def test_sampler_knows_the_epoch_and_can_keep_the_order_of_the_dataset() -> None:
+def test_sampler_can_use_the_epoch_or_keep_the_order() -> None:
     assert orders(sampled(f"{__name__}.EveryOther")) == [[0, 2, 4, 6], [1, 3, 5, 7], [2, 4, 6, 8]]
     assert orders(sampled("torch.utils.data.SequentialSampler", epochs=2)) == [list(range(SAMPLES))] * 2
 
@@ -288,9 +285,6 @@ def without_length(dataset: Any) -> Iterator[int]:
 def test_invalid_sampler_is_refused(target: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sampled(target)
-
-
-# ------------------------------------------------------------------------------------------------ configuration
 
 
 def padded(items: list[Any], value: float = 0.0) -> Any:
@@ -423,8 +417,6 @@ def test_empty_stream_is_refused() -> None:
         next(iter(Batches(Stream(Endless(), 50, None), TrainConfig(steps=1), 0)))
 
 
-# ------------------------------------------------------------------------------------------------ complete runs
-
 SOURCE = """
 from pathlib import Path
 
@@ -457,8 +449,7 @@ RUN = (
 
 def test_run_on_a_stream_evaluates_until_its_end_and_resumes(cli: Any, workdir: Any) -> None:
     (workdir / "streamed.py").write_text(SOURCE)
-    answer = cli(*RUN, "hydra.run.dir=whole").expect(0)
-    assert "a stream of training samples" in answer.out
+    assert "a stream of training samples" in cli(*RUN, "hydra.run.dir=whole").expect(0).out
     run = instrument.load("whole")
     assert run.metrics.query("phase == 'train'").epoch.tolist() == [0, 0, 0, 0, 1, 1]  # batches of 30, 30, 30, 10
     assert run.stats.query("hook == 'tested' and layer == '' and step == 3")["numel"].tolist() == [400, 400, 200]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
@@ -344,23 +345,22 @@ def test_evaluation_interval_does_not_change_training() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(often), weights(once), strict=True))
 
 
-def test_recorded_learning_rate_is_the_one_of_the_step() -> None:
-    scheduler = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}
-    sink, _ = run_in_memory(prepare_experiment(scheduler=scheduler, train={"steps": 4, "batch_size": 16}))
-    frame = sink.frame("metrics")
-    assert list(frame[frame.phase == "train"].lr) == [0.1, 0.05, 0.025, 0.0125]
+SCHEDULERS = [
+    ({"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 1, "gamma": 0.5}, {"steps": 4}, [0.1 / 2**i for i in range(5)]),
+    *(
+        ({"_target_": "instrument.training.schedulers.cosine"}, length, [0.05 * (1 + math.cos(math.pi * i / 6)) for i in range(7)])
+        for length in ({"steps": 6}, {"epochs": 2})
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("length", [{"steps": 6}, {"epochs": 2}])
-def test_cosine_schedule_reaches_zero_at_the_end(length: dict[str, int]) -> None:
-    scheduler = {"_target_": "instrument.training.schedulers.cosine"}
+@pytest.mark.parametrize(("scheduler", "length", "rates"), SCHEDULERS)
+def test_recorded_learning_rate_is_the_one_of_the_step(
+    scheduler: dict[str, Any], length: dict[str, int], rates: list[float]
+) -> None:
     experiment = prepare_experiment(scheduler=scheduler, train={"batch_size": 16, **length})
-    sink, _ = run_in_memory(experiment)
-    rates = sink.frame("metrics").query("phase == 'train'").lr
-    assert len(rates) == 6
-    assert rates.iloc[0] == 0.1
-    assert rates.iloc[3] == pytest.approx(0.05)
-    assert experiment.optimizer.param_groups[0]["lr"] == pytest.approx(0.0, abs=1e-12)
+    recorded = run_in_memory(experiment)[0].frame("metrics").query("phase == 'train'").lr
+    assert [*recorded, experiment.optimizer.param_groups[0]["lr"]] == pytest.approx(rates, rel=1e-9, abs=1e-12)
 
 
 def test_gradient_norm_is_global_and_before_clipping() -> None:

@@ -61,8 +61,7 @@ def test_invalid_objective_is_reported(objective_text: str, expected: list[str])
     ],
 )
 def test_invalid_objective_creates_no_folder(cli: Cli, objective: str, expected: str) -> None:
-    answer = cli(*TINY, f"objective={objective}").expect(2)
-    assert expected in answer.err
+    assert expected in cli(*TINY, f"objective={objective}").expect(2).err
     assert list(Path.cwd().iterdir()) == []
 
 

@@ -99,23 +99,24 @@ def test_closure_is_evaluated_once() -> None:
     assert calls == [True]
 
 
+LBFGS = {"_target_": "torch.optim.LBFGS", "_partial_": True}
+
+
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("optimizers", "message"),
     [
-        (["critic"], r"optimizer: .*'generator\..*' belongs to none of the submodules critic"),
-        (["generator", "critic", "critic.1"], r"optimizer: .*'critic\..*' belongs to several of the submodules gen"),
-        (["generator", "discriminator"], "optimizer: .*has no attribute .discriminator"),
+        ({"critic": PART}, r"optimizer: .*'generator\..*' belongs to none of the submodules critic"),
+        (
+            {"generator": PART, "critic": PART, "critic.1": PART},
+            r"optimizer: .*'critic\..*' belongs to several of the submodules gen",
+        ),
+        ({"generator": PART, "discriminator": PART}, "optimizer: .*has no attribute .discriminator"),
+        ({"generator": PART, "critic": LBFGS}, "optimizer: .*the step of LBFGS requires a closure.*critic"),
     ],
 )
-def test_parameters_without_exactly_one_optimizer_are_refused(names: list[str], message: str) -> None:
+def test_unsuitable_optimizers_are_refused(optimizers: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        experiment_of(EACH | {"optimizers": dict.fromkeys(names, PART)})
-
-
-def test_optimizer_that_requires_a_closure_is_refused() -> None:
-    lbfgs = {"_target_": "torch.optim.LBFGS", "_partial_": True}
-    with pytest.raises(ConfigError, match=r"optimizer: .*the step of LBFGS requires a closure.*critic"):
-        experiment_of(EACH | {"optimizers": {"generator": PART, "critic": lbfgs}})
+        experiment_of(EACH | {"optimizers": optimizers})
 
 
 @pytest.mark.parametrize("by_loop", [False, True])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import training_runs
+from hook_runs import Calls
 from torch import Tensor, nn
 from training_runs import DIGITS
 
@@ -183,9 +183,8 @@ def test_mismatched_recording_is_refused_before_step_0(
     clean: str, spec: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:
     put = {**REPLACE, "run": clean, "hook": spec.get("phase", "train"), **spec}
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": put}, **overrides)
-    assert re.search(message, str(refused.value)), str(refused.value)
 
 
 def test_tensors_of_another_phase_require_their_hook(clean: str, tmp_path: Path) -> None:
@@ -263,27 +262,23 @@ def test_slices_and_factors_must_fit_the_smallest_batch(
     if message is None:
         trained({"s": spec}, **overrides)
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"s": spec}, **overrides)
-    assert re.search(message, str(refused.value)), str(refused.value)
 
 
 def test_dimension_of_batch_size_by_chance_is_not_the_samples() -> None:
     """The output of `table` is always [16, 4]."""
-    prepare_only({"s": {**RECORD, "layers": "table", "slice": "10"}}, model={"_target_": f"{__name__}.Positions"})
+    prepare_only({"s": {**RECORD, "layers": "table", "slice": "10"}}, model={"_target_": f"{__name__}.positions"})
 
 
-class Positions(nn.Module):
-    """A layer whose output does not depend on the batch."""
+def positions() -> nn.Module:
+    """Create a network with a layer whose output does not depend on the batch."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(16, 4), nn.Linear(64, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        bias: Tensor = self.table(torch.arange(16)).mean()
-        logits: Tensor = self.last(images.flatten(1)) + bias
+    def forward(table: nn.Module, last: nn.Module, images: Tensor) -> Tensor:
+        logits: Tensor = last(images.flatten(1)) + table(torch.arange(16)).mean()
         return logits
+
+    return Calls(forward, table=nn.Embedding(16, 4), last=nn.Linear(64, 10))
 
 
 def test_number_of_reads_does_not_depend_on_the_steps(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,25 +299,21 @@ def test_ambiguous_recording_hook_is_refused_before_step_0(tmp_path: Path) -> No
     prepare_only({"put": {**REPLACE, "run": run, "hook": "two"}})
 
 
-class OtherLayouts(nn.Module):
-    """Layers with samples in dimension 1, in dimension 0 (times 4), and in no dimension."""
+def other_layouts() -> nn.Module:
+    """Create layers with samples in dimension 1, in dimension 0 (times 4), and in no dimension."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.second, self.flat = nn.Linear(16, 16), nn.Linear(16, 4)
-        self.few, self.last = nn.Identity(), nn.Linear(16, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(second: nn.Module, flat: nn.Module, few: nn.Module, last: nn.Module, images: Tensor) -> Tensor:
         steps = images.flatten(1).view(len(images), 4, 16)
-        second = self.second(steps.transpose(0, 1))  # [4, N, 16]
-        flat = self.flat(second.transpose(0, 1).reshape(-1, 16))  # [4 N, 4]
-        records = self.few(flat[flat[:, 0] > 0])  # [depends on the data, 4]
-        joined: Tensor = self.last(flat.view(-1, 16)) + records.mean()
-        return joined
+        joined = flat(second(steps.transpose(0, 1)).transpose(0, 1).reshape(-1, 16))  # [4, N, 16], then [4 N, 4]
+        records = few(joined[joined[:, 0] > 0])  # [depends on the data, 4]
+        logits: Tensor = last(joined.view(-1, 16)) + records.mean()
+        return logits
+
+    return Calls(forward, second=nn.Linear(16, 16), flat=nn.Linear(16, 4), few=nn.Identity(), last=nn.Linear(16, 10))
 
 
 def test_tensors_in_other_layouts_are_accepted(tmp_path: Path) -> None:
-    model = {"_target_": f"{__name__}.OtherLayouts"}
+    model = {"_target_": f"{__name__}.other_layouts"}
     keep = {"k": {**RECORD, "layers": ["second", "flat", "few", "last"], "phase": "eval"}}
     run = recorded(tmp_path / "turned", keep, model=model)
     put = {**REPLACE, "layers": keep["k"]["layers"], "run": run, "phase": "eval"}
@@ -383,9 +374,8 @@ def test_vectors_of_another_run_are_computed_before_step_0(
         assert len(trained({"put": put}).records("effects")) == 4
         assert read == ["layers.0"]
         return
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": put})
-    assert re.search(message, str(refused.value)), str(refused.value)
 
 
 def by_sample(sink: MemorySink, hook: str = "after") -> dict[int, Tensor]:
@@ -447,9 +437,8 @@ def test_samples_without_values_are_refused_before_step_0(
     clean: str, fields: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:
     put = {**REPLACE, "run": clean, "hook": "train", "match": "id", **fields}
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=message):
         prepare_only({"put": put}, **overrides)
-    assert re.search(message, str(refused.value)), str(refused.value)
 
 
 def test_samples_of_another_split_are_refused_before_step_0(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from run_folders import write_run
 
 from instrument.training.verification.replay_certificate import ReplayCertificate, certify_replay
 
+ENTRY = {"begin": 4, "steps": [5, 8], "first_step": None, "counterfactual": [], "changes": [], "changes_left_out": []}
 FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
 
 
@@ -21,23 +22,10 @@ def folder(path: Path, steps: range, status: str = "done", used: dict[str, Any] 
 
 def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields: Any) -> ReplayCertificate:
     """Return the certificate of a replay from step 4 on, up to step 7, of a run with the steps 0 to 6."""
-    entry = {
-        "begin": 4,
-        "steps": [5, 8],
-        "counterfactual": [],
-        "first_step": None,
-        "changes": [],
-        "changes_left_out": [],
-    }
-    used = {**replay.get("used", {}), "replay": {**entry, **fields}}
+    used = {**replay.get("used", {}), "replay": {**ENTRY, **fields}}
     recorded: dict[str, Any] = {"steps": range(7), **run}
     repeated: dict[str, Any] = {"steps": range(4, 7), **replay, "used": used}
     return certify_replay(folder(path / "run", **recorded), folder(path / "replay", **repeated))
-
-
-def test_equal_steps_hold(tmp_path: Path) -> None:
-    found = certified(tmp_path, {}, {})
-    assert (found.holds, found.steps, found.repeats_failure) == (True, 3, None)
 
 
 def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -48,37 +36,29 @@ def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
     assert found.reasons == ("the replay ended before",)
 
 
-def test_nothing_is_shown_without_a_compared_step(tmp_path: Path) -> None:
-    found = certified(tmp_path, {}, {"steps": range(7, 8)}, begin=7)
-    assert (found.steps, found.difference, found.holds) == (0, None, False)
-
-
 def test_steps_without_values_are_not_compared(tmp_path: Path) -> None:
     """A task without a loss has no compared metric, so equal rows show nothing."""
-    entry = {
-        "begin": 0,
-        "steps": [0, 2],
-        "first_step": None,
-        "counterfactual": [],
-        "changes": [],
-        "changes_left_out": [],
-    }
     rows = {"metrics": [{"step": step, "seconds": 1.0} for step in range(2)]}
-    runs = [write_run(tmp_path / name, rows=rows, used={"error": None, "replay": entry}) for name in ("run", "replay")]
+    used = {"error": None, "replay": {**ENTRY, "begin": 0, "steps": [0, 2]}}
+    runs = [write_run(tmp_path / name, rows=rows, used=used) for name in ("run", "replay")]
     found = certify_replay(*runs)
     assert (found.steps, found.difference, found.holds) == (0, None, False)
 
 
 @pytest.mark.parametrize(
-    ("replay", "expected"),
+    ("run", "replay", "fields", "expected"),
     [
-        (FAILED, True),
-        ({**FAILED, "used": {"error": "ValueError: another error"}}, False),
-        ({"steps": range(4, 8)}, False),
-        ({}, None),
+        ({}, {}, {}, (True, 3, None)),
+        ({}, {"steps": range(7, 8)}, {"begin": 7}, (False, 0, None)),  # nothing is shown without a compared step
+        (FAILED, FAILED, {}, (True, 3, True)),
+        (FAILED, {**FAILED, "used": {"error": "ValueError: another error"}}, {}, (True, 3, False)),
+        (FAILED, {"steps": range(4, 8)}, {}, (True, 3, False)),
+        (FAILED, {}, {}, (True, 3, None)),
     ],
 )
-def test_failure_of_the_run_is_repeated_or_not(tmp_path: Path, replay: dict[str, Any], expected: bool | None) -> None:
-    found = certified(tmp_path, FAILED, replay)
-    assert found.repeats_failure is expected
-    assert (found.holds, found.steps) == (True, 3)
+def test_certificate_of_equal_steps(
+    tmp_path: Path, run: dict[str, Any], replay: dict[str, Any], fields: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = certified(tmp_path, run, replay, **fields)
+    assert (found.holds, found.steps, found.repeats_failure) == expected
+    assert found.difference is None

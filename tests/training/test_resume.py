@@ -88,8 +88,7 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     hydra = {file: file.read_bytes() for file in Path("out/.hydra").iterdir()}
-    answer = cli("resume=out").expect(0)
-    assert "step 12/12" in answer.out
+    assert "step 12/12" in cli("resume=out").expect(0).out
     run = instrument.load("out")
     assert run.info["status"] == "done"
     assert run.info["error"] is None
@@ -100,8 +99,7 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert not (run.events.rule == "error").any(), "events of removed steps should be removed"
     assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
-    answer = cli("resume=out").expect(2)
-    assert "the run is already done" in answer.err
+    assert "the run is already done" in cli("resume=out").expect(2).err
 
 
 def test_resume_without_a_checkpoint_is_refused(workdir: Path) -> None:
@@ -132,8 +130,7 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
 def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.reopen(Path("out"))
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.1)
-    answer = cli("resume=out").expect(2)
-    assert "the run is in progress in another process" in answer.err
+    assert "the run is in progress in another process" in cli("resume=out").expect(2).err
     folder.finish("failed", RuntimeError("over"))
 
 
@@ -171,15 +168,13 @@ def test_invalid_checkpoint_is_refused_without_unpickling(
     (path,) = Path("out/checkpoints").iterdir()
     write(path)
     record = Path("out/run.json").read_text()
-    answer = cli("resume=out").expect(2)
-    assert message in answer.err
+    assert message in cli("resume=out").expect(2).err
     assert Path("out/run.json").read_text() == record
     assert len(instrument.load("out").metrics) == 8
 
 
 def test_plan_of_a_resumed_run_uses_its_configuration(cli: Cli, out: Path) -> None:
-    answer = cli("resume=out", "plan=true").expect(0)
-    assert "activations" in answer.out
+    assert "activations" in cli("resume=out", "plan=true").expect(0).out
     assert instrument.load("out").info["status"] == "failed"
 
 

@@ -85,9 +85,6 @@ def pace_of(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Speed:
     return speed
 
 
-# ------------------------------------------------------------------------------------------------ contents
-
-
 def test_facts_include_all_known_values(clock: Clock) -> None:
     expected = progress_texts(progress_at(overhead=0.031), pace_of(clock), 1_234_567)
     assert list(expected.values()) == [
@@ -128,33 +125,24 @@ def test_pace_is_a_moving_average_without_evaluations(clock: Clock) -> None:
     assert speed.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "the remaining time should include evaluations"
 
 
-def test_folder_size_is_read_once_per_second(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[Path] = []
-    monkeypatch.setattr(progress, "size_on_disk", lambda folder: read.append(folder) or 100)
-    with progress_bar(console_of(200), 100, Path("here")) as show:
-        for step in range(1, 31):
-            clock.now += 0.11
-            show(progress_at(step))
-    assert read == [Path("here")] * 3
-
-
-def test_slow_folder_is_read_in_a_hundredth_of_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "steps", "interval"), [(0.0, 30, 1.0), (0.5, 999, 50.0)])
+def test_folder_size_is_read_rarely(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int, interval: float
+) -> None:
     read: list[float] = []
 
-    def read_slowly(folder: Path) -> int:
+    def read_size(folder: Path) -> int:
+        assert folder == Path("here")
         read.append(clock.now)
-        clock.now += 0.5
+        clock.now += seconds
         return 100
 
-    monkeypatch.setattr(progress, "size_on_disk", read_slowly)
+    monkeypatch.setattr(progress, "size_on_disk", read_size)
     with progress_bar(console_of(200), 1000, Path("here")) as show:
-        for step in range(1, 1000):
+        for step in range(1, steps + 1):
             clock.now += 0.11
             show(progress_at(step))
-    assert [b - a >= 50.0 for a, b in itertools.pairwise(read)] == [True] * 2
-
-
-# ------------------------------------------------------------------------------------------------ on a screen
+    assert [b - a >= interval for a, b in itertools.pairwise(read)] == [True] * 2
 
 
 def bar_lines(width: int, **more: Any) -> list[str]:
@@ -250,9 +238,6 @@ def test_nan_loss_is_highlighted() -> None:
     assert "\x1b[1;31mloss nan" in written_to(console)
 
 
-# ------------------------------------------------------------------------------------------------ in a pipe, in CI
-
-
 def lines_of(steps: int, tmp_path: Path, reported: list[str], **at: list[str]) -> list[str]:
     console = console_of(40, screen=False)
     show = progress_lines(console, steps, tmp_path, reported.append)
@@ -306,9 +291,6 @@ def test_bar_is_only_drawn_on_terminals(
     shown = written_to(terminal.console)
     assert ("━" in shown) == live
     assert ("\x1b[" in shown) == live
-
-
-# ------------------------------------------------------------------------------------------------ complete runs
 
 
 def test_non_finite_values_are_reported_immediately_and_at_the_end(cli: Cli) -> None:

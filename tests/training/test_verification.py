@@ -362,8 +362,7 @@ def test_verify_command_exits_with_3_if_not_repeatable(
 
 
 def test_verify_command_reports_configuration_errors(verify_command: Callable[..., Answer]) -> None:
-    answer = verify_command("hooks.tame.norm=-1").expect(2)
-    assert "hooks.tame.norm" in answer.err
+    assert "hooks.tame.norm" in verify_command("hooks.tame.norm=-1").expect(2).err
 
 
 def test_verification_includes_hooks_that_print_and_call(capsys: pytest.CaptureFixture[str]) -> None:
