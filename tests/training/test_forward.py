@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,19 +230,17 @@ def test_output_unit_of_a_mapping_is_selected() -> None:
     ("changes", "where", "words"),
     [
         ({"forward": {"grad": True, "of": "logit[:, 3]"}}, "forward.of", "the model's output has no such tensor"),
-        ({"forward": {"grad": True, "of": "[:, 10]"}}, "forward.of", "the slice is outside of the tensor of shape [16, 10]"),
-        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "forward.of", "the slice selects no element of the tensor of shape [16, 10]"),
+        ({"forward": {"grad": True, "of": "[:, 10]"}}, "forward.of", r"the slice is outside of the tensor of shape \[16, 10\]"),
+        ({"forward": {"grad": True, "of": "[:, 3:1]"}}, "forward.of", r"the slice selects no element of the tensor of shape \[16, 10\]"),
         ({"forward": {"grad": True, "of": "[:, 3]"}, "task": {"_target_": f"{__name__}.CallsPart"}}, "forward.of", "only submodules"),
-        ({"data": {"dataset": {"_target_": f"{__name__}.Numbered"}}}, "data.slice.stop", "data.slice.stop"),
+        ({"data": {"dataset": {"_target_": f"{__name__}.Numbered"}}}, "data.slice.stop", r"data\.slice\.stop"),
         ({"model": {"_target_": f"{__name__}.parameterless"}, "mode": "train"}, "model", "set mode=forward"),
         *(
-            ({"task": {"_target_": f"instrument.tasks.{task}"}, **changes}, where, words)
+            ({"task": {"_target_": f"instrument.tasks.{task}"}, **changes}, where, rf"computes no loss[\s\S]*{fix}")
             for task in ("ForwardOnly", "Generate")
-            for changes, where, words in (
-                ({"mode": "train"}, "task", "computes no loss"),
+            for changes, where, fix in (
                 ({"mode": "train"}, "task", "set mode=forward"),
-                ({"forward": {"grad": True}}, "forward.grad", "computes no loss"),
-                ({"forward": {"grad": True}}, "forward.grad", "forward.of"),
+                ({"forward": {"grad": True}}, "forward.grad", r"forward\.of"),
             )
         ),
     ],
@@ -251,7 +250,7 @@ def test_invalid_forward_is_reported(changes: dict[str, Any], where: str, words:
         prepare_forward(**changes)
     (problem,) = caught.value.problems
     assert problem.where == where
-    assert words in str(problem)
+    assert re.search(words, str(problem))
 
 
 def backwards(dataset: Any) -> list[int]:
