@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
-from .alignment import LOCATION, RecordedTable, batches, in_execution_order, paired_hooks, paired_locations, recorded
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -115,7 +115,6 @@ def diff(
         metrics=_metrics(runs, condition),
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
-        other_steps=(_at_other_steps(tables.values(), 0), _at_other_steps(tables.values(), 1)),
         other_parts=comparison.other_parts,
         suggestion=suggestion,
     )
@@ -236,13 +235,6 @@ def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
         row
         for rows in batches(run, "samples", ["sample", "id"], condition)
         for row in rows.astype(str).itertuples(index=False, name=None)
-    )
-
-
-def _at_other_steps(tables: Iterable[tuple[RecordedTable, RecordedTable]], side: int) -> int:
-    """Return the number of rows of one run at steps that the other run does not have in their table."""
-    return sum(
-        table[side].rows[key] for table in tables for key in table[side].rows.keys() - table[1 - side].rows.keys()
     )
 
 
