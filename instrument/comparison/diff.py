@@ -47,13 +47,9 @@ def diff(
     Rows are matched by phase, step, micro-step, hook, layer, kind, role, path and call. If the other run has no hook of this
     name, its only other hook with the same kind and role is used. Rows are read a few steps at a time.
 
-    The relative difference of a statistic is |a - b| / max(size(a), size(b)). The size is the rms of the tensor for `mean`
-    and `std`, `abs_max` for `min` and `max`, and the statistic itself for the others. For fractions, it is |a - b|. The
-    differences of `mean`, `std`, `rms` and `l2` are lower bounds of the relative L2 difference of the tensors, by the
-    Cauchy-Schwarz and the triangle inequality. These differences and those of the counts decide whether tensors differ. For
-    recorded tensors, the L2 difference itself decides. If none of the four statistics was recorded, all statistics except
-    fractions decide. Differences between
-    gradients of parameters are ignored if they are below the rounding error of the largest gradient of the step.
+    `mean`, `std`, `rms`, `l2` and the counts decide whether tensors differ, shapes too, and for recorded tensors the L2 difference.
+    Without these statistics, all except fractions decide, and with tolerance 0 all. The guide "Compare two runs" defines the relative
+    differences.
 
     Args:
         a: The first run: a run from `instrument.load`, its folder, or `probe.run`.
