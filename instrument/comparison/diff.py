@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
-from .alignment import LOCATION, RecordedTable, batches, in_execution_order, paired_hooks, paired_locations, recorded
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -47,13 +47,9 @@ def diff(
     Rows are matched by phase, step, micro-step, hook, layer, kind, role, path and call. If the other run has no hook of this
     name, its only other hook with the same kind and role is used. Rows are read a few steps at a time.
 
-    The relative difference of a statistic is |a - b| / max(size(a), size(b)). The size is the rms of the tensor for `mean`
-    and `std`, `abs_max` for `min` and `max`, and the statistic itself for the others. For fractions, it is |a - b|. The
-    differences of `mean`, `std`, `rms` and `l2` are lower bounds of the relative L2 difference of the tensors, by the
-    Cauchy-Schwarz and the triangle inequality. These differences and those of the counts decide whether tensors differ. For
-    recorded tensors, the L2 difference itself decides. If none of the four statistics was recorded, all statistics except
-    fractions decide. Differences between
-    gradients of parameters are ignored if they are below the rounding error of the largest gradient of the step.
+    `mean`, `std`, `rms`, `l2` and the counts decide whether tensors differ, shapes too, and for recorded tensors the L2 difference.
+    Without these statistics, all except fractions decide, and with tolerance 0 all. The guide "Compare two runs" defines the relative
+    differences.
 
     Args:
         a: The first run: a run from `instrument.load`, its folder, or `probe.run`.
@@ -115,7 +111,6 @@ def diff(
         metrics=_metrics(runs, condition),
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
-        other_steps=(_at_other_steps(tables.values(), 0), _at_other_steps(tables.values(), 1)),
         other_parts=comparison.other_parts,
         suggestion=suggestion,
     )
@@ -236,13 +231,6 @@ def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
         row
         for rows in batches(run, "samples", ["sample", "id"], condition)
         for row in rows.astype(str).itertuples(index=False, name=None)
-    )
-
-
-def _at_other_steps(tables: Iterable[tuple[RecordedTable, RecordedTable]], side: int) -> int:
-    """Return the number of rows of one run at steps that the other run does not have in their table."""
-    return sum(
-        table[side].rows[key] for table in tables for key in table[side].rows.keys() - table[1 - side].rows.keys()
     )
 
 

@@ -68,7 +68,7 @@ class Comparison:
         has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         precisions: The precisions of the two runs; empty before the first rows are compared.
         first: The first difference above the tolerance; None without one.
-        unmatched: For each run, the number of rows that the other run does not have at a common step.
+        unmatched: For each run, the number of rows at steps of which the other run has none, or without a match at a common step.
         other_parts: The number of pairs of tensors that are not compared, because the runs recorded different parts.
     """
 
@@ -88,7 +88,14 @@ class Comparison:
         self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance
         self.first: FirstDifference | None = None
-        self.unmatched = [0, 0]
+        self.unmatched = [
+            sum(
+                table[side].rows[key]
+                for table in tables.values()
+                for key in table[side].rows.keys() - table[1 - side].rows.keys()
+            )
+            for side in (0, 1)
+        ]
         self.other_parts = 0
         count = len(locations)
         self.rows = np.zeros(count, np.int64)
@@ -220,7 +227,8 @@ class Comparison:
         if above.any():
             at = int(above.argmax())
             row, name = rows.iloc[at], shape if are_other[at] else statistics[at]
-            a, b = (math.nan if name == VALUES else row[f"{name}_{side}"] for side in "ab")
+            pair = [math.nan if name == VALUES else row[f"{name}_{side}"] for side in "ab"]  # type: list[Any]
+            a, b = (tuple(map(int, each)) if are_other[at] else float(each) for each in pair)
             self._set_first(
                 FirstDifference(
                     step=int(row["step"]),
@@ -228,8 +236,8 @@ class Comparison:
                     location=int(row["location"]),
                     call=int(row["call"]),
                     statistic=name,
-                    a=tuple(map(int, a)) if are_other[at] else float(a),
-                    b=tuple(map(int, b)) if are_other[at] else float(b),
+                    a=a,
+                    b=b,
                     difference=float(differences[at]),
                     before=max(self._before, float(differences[:at].max(initial=0.0))),
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import pandas as pd
 
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
-from .recorded_differences import FirstDifference
+from .recorded_differences import VALUES, FirstDifference
 from .tensor_errors import ULP_BINS
 
 JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
@@ -59,8 +58,8 @@ class Diff:
         metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`. The
             difference of NaN and a number is infinite.
         unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
-        unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
-        other_steps: For each run, the number of rows of tables at steps that the other run does not have in the table.
+        unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have, and of all
+            rows at its other steps.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
     """
@@ -80,7 +79,6 @@ class Diff:
     metrics: pd.DataFrame
     unmatched: pd.DataFrame
     unmatched_rows: tuple[int, int]
-    other_steps: tuple[int, int]
     other_parts: int
     suggestion: tuple[str, str] | None
 
@@ -162,9 +160,9 @@ _REASONS = {
 
 def _numbers(first: FirstDifference) -> str:
     difference = f"relative difference {first.difference:.2g}"
-    if isinstance(first.a, tuple) or isinstance(first.b, tuple):
+    if isinstance(first.a, tuple) and isinstance(first.b, tuple):
         return f"{first.statistic} {[*first.a]} and {[*first.b]}"
-    if math.isnan(first.a) and math.isnan(first.b):
+    if first.statistic == VALUES:
         return f"element by element: {difference}"
     return f"{first.statistic} {first.a:.6g} and {first.b:.6g}: {difference}"
 
@@ -276,9 +274,6 @@ def _unmatched(diff: Diff) -> Iterator[str]:
         yield f"  rename {'='.join(diff.suggestion)} would match more layers"
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
-            yield f"rows only in {name} at common locations: {count:,} (another number of calls, ranks or micro-steps)"
-    for name, count in zip("AB", diff.other_steps, strict=True):
-        if count:
-            yield f"rows only in {name}, at steps that the other run did not record: {count:,}"
+            yield f"rows only in {name}: {count:,} (other steps, or another number of calls, ranks or micro-steps)"
     if diff.other_parts:
         yield f"recorded tensors of which the runs have different parts: {diff.other_parts:,}, which are not compared"

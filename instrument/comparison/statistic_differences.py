@@ -42,11 +42,9 @@ def relative_differences(
     differences = {}
     for name in names:
         a, b = (_values(rows, name, side) for side in "ab")
-        with np.errstate(invalid="ignore"):
-            gap = np.where(a == b, 0.0, a - b)
-        if f"{REMAINDERS.get(name)}_a" in rows:  # what float64 rounds of 64-bit integers
-            rests = (np.nan_to_num(_values(rows, REMAINDERS[name], side)) for side in "ab")
-            gap += np.subtract(*rests)
+        gap = np.subtract(a, b, where=a != b, out=np.zeros(len(rows)))
+        if f"{REMAINDERS.get(name)}_a" in rows:  # 64-bit integers, which float64 rounds
+            gap += np.subtract(*(np.nan_to_num(_values(rows, REMAINDERS[name], side)) for side in "ab"))
         gap = np.abs(gap)
         if statistic_of(name).unit in _FRACTIONS:
             differences[name] = gap
@@ -69,10 +67,7 @@ def decisive(differences: pd.DataFrame, *, all_decide: bool = False) -> tuple[np
     """Return the decisive difference of each row, and its statistic.
 
     It is the largest difference of the statistics in `BOUNDS` and of the counts. For rows without these statistics, it is the
-    largest difference of all statistics except fractions.
-
-    Args:
-        all_decide: Whether it is the largest difference of all statistics instead. Default: False.
+    largest difference of all statistics except fractions; with `all_decide`, of all statistics.
 
     Returns:
         The differences, float64, shape [rows], 0 for rows without any value; and the indices of their columns.

@@ -41,17 +41,14 @@ def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> Tensor
     same = finite.all() or np.array_equal(a[~finite], b[~finite], equal_nan=True)
     x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
     gap = _gap(a[finite], b[finite])
-    largest = [float(np.abs(each).max(initial=0.0)) for each in (x, y, gap)]
-    scaled = [each / (size or 1.0) for each, size in zip((x, y, gap), largest, strict=True)]  # squares stay in range
-    norms = [float(np.linalg.norm(each)) for each in scaled]
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(gap > 0, gap / np.maximum(np.abs(x), np.abs(y)), 0.0)
-    unit = max(largest[:2])
-    sizes = [norm * (size / unit) for norm, size in zip(norms, largest, strict=True)] if unit else norms
-    cosine = (
-        float(np.clip(scaled[0] / norms[0] @ (scaled[1] / norms[1]), -1.0, 1.0)) if min(norms[:2]) else float(not unit)
-    )
-    l2 = sizes[2] / max(sizes[:2]) if unit else 0.0
+    largest = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0)) or 1.0
+    x, y = x / largest, y / largest  # their squares are in the range of float64
+    sizes = np.linalg.norm(x), np.linalg.norm(y)
+    both_zero = float(max(sizes) == 0.0)
+    cosine = float(np.clip(x / sizes[0] @ (y / sizes[1]), -1.0, 1.0)) if min(sizes) else both_zero
+    l2 = float(np.linalg.norm(gap / largest) / max(sizes)) if max(sizes) else 0.0
     return TensorErrors(
         l2 if same else np.inf,
         cosine,

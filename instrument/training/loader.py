@@ -211,7 +211,8 @@ class _IndexedBatches(Dataset[LoadedBatch]):
 
     def __getitem__(self, key: _Key) -> LoadedBatch:
         seed_random_states(key.seed)
-        dataset, indices = self.loader.dataset, key.indices
+        dataset: Any = self.loader.dataset
+        indices = key.indices
         while isinstance(dataset, Slice):
             dataset, indices = dataset.dataset, [dataset.indices[index] for index in indices]
         read_items = getattr(dataset, "__getitems__", None)

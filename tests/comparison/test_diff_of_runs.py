@@ -321,8 +321,8 @@ def test_tolerance_zero_counts_every_difference(written: Write) -> None:
 def test_steps_of_one_run_are_reported(written: Write) -> None:
     runs = [written([{"rms": 1.0, "step": step} for step in range(steps)]) for steps in (5, 2)]
     found = instrument.diff(*runs)
-    assert found.other_steps == (3, 0)
-    assert "rows only in A, at steps that the other run did not record: 3" in str(found)
+    assert found.unmatched_rows == (3, 0)
+    assert "rows only in A: 3 (other steps," in str(found)
 
 
 @pytest.mark.slow
