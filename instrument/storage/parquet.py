@@ -146,14 +146,13 @@ class ParquetSink:
         return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:
-        """Convert all journals to parts. Return the number of parts of each table.
+        """Convert all rows to parts. Return the number of parts of each table.
 
         Raises:
             SinkError: A part cannot be written.
         """
+        self.end_step(wait=True)
         try:
-            if self.failure is None:
-                self._tensors.end_step(wait=True)
             for writer in self._writers.values():
                 writer.finish_part()
             self._count()

@@ -407,6 +407,21 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
     assert states[0] == states[1]
 
 
+def test_events_at_the_step_of_a_checkpoint_are_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget changes rates after the rows of a step are written. One row of 70 bytes per step exceeds 200 bytes in 5 steps."""
+    options: dict[str, Any] = {"every": 1, "budget": {"bytes": 200}}
+    options["hooks"] = {"seen": {"layers": "1", "kind": "forward", "action": "record"}}
+    with monkeypatch.context() as patch:
+        fails_at(patch, 1)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_tiny("out", **options)
+    run_tiny("out", resume="out", **options)
+    run = instrument.load("out")
+    (event, _) = run.events[run.events.rule == "budget"].message
+    assert event == "70 bytes are recorded, the budget is 200: hook 'seen' on 1 is sampled once in 4 scheduled steps"
+    assert list(run.stats.step) == [0, 4]
+
+
 def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {
         "mode": "forward",
