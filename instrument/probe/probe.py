@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -21,7 +22,7 @@ from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..config.rules import RuleBase
 from ..config.schedule import Phase
-from ..errors import AlreadyAttachedError, HookError
+from ..errors import AlreadyAttachedError, HookError, InstrumentWarning
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
@@ -190,9 +191,14 @@ class Probe:
             with deferred_signals():
                 self.detach()
                 try:
-                    self._finish(exc)
-                finally:
-                    self.sink.close()
+                    try:
+                        self._finish(exc)
+                    finally:
+                        self.sink.close()
+                except Exception as error:
+                    if not isinstance(exc, KeyboardInterrupt):
+                        raise
+                    warnings.warn(f"the end of the interrupted run: {error}", InstrumentWarning, stacklevel=2)
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
         for part, message in messages.items():
             if isinstance(exc, RuntimeError) and part in str(exc):
@@ -265,7 +271,8 @@ class Probe:
                 self._metrics.write(seconds=time.perf_counter() - started_at)
         finally:
             self.phase = previous_phase
-        self.recorder.end_step(any_scheduled=any_scheduled)
+        with deferred_signals():
+            self.recorder.end_step(any_scheduled=any_scheduled)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
             self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
+from ..runtime.deferred_interrupts import uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import check_is_local
@@ -186,14 +187,15 @@ class RunFolder:
             error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
                 writing run.json. Default: None.
         """
-        try:
-            self.update(**final_entries(status, error))
-        except SinkError:
-            if not isinstance(error, BaseException):
-                raise
-        finally:
-            self._replaced.remove()
-            self._lock.release()
+        with uninterrupted():
+            try:
+                self.update(**final_entries(status, error))
+            except SinkError:
+                if not isinstance(error, BaseException):
+                    raise
+            finally:
+                self._replaced.remove()
+                self._lock.release()
 
     def _write(self) -> None:
         """Write run.json. Raise SinkError if it cannot be written and `on_error` is `stop`."""

@@ -14,6 +14,7 @@ from torch import nn
 import instrument
 from instrument.config.spec_file import read_specs
 from instrument.plan.hook_plan import make_plan
+from instrument.runtime import deferred_interrupts
 from instrument.runtime.deferred_interrupts import deferred_signals, uninterrupted
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -51,7 +52,8 @@ def test_ctrl_c_is_raised_after_the_block() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_second_ctrl_c_is_raised_immediately() -> None:
+def test_second_ctrl_c_is_raised_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_interrupts, "DUPLICATE_SECONDS", -1.0)  # the second one is no duplicate
     done = []
 
     def write_rows() -> None:
@@ -64,6 +66,22 @@ def test_second_ctrl_c_is_raised_immediately() -> None:
         write_rows()
     assert done == []
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_duplicate_of_a_signal_is_raised_once_after_the_block() -> None:
+    """The program `timeout` sends a signal to a process, and then to its group."""
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            interrupt()
+            interrupt()
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_rows()
+    assert done == [True]
+    assert caught.value.__context__ is None
 
 
 def test_error_in_the_block_restores_signal_handlers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import instrument
 from instrument import ConfigError
 from instrument.config.parse import parse_config
 from instrument.hooks.attached_hook import AttachedHook
+from instrument.storage import table_writer
 from instrument.storage.run_folder import RunFolder
 from instrument.tables.kinds import KINDS
 from instrument.tables.reasons import CHECKPOINT
@@ -405,6 +407,28 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
     assert list(other.events.rule).count("resumed") == 2
     states = [Checkpoints(recorded.path).load()["probe"] for recorded in (one, other)]
     assert states[0] == states[1]
+
+
+def test_interrupt_between_the_parts_of_a_checkpoint(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = {"seen": {"layers": "1", "kind": "forward", "action": "record"}}
+    original, handler = table_writer.convert_journal, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def convert(*args: Any, **options: Any) -> Any:
+        converted = original(*args, **options)
+        if Path("out/checkpoints").exists():  # in the second one, after 4 steps
+            signal.raise_signal(signal.SIGINT)
+        return converted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_writer, "convert_journal", convert)
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny("out", hooks=hooks)
+    signal.signal(signal.SIGINT, handler)
+    run = instrument.load("out")
+    assert (run.info["status"], run.problems) == ("interrupted", [])
+    assert list(run.stats.step) == [0, 1, 2, 3]
+    run_tiny("out", resume="out", hooks=hooks)
+    assert list(instrument.load("out").stats.step) == [0, 1, 2, 3, 4]
 
 
 def test_events_at_the_step_of_a_checkpoint_are_kept(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
