@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,7 @@ from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..config.rules import RuleBase
 from ..config.schedule import Phase
-from ..errors import AlreadyAttachedError, HookError, InstrumentWarning
+from ..errors import AlreadyAttachedError, HookError
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
@@ -191,14 +190,9 @@ class Probe:
             with deferred_signals():
                 self.detach()
                 try:
-                    try:
-                        self._finish(exc)
-                    finally:
-                        self.sink.close()
-                except Exception as error:
-                    if not isinstance(exc, KeyboardInterrupt):
-                        raise
-                    warnings.warn(f"the end of the interrupted run: {error}", InstrumentWarning, stacklevel=2)
+                    self._finish(exc)
+                finally:
+                    self.sink.close()
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
         for part, message in messages.items():
             if isinstance(exc, RuntimeError) and part in str(exc):

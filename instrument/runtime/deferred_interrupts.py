@@ -65,6 +65,13 @@ def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]
             _handle(received, handlers)
 
 
+def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that caused an error or during whose handling it was raised; None without one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error
+
+
 def _restore(handlers: Handlers) -> None:
     for number, handler in handlers.items():
         _signal.signal(number, handler)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
-from ..runtime.deferred_interrupts import uninterrupted
+from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import check_is_local
@@ -158,19 +158,18 @@ class RunFolder:
         """
         try:
             yield
-        except KeyboardInterrupt as interrupt:
-            self.finish("interrupted", interrupt)
-            raise
-        except (ConfigError, DiscardedRunError) as error:
-            if has_started() and not isinstance(error, DiscardedRunError):
-                self.finish("failed", error)
-            else:
+        except BaseException as error:
+            if (
+                interrupt := interrupt_behind(error)
+            ) is not None:  # code that an interrupt ends may raise its own error
+                self.finish("interrupted", error)
+                raise interrupt
+            if isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
                 self._lock.release()
                 self._snapshot.restore()
                 self._replaced.restore()
-            raise
-        except BaseException as error:
-            self.finish("failed", error)
+            else:
+                self.finish("failed", error)
             raise
         reason = stop_reason()
         self.finish("done" if reason is None else "stopped", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -301,6 +302,23 @@ def test_full_disk_keeps_the_previous_checkpoint(cli: Cli, out: Path, monkeypatc
         assert Path("out/checkpoints/step-00000005.pt").read_bytes() == before
         assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     assert cli("resume=out").code == 0
+
+
+class InterruptedFile(io.BytesIO):
+    """A file whose second write is interrupted."""
+
+    def write(self, content: Any) -> int:
+        if self.tell():
+            raise KeyboardInterrupt
+        return super().write(content)
+
+
+def test_interrupt_in_a_write_of_a_checkpoint_is_no_failure(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.training.checkpoint.open", lambda *_: InterruptedFile(), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny("out")
+    assert instrument.load("out").info["status"] == "interrupted"
+    assert not list(Path("out/checkpoints").iterdir())
 
 
 CHANGES = {
