@@ -163,7 +163,7 @@ class RunFolder:
                 interrupt := interrupt_behind(error)
             ) is not None:  # code that an interrupt ends may raise its own error
                 self.finish("interrupted", error)
-                raise interrupt
+                raise interrupt  # noqa: B904 - its context is the error
             if isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
                 self._lock.release()
                 self._snapshot.restore()

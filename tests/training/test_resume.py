@@ -133,6 +133,45 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert "the run is already done" in answer.err
 
 
+MOVES = """
+import os
+from instrument.training.models import MLP
+
+def net(**options):
+    os.chdir("/")
+    return MLP(**options)
+
+def move(tensor, context):
+    os.chdir("/" if context.step % 2 else os.environ["ELSEWHERE"])
+"""
+
+
+def test_custom_code_that_changes_the_working_directory(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("moves.py").write_text(MOVES)
+    Path("elsewhere").mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(Path("elsewhere").absolute()))
+    hook = "+hooks.moves={layers: layers.0, kind: forward, action: call, fn: {_target_: moves.move}}"
+    with monkeypatch.context() as patch:
+        fails_at(patch, 8)
+        answer = cli(*TINY, "model._target_=moves.net", "train.save=true", "sink.tensorboard=true", hook)
+    assert answer.code == 1
+    assert "the data recorded so far is in out" in answer.err
+    assert cli("resume=out", "report=true").code == 0
+    run = instrument.load("out")
+    assert (run.info["status"], run.problems) == ("done", [])
+    assert list(run.metrics.step) == [*range(12), 12]
+    assert list(run.events[run.events.rule == "resumed"].message) == ["training continues after 5 steps"]
+    assert Path("out/report.html").exists()
+    assert list(Path("out").glob("**/events.out.tfevents.*"))
+    assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == [
+        "elsewhere",
+        "moves.py",
+        "out",
+    ]
+    assert not list(Path("elsewhere").iterdir())
+    assert not [name for name in ("out", ".lock", "run.json") if Path("/", name).exists()]
+
+
 def test_resume_without_a_checkpoint_is_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_until_failure(monkeypatch, every=0)
     with pytest.raises(ConfigError, match=r"the run has no checkpoint: train\.checkpoint\.every was 0"):
