@@ -41,6 +41,11 @@ def create_free_folder(folder: Path, where: str) -> None:
         message = "the folder already contains a run, and runs are never overwritten"
         fix = "choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one")
         raise ConfigError(Problem(where, message, given=str(folder), fix=fix))
+    check_writable(folder, where)
+
+
+def check_writable(folder: Path, where: str) -> None:
+    """Create a folder if it does not exist. Raise ConfigError if it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         test_file = folder / ".writable"

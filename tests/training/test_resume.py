@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -205,6 +206,18 @@ def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: py
     assert answer.code == 2
     assert "the run is in progress in another process" in answer.err
     folder.finish("failed", RuntimeError("over"))
+
+
+def test_resume_in_a_read_only_folder_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", raise_read_only)
+        answer = cli("resume=out")
+    assert answer.code == 2
+    assert "resume: the folder is not writable: Read-only file system\n    given    out" in answer.err
+    assert cli("resume=out").code == 0
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", None])
