@@ -147,7 +147,6 @@ class RunFolder:
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
         folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
-        folder._write()
         return folder
 
     @contextmanager
@@ -162,11 +161,11 @@ class RunFolder:
             stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
         """
         try:
+            self._write()  # that the run is in progress, after `reopen`
             yield
         except BaseException as error:
-            if (
-                interrupt := interrupt_behind(error)
-            ) is not None:  # code that an interrupt ends may raise its own error
+            # Code that an interrupt ends may raise its own error.
+            if interrupt := interrupt_behind(error):
                 self.finish("interrupted", error)
                 raise interrupt  # noqa: B904 - its context is the error
             if isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):

@@ -23,7 +23,7 @@ import instrument
 from instrument import ConfigError
 from instrument.config.parse import parse_config
 from instrument.hooks.attached_hook import AttachedHook
-from instrument.storage import table_writer
+from instrument.storage import run_folder, table_writer
 from instrument.storage.run_folder import RunFolder
 from instrument.tables.kinds import KINDS
 from instrument.tables.reasons import CHECKPOINT
@@ -206,6 +206,21 @@ def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: py
     assert answer.code == 2
     assert "the run is in progress in another process" in answer.err
     folder.finish("failed", RuntimeError("over"))
+
+
+def test_interrupt_while_a_run_is_reopened(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, states = run_folder.write_json, []
+
+    def write(path: Path, record: Any) -> None:
+        original(path, record)
+        states.append(record["status"])
+        if len(states) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "write_json", write)
+    assert cli("resume=out").code == 130
+    assert states == ["running", "interrupted"]
+    assert instrument.load("out").info["status"] == "interrupted"
 
 
 def test_resume_in_a_read_only_folder_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
