@@ -29,6 +29,6 @@ def shorten(names: Sequence[str], limit: int = 12) -> str:
 
 def shown_path(path: Path) -> Path:
     """Return a path in the working directory relative to it, and any other path unchanged."""
-    with suppress(OSError, ValueError):  # the working directory may not exist any more
-        return path.relative_to(Path.cwd())
+    with suppress(OSError):  # the working directory may not exist any more
+        path = path.relative_to(here) if (here := Path.cwd()) in path.parents else path
     return path
