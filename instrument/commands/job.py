@@ -61,7 +61,8 @@ def job(config: DictConfig) -> float | None:
     """
     score = None
     with report_errors() as folders:
-        if folders.sweep is not None and config.get("resume") is not None and not _is_own(config.resume, folders):
+        resume = config.get("resume")  # a job that `rerun` starts resumes from its own folder
+        if folders.sweep is not None and resume is not None and Path(resume).resolve() != folders.folder.resolve():
             message = "only single runs can be resumed"
             raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
@@ -109,11 +110,6 @@ def _label(sweep: Sweep, folder: Path) -> str:
     """Return the overrides in which a job differs from the others: those with which it was first started."""
     overrides = recorded_overrides(folder) or tuple(HydraConfig.get().overrides.task)
     return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
-
-
-def _is_own(resume: str, folders: JobFolders) -> bool:
-    """Return whether a job of a sweep resumes from its own folder."""
-    return Path(resume).resolve() == folders.folder.resolve()
 
 
 class Terminated(KeyboardInterrupt):
