@@ -1,8 +1,10 @@
-"""Human-readable bytes, seconds and lists of names."""
+"""Human-readable bytes, seconds, lists of names and paths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 
 def human_bytes(count: float) -> str:
@@ -23,3 +25,10 @@ def shorten(names: Sequence[str], limit: int = 12) -> str:
     """Shorten a list of names for display: the first ones, and the total number."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
+
+
+def shown_path(path: Path) -> Path:
+    """Return a path in the working directory relative to it, and any other path unchanged."""
+    with suppress(OSError):  # the working directory may not exist any more
+        path = path.relative_to(here) if (here := Path.cwd()) in path.parents else path
+    return path

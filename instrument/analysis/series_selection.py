@@ -44,12 +44,8 @@ def select_series(
         return fitting[0]
     given = ", ".join(f"{key}={word!r}" for key, word in wanted.items())
     problem = f"several series match {given}".rstrip() if fitting else f"no series matches all of {given}"
-    raise InstrumentError("\n    ".join([f"{problem}; select one of", *map(_keyword_arguments, fitting or candidates)]))
-
-
-def _keyword_arguments(series: RecordedSeries) -> str:
-    """Return a series as the keyword arguments that select it."""
-    return ", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS)
+    arguments = (", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS) for series in fitting or candidates)
+    raise InstrumentError("\n    ".join([f"{problem}; select one of", *arguments]))
 
 
 def check_choice(word: str, options: Sequence[str], where: str, message: str, fix: str = "") -> None:

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     try:
-        answer = request_changes(args.run, args.changes, _show_wait)
+        text = "The run makes the changes when its current step ends. Ctrl-C withdraws them."
+        answer = request_changes(args.run, args.changes, lambda: print(text, file=sys.stderr))
     except KeyboardInterrupt:
         return 130
     if answer.problem is not None:
@@ -37,10 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for made in answer.changes:
         print(f"after {answer.step} steps  {made}")
     return 0
-
-
-def _show_wait() -> None:
-    print("The run makes the changes when its current step ends. Ctrl-C withdraws them.", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ..config.experiment import RunConfig
 from ..config.hydra_internals import BASIC_SWEEPER
 from ..config.search_path import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..formatting import shown_path
 from ..storage.folder_snapshot import REFUSED
 from ..training.distributed.torchrun import is_rank_zero
 from ..training.sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
@@ -61,7 +62,8 @@ def job(config: DictConfig) -> float | None:
     """
     score = None
     with report_errors() as folders:
-        if folders.sweep is not None and config.get("resume") is not None and not _is_own(config.resume, folders):
+        resume = config.get("resume")  # a job that `rerun` starts resumes from its own folder
+        if folders.sweep is not None and resume is not None and Path(resume).resolve() != folders.folder.resolve():
             message = "only single runs can be resumed"
             raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
@@ -111,11 +113,6 @@ def _label(sweep: Sweep, folder: Path) -> str:
     return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
 
 
-def _is_own(resume: str, folders: JobFolders) -> bool:
-    """Return whether a job of a sweep resumes from its own folder."""
-    return Path(resume).resolve() == folders.folder.resolve()
-
-
 class Terminated(KeyboardInterrupt):
     """The process received SIGTERM, for example from a batch system before it kills the job."""
 
@@ -158,9 +155,8 @@ def report_errors() -> Iterator[JobFolders]:
         JobFailedError: The job of a sweep failed. The other jobs continue.
         SystemExit: A single run failed (exit code of the error), or the job was interrupted (130) or terminated (1).
     """
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    if Path.cwd() in folder.parents:
-        folder = Path(os.path.relpath(folder))
+    folder = Path(HydraConfig.get().runtime.output_dir)  # absolute: custom code may change the working directory
+    shown = shown_path(folder)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     process = os.getpid()
     folders = JobFolders(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
@@ -171,7 +167,7 @@ def report_errors() -> Iterator[JobFolders]:
         terminated = isinstance(interrupt, Terminated)
         reason = "terminated by SIGTERM" if terminated else "interrupted"
         if is_rank_zero():
-            print(f"\n{reason}: {_saved_data_message(folder)}", file=sys.stderr)
+            print(f"\n{reason}: {_saved_data_message(folder, shown)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except (Exception, SystemExit) as raised:
         if os.getpid() != process:  # custom code has forked it
@@ -179,14 +175,14 @@ def report_errors() -> Iterator[JobFolders]:
         error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
         code = print_error(error)
         if code == 1:
-            print(_saved_data_message(folder), file=sys.stderr)
+            print(_saved_data_message(folder, shown), file=sys.stderr)
         if folders.sweep is not None:
             has_started = (folder / "run.json").exists()
             if not has_started:
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
             is_refused = not has_started and code == ConfigError.exit_code
             result = "was refused" if is_refused else "failed; the other jobs continue"
-            print(f"job {folder} {result}", file=sys.stderr)
+            print(f"job {shown} {result}", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
 
@@ -198,17 +194,15 @@ def _error_of_exit(stop: SystemExit) -> InstrumentError:
     raise stop
 
 
-def _saved_data_message(folder: Path) -> str:
-    """Describe the data in the folder of a job that ended early."""
+def _saved_data_message(folder: Path, shown: Path) -> str:
+    """Describe the data in the folder of a job that ended early. `shown` is its name in the message."""
     try:
         (folder / "run.json").stat()
     except (FileNotFoundError, NotADirectoryError):
-        return (
-            f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} no longer exists"
-        )
+        return f"nothing was recorded in {shown}" if folder.is_dir() else f"nothing is saved: {shown} no longer exists"
     except OSError as error:
-        return f"the recorded data in {folder} cannot be accessed: {error.strerror}"
-    return f"the data recorded so far is in {folder}"
+        return f"the recorded data in {shown} cannot be accessed: {error.strerror}"
+    return f"the data recorded so far is in {shown}"
 
 
 def as_instrument_error(error: Exception, arguments: Sequence[str]) -> InstrumentError:

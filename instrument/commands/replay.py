@@ -32,6 +32,7 @@ from instrument.commands.validated_config import read_config, read_overrides
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.experiment import InitFromConfig, RunConfig
 from instrument.errors import ConfigError, InstrumentError
+from instrument.formatting import shown_path
 from instrument.storage.run_folder import check_process_count
 from instrument.training.distributed.torchrun import is_rank_zero
 
@@ -130,7 +131,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             _write(certificate, job.folder)
             if hooks.left_out and not parsed.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
-            print(_summary(certificate, source, job.folder, has_failed=error is not None))
+            print(_summary(certificate, source, shown_path(job.folder), has_failed=error is not None))
             if error is None and not certificate.holds:
                 raise SystemExit(1)
         if error is not None:

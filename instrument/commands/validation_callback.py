@@ -21,7 +21,7 @@ from ..storage.folder_snapshot import Snapshot
 from ..storage.lock import FolderLock
 from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
-from ..storage.run_folder import create_free_folder
+from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
 from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override
 from ..training.sweeps.objective import read_objective
@@ -91,7 +91,10 @@ class HydraCallback(Callback):
                 if parsed.plan:
                     show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
                     raise SystemExit(0)
-                if parsed.resume is None and (processes is None or processes.is_rank_zero):
+                is_rank_zero = processes is None or processes.is_rank_zero
+                if parsed.resume is not None and is_rank_zero:
+                    check_writable(Path(parsed.resume), "resume")  # before Hydra opens its log there
+                elif is_rank_zero:
                     check_is_local(folder, "hydra.run.dir")
                     folder, HydraCallback.snapshot = reserve_folder(
                         folder, contains_time=contains_time(config.hydra.run)

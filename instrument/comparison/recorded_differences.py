@@ -129,7 +129,9 @@ class Comparison:
             rows = self._aligned("stats", columns, (_between(steps),) * 2)
             if len(rows):
                 rows = self._in_order(rows, rows[f"{POSITION.name}_a"].fillna(0))
-                self._add_statistics(rows, [name for name in names if _both_have(rows, name)])
+                recorded = rows.notna().any()
+                names_of_both = [name for name in names if recorded[f"{name}_a"] and recorded[f"{name}_b"]]
+                self._add_statistics(rows, names_of_both)
 
     def compare_tensors(self) -> None:
         """Compare the recorded tensors, element by element."""
@@ -277,11 +279,6 @@ class Comparison:
                 others = [names[layer] for layer in layers]
                 one, other = (ds.field("layer").isin(pa.array(each)) for each in (layers, others))
                 yield _between(steps) & one, _between(steps) & other
-
-
-def _both_have(rows: pd.DataFrame, name: str) -> bool:
-    """Return whether both runs recorded a statistic."""
-    return bool(rows[[f"{name}_a", f"{name}_b"]].notna().any().all())
 
 
 def _between(steps: Sequence[int]) -> ds.Expression:

@@ -110,7 +110,8 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
-    return _parse_section("apply", raw, _apply_class, {})
+    actions = apply_specs.ACTIONS
+    return _parse_section("apply", raw, lambda value, where: actions[_choice(value, "action", actions, where)], {})
 
 
 def parse_rules(raw: Any) -> dict[str, RuleBase]:
@@ -213,10 +214,6 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     if isinstance(fn, Mapping | Target) or callable(fn):
         return FunctionSpec
     return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
-
-
-def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
-    return apply_specs.ACTIONS[_choice(value, "action", apply_specs.ACTIONS, where)]
 
 
 def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:

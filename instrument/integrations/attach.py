@@ -34,6 +34,7 @@ from ..stats.device_choice import measured_by
 from ..storage.custom import CustomSink
 from ..storage.memory import MemorySink
 from ..storage.parquet import ParquetSink
+from ..storage.remote_folder import check_is_local
 from ..storage.run_folder import RunFolder, WorkerRunFolder
 from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
@@ -150,10 +151,13 @@ def attach(
     }
     if ids == "all":
         settings["data"] = {"ids": ids}
+    if out is not None:
+        check_is_local(out, "out")
+        out = Path(out).absolute()  # the loop may change the working directory
     probe = AttachedProbe(
         plan,
         _sink(out, sink),
-        folder=None if out is None else Path(out),
+        folder=out,
         info={"seed": seed, "device": _device(model), "config": settings},
         optimizer=optimizer,
         scaler=scaler,
@@ -171,9 +175,8 @@ def attach(
     try:
         # The folder is created last: a configuration error must not leave an empty run behind. A signal is handled when it is known.
         with uninterrupted():
-            folder = (
-                None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)
-            )
+            if out is not None:
+                folder = _folder(out, settings, model, seed, copy.address, overwrite=overwrite)
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
             if notice is not None:
@@ -205,22 +208,22 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) ->
         run_folder.update(device_statistics=measured_by())
 
 
-def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
+def _sink(out: Path | None, custom: Sink | None) -> Sink:
     """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink."""
     own = None if custom is None else CustomSink(custom, "sink")
     if out is None:
         return own or MemorySink()
-    files = ParquetSink(Path(out))
+    files = ParquetSink(out)
     return files if own is None else TeeSink(files, {own.name: own}, required=[own.name])
 
 
-def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
+def _copy(out: Path | None, remote: str | None) -> RemoteCopy:
     """Return the remote copy of a run; it does nothing if `remote` is None."""
     if out is None and remote is not None:
         message = "the rows are kept in memory, so there are no files to upload"
         raise ConfigError(Problem("remote", message, fix="pass out=FOLDER"))
     warn = partial(warnings.warn, category=InstrumentWarning)
-    return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), warn, where="remote")
+    return RemoteCopy(out or Path(), SinkConfig(remote=remote), warn, where="remote")
 
 
 def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:

@@ -277,7 +277,8 @@ class Probe(OwnedByProcess):
                 self._metrics.write(seconds=time.perf_counter() - started_at)
         finally:
             self.phase = previous_phase
-        self.recorder.end_step(any_scheduled=any_scheduled)
+        with deferred_signals():
+            self.recorder.end_step(any_scheduled=any_scheduled)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
             self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at

@@ -101,7 +101,7 @@ class LiveRun(RunHistory):
         Returns:
             Whether anything changed.
         """
-        if self._is_deleted():
+        if not is_address(self.folder) and not (self.folder / "run.json").exists():
             changed = bool(self.info["status"] != DELETED)
             self.info = {**self.info, "status": DELETED}
             self.version += changed
@@ -139,9 +139,6 @@ class LiveRun(RunHistory):
                     self.add(reader.table.name, rows)
                     changed = True
         return changed
-
-    def _is_deleted(self) -> bool:
-        return not is_address(self.folder) and not (self.folder / "run.json").exists()
 
     def _read_info(self) -> dict[str, Any]:
         with warnings.catch_warnings():

@@ -5,6 +5,7 @@ from __future__ import annotations
 # The functions of `signal` convert each handler to an enumeration, which takes ten times as long as to set it.
 import _signal  # type: ignore[import-not-found]
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -17,10 +18,11 @@ Handlers = Mapping[int, Callable[[int, FrameType | None], Any]]
 
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM)
 ALL_SIGNALS = tuple(_signal.valid_signals())
+DUPLICATE_SECONDS = 0.25  # Programs such as `timeout` send a signal to a process and then to its group.
 
 
 def deferred_signals() -> AbstractContextManager[None]:
-    """Defer Ctrl-C and SIGTERM to the end of a `with` block. A second signal is handled at once.
+    """Defer Ctrl-C and SIGTERM to the end of a `with` block. A second signal, other than a duplicate, is handled at once.
 
     Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
     them. Their handlers are called once at the end, also after an exception.
@@ -40,11 +42,13 @@ def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]
         return
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     received: dict[int, FrameType | None] = {}
+    first_at = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
-        is_second = bool(received)
+        nonlocal first_at
+        first_at = first_at if received else time.monotonic()
         received[number] = frame
-        if is_second and handles_second:
+        if handles_second and time.monotonic() - first_at > DUPLICATE_SECONDS:
             _handle(received, handlers)
 
     try:
@@ -59,6 +63,13 @@ def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]
         finally:  # a restored handler may have raised an exception before the others were restored
             _restore(handlers)
             _handle(received, handlers)
+
+
+def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the interrupt that caused an error or during whose handling it was raised; None without one."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error
 
 
 def _restore(handlers: Handlers) -> None:

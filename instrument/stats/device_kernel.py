@@ -396,7 +396,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
         elements, is_bfloat16, programs, stream = _prepared(flat)
         _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
         if counts is not None:
-            upper = _power_of_2(len(counts))
+            upper = 1 << max((len(counts) - 1).bit_length(), 1)  # a power of 2, at least 2
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
         if (compiled := _compiled.get((flat.device, flat.dtype))) is not None:
             _add_launchers(*compiled, flat.device, flat.dtype, stream)
@@ -472,11 +472,6 @@ def _max_programs(device: torch.device) -> int:
     """Return the maximum number of programs of one tensor. For Triton's interpreter, it is that of a large GPU."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 128
     return _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
-
-
-def _power_of_2(least: int) -> int:
-    """Return the smallest power of 2 from 2 that is not less than a number."""
-    return 1 << max((least - 1).bit_length(), 1)
 
 
 @cache

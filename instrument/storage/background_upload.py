@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from ..errors import ConfigError, Problem
+from ..formatting import shown_path
 from ..runtime.forks import OwnedByProcess
 from ..tables.schemas import TABLES
 from .parts import part_files
@@ -134,7 +135,7 @@ class Upload(OwnedByProcess):
                     consequence = "the upload stops" if self._refused else "the upload is retried"
                     kept = "all files are" if self.keep_local or not self.sent.files else "files that were not sent are"
                     self._messages.append(
-                        f"{self.remote.address}: {safe_message(error)}; {consequence}, {kept} in {self.folder}"
+                        f"{self.remote.address}: {safe_message(error)}; {consequence}, {kept} in {shown_path(self.folder)}"
                     )
             else:
                 if is_disconnected:

@@ -24,7 +24,8 @@ class Pool:
         self.used = 0
         self._idle: dict[tuple[int, bool], list[Tensor]] = {}
         self._idle_bytes = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # a signal cannot arrive between the acquisition of a plain lock and its block
+        self._changed = threading.Condition(self._lock)
 
     def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
         """Return a buffer of at least `size` bytes, dtype uint8.
@@ -32,7 +33,7 @@ class Pool:
         Until one is available, `wait` is called repeatedly, and may raise an exception. Without `wait`, the result is then None.
         """
         size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
-        with self._changed:
+        with self._lock:
             while self.used and self.used + size > self.limit:
                 if wait is None:
                     return None
@@ -51,7 +52,7 @@ class Pool:
     def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
         size = buffer.numel()
-        with self._changed:
+        with self._lock:
             self.used -= size
             if self.used + self._idle_bytes + size <= self.limit:
                 self._idle.setdefault((size, buffer.is_pinned()), []).append(buffer)

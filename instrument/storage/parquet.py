@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentWarning, SinkError
+from ..formatting import shown_path
 from ..tables.message_template import Message, MessageTemplate, StepColumns
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
@@ -146,14 +147,13 @@ class ParquetSink:
         return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:
-        """Convert all journals to parts. Return the number of parts of each table.
+        """Convert all rows to parts. Return the number of parts of each table.
 
         Raises:
             SinkError: A part cannot be written.
         """
+        self.end_step(wait=True)
         try:
-            if self.failure is None:
-                self._tensors.end_step(wait=True)
             for writer in self._writers.values():
                 writer.finish_part()
             self._count()
@@ -220,7 +220,7 @@ class ParquetSink:
         """Stop writing after an error, and report it. It is also recorded as an event if possible."""
         step = 0 if self._step is None else self._step + 1
         problem = error.strerror or str(error)
-        self.failure = f"cannot write to {self.folder}: {problem}; {self._describe_saved()}"
+        self.failure = f"cannot write to {shown_path(self.folder)}: {problem}; {self._describe_saved()}"
         event = (step, own_rank(), None, "recording", self.failure, "error", None, None, None)
         with suppress(OSError):
             self._reserve.unlink()

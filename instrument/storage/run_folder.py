@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
-from ..runtime.deferred_interrupts import uninterrupted
+from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import check_is_local
@@ -41,6 +41,11 @@ def create_free_folder(folder: Path, where: str) -> None:
         message = "the folder already contains a run, and runs are never overwritten"
         fix = "choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one")
         raise ConfigError(Problem(where, message, given=str(folder), fix=fix))
+    check_writable(folder, where)
+
+
+def check_writable(folder: Path, where: str) -> None:
+    """Create a folder if it does not exist. Raise ConfigError if it cannot be created or written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         test_file = folder / ".writable"
@@ -146,7 +151,6 @@ class RunFolder:
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
         folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
-        folder._write()
         return folder
 
     @contextmanager
@@ -164,14 +168,18 @@ class RunFolder:
         """
         self._has_begun = True
         try:
+            self._write()  # that the run is in progress, after `reopen`
             yield
             reason = stop_reason()
             self.finish("done" if reason is None else "stopped", reason)
         except BaseException as error:
-            if isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
-                self._discard()
-            elif isinstance(error, KeyboardInterrupt | GeneratorExit):  # a signal has prevented the end of the block
+            if interrupt := interrupt_behind(error):  # code that an interrupt ends may raise its own error
+                self.finish("interrupted", error)
+                raise interrupt  # noqa: B904 - its context is the error
+            if isinstance(error, GeneratorExit):  # a signal has prevented the end of the block
                 self.finish("interrupted", KeyboardInterrupt())
+            elif isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
+                self._discard()
             else:
                 self.finish("failed", error)
             raise

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from ..config.experiment import SinkConfig
 from ..errors import ConfigError, Problem
+from ..formatting import shown_path
 from ..values.dtensor import own_rank
 from .background_upload import Upload
 from .remote_errors import safe_message
@@ -130,7 +131,7 @@ class RemoteCopy:
             name, problem = next(iter(result.failed.items()))
             first = f"{name}: {problem}" if name else problem
             more = f", and {len(result.failed) - 1} more" if len(result.failed) > 1 else ""
-            command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
+            command = f"python -m instrument.upload {shlex.quote(str(shown_path(self.folder)))}"
             self.warn(
                 f"the upload to {self.address} is incomplete ({first}{more}); upload the missing files with: {command}"
             )

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from ..runtime.deferred_interrupts import uninterrupted
 from ..stats.device_copy import HostCopy
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
@@ -145,8 +146,9 @@ class TensorWriter:
 
     def _submit(self, task: Callable[[], None]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="instrument-tensors", daemon=True)
-            self._thread.start()
+            with uninterrupted():
+                self._thread = threading.Thread(target=self._work, name="instrument-tensors", daemon=True)
+                self._thread.start()
         self._tasks.put(task)
 
     # ------------------------------------------------------------------------------------------------ the thread's side

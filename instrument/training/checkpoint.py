@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, InstrumentError, Problem
 from ..probe.probe import Probe
+from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps
 from ..values.dtensor import full_tensor, mesh_of, own_rank, pack_shards, unpack_shards
@@ -77,13 +78,14 @@ class Checkpoints:
         Raises:
             InstrumentError: A part of the state cannot be read back, or the file cannot be written.
         """
-        with probe.saving_checkpoint():
-            states = _states(_own(experiment))
-            if experiment.optimizer is not None and experiment.strategy.saves_state:
-                states |= pack_shards(_states(_shared(experiment)))
-                states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
-        probe.recorder.flush()
-        ends = sink.finish_parts()
+        with deferred_signals():
+            with probe.saving_checkpoint():
+                states = _states(_own(experiment))
+                if experiment.optimizer is not None and experiment.strategy.saves_state:
+                    states |= pack_shards(_states(_shared(experiment)))
+                    states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
+            probe.recorder.flush()
+            ends = sink.finish_parts()
         state = {
             "version": VERSION,
             "step": probe.step,

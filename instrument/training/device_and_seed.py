@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
     algorithms = torch.are_deterministic_algorithms_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     default_dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    with preserve_random_state():
+    with preserve_random_state(), chdir(os.getcwd()):
         try:
             random.seed(seed)
             np.random.seed(seed % 2**32)

@@ -85,6 +85,7 @@ def run(
         SinkError: Rows cannot be written.
         RankError: Another process failed.
     """
+    folder = folder.absolute()  # custom code may change the working directory
     processes = process_group()
     if processes is not None and not processes.is_rank_zero:
         terminal.silence()

@@ -21,7 +21,7 @@ from ..analysis.findings import Finding, findings
 from ..analysis.load import Run, load
 from ..analysis.summary import recorded
 from ..config.description import describe_forward
-from ..formatting import human_bytes
+from ..formatting import human_bytes, shown_path
 from ..plan.cost import Forecast
 from ..plan.display import plan_view
 from ..storage.run_files import size_on_disk
@@ -76,7 +76,7 @@ class Terminal:
 
     def begin(self, experiment: Experiment, folder: Path) -> None:
         """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes."""
-        self.folder = folder
+        self.folder = shown_path(folder)
         self._show_fallback(experiment.data.source["fallback"])
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
@@ -197,6 +197,7 @@ class Terminal:
             stop_reason: Why the run was stopped. Default: None, the run is complete.
         """
         run = load(folder)
+        folder, report = shown_path(folder), None if report is None else shown_path(report)
         evaluation = "  ".join(metric_texts(metrics).values())
         shown_rules = {"hidden_module"} | (
             set() if self.quiet or self.brief else {*experiment.config.rules, "coverage"}

@@ -144,15 +144,11 @@ def number_of_samples(batch: Any) -> int:
 
 def _sizes(batch: Any) -> Iterator[tuple[str, int]]:
     """Yield a description (path and shape) and the number of samples for each tensor of a batch."""
-    for path, value in leaves(batch, _is_sample_tensor):
+    for path, value in leaves(batch, lambda value: isinstance(value, _TENSORS)):
         if isinstance(value, PackedSequence):  # its tensors have time steps, not samples, in dimension 0
             yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
         elif value.dim():
             yield f"{path or 'the batch'} {[*shape_of(value)]}", value.size(0)
-
-
-def _is_sample_tensor(value: Any) -> bool:
-    return isinstance(value, _TENSORS)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import warnings
 from pathlib import Path
@@ -111,6 +113,22 @@ def test_resumed_loop_continues_steps_and_epochs(loop: Loop) -> None:
     assert sorted(probe.stats.step.unique()) == [6, 7]
     coverage = {row["hook"]: (row["expected"], row["fired"]) for row in probe.coverage()}
     assert coverage == {"seen": (2, 2), "first": (0, 0)}
+
+
+def test_attach_writes_to_its_folder_after_a_change_of_directory(loop: Loop, workdir: Path) -> None:
+    elsewhere = workdir / "elsewhere"
+    elsewhere.mkdir()
+    with (
+        contextlib.chdir(workdir),
+        instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out="mine") as probe,
+    ):
+        os.chdir(elsewhere)
+        loop.run(probe)
+        assert list(probe.metrics.step) == [0, 1, 2]
+    run = instrument.load(workdir / "mine")
+    assert (run.info["status"], run.info["name"], run.problems) == ("done", "mine", [])
+    assert len(run.stats) == 9
+    assert not list(elsewhere.iterdir())
 
 
 def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> None:

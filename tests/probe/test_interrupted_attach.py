@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 import instrument
 from instrument.integrations.clipping import before_clipping
 from instrument.integrations.trainer_callback import TrainerCallbackBase
+from instrument.storage import journal, table_writer
 from instrument.storage.lock import is_locked
 
 RECORD = {"layers": "*", "kind": "forward", "action": "record"}
@@ -271,6 +274,88 @@ def test_interrupt_while_the_folder_is_created_leaves_it_free(monkeypatch: pytes
     with instrument.attach(model, HOOKS, optimizer=optimizer, out=folder, rules=None) as probe:
         train(model, optimizer, probe)
     assert instrument.load(folder).info["status"] == "done"
+
+
+def interrupt_after(patch: pytest.MonkeyPatch, owner: Any, name: str, signals: int = 1) -> None:
+    """Make a function send SIGINT to this process at the end of each call."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    patch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("call", range(3))
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_interrupt_in_a_closure_ends_the_run_as_interrupted(tmp_path: Path, kind: str, call: int) -> None:
+    model, _ = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    calls = iter(range(10))
+    hooks = {**HOOKS, "user": {**RECORD, "layers": "1", "action": "call", "fn": lambda tensor, context: interrupt()}}
+    hooks["user"]["kind"] = {"forward": "forward", "backward": "full_backward"}[kind]
+
+    def interrupt() -> None:
+        if next(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+
+    def run() -> None:
+        with instrument.attach(model, hooks, optimizer=optimizer, out=tmp_path / "run", rules=None) as probe:
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(torch.ones(1, 3, requires_grad=True)).square().sum()
+                loss.backward()
+                probe.end_micro_step()
+                return loss
+
+            optimizer.step(closure)  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert not hooks_left(model, optimizer)
+    recorded = instrument.load(tmp_path / "run")
+    assert (recorded.info["status"], recorded.problems) == ("interrupted", [])
+    assert recorded.stats.micro_step.max() == call
+    assert not (tmp_path / "run" / "journal").exists()
+
+
+@pytest.mark.parametrize("part", ["evaluation", "run.json", "error"])
+def test_interrupt_while_files_are_written_ends_the_run_as_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    model, optimizer = network()
+    tensors = {"t": {**RECORD, "tensors": True}, "e": {**RECORD, "phase": "eval"}}
+
+    def run() -> None:
+        with instrument.attach(model, tensors, optimizer=optimizer, out=tmp_path / "run", rules=None) as probe:
+            train(model, optimizer, probe)
+            if part == "evaluation":
+                interrupt_after(monkeypatch, journal.os, "writev")
+                with probe.in_phase("eval"):
+                    model(torch.ones(1, 3))
+            if part == "run.json":
+                interrupt_after(monkeypatch, Path, "write_text", signals=2)
+            elif part == "error":
+                monkeypatch.setattr(table_writer, "convert_journal", raise_disk_full)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    recorded = instrument.load(tmp_path / "run")
+    assert recorded.info["status"] == "interrupted"
+    assert ("No space left on device" in recorded.info["error"]) == (part == "error")
+    assert not recorded.problems
+    assert list(recorded.stats.step) == [0, 0, 1, 1] + [2, 2] * (part == "evaluation")
+    assert len(recorded.tensors()) == 4
+    assert not (tmp_path / "run" / "journal").exists() or part == "error"
+
+
+def raise_disk_full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_attaching_in_another_thread_leaves_signal_handlers_alone() -> None:

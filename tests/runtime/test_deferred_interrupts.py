@@ -14,6 +14,7 @@ from torch import nn
 import instrument
 from instrument.config.spec_file import read_specs
 from instrument.plan.hook_plan import make_plan
+from instrument.runtime import deferred_interrupts
 from instrument.runtime.deferred_interrupts import deferred_signals, uninterrupted
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -32,7 +33,10 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize(("count", "completes"), [(1, True), (2, False)])
-def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(count: int, completes: bool) -> None:
+def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(
+    count: int, completes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred_interrupts, "DUPLICATE_SECONDS", -1.0)  # the second one is no duplicate
     done = []
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         for _ in range(count):
@@ -40,6 +44,22 @@ def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(count: in
         done.append(True)
     assert done == [True] * completes
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_duplicate_of_a_signal_is_raised_once_after_the_block() -> None:
+    """The program `timeout` sends a signal to a process, and then to its group."""
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            interrupt()
+            interrupt()
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_rows()
+    assert done == [True]
+    assert caught.value.__context__ is None
 
 
 def test_error_in_the_block_restores_signal_handlers() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
+import pytest
 from waiting import TIMEOUT
 
 from instrument.storage.buffer_pool import SIZE_STEP, Pool
@@ -56,3 +58,21 @@ def test_waiting_caller_resumes_when_a_buffer_is_returned() -> None:
     threading.Thread(target=lambda: (waiting.wait(TIMEOUT), pool.release(first)), daemon=True).start()
     assert pool.take(1, pinned=False, wait=waiting.set) is not None
     assert waiting.is_set()
+
+
+def test_interrupt_at_the_lock_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A condition acquires its lock in Python code, in which a signal can arrive before the block begins."""
+    original = threading.Condition.__enter__
+
+    def acquire_and_interrupt(condition: threading.Condition) -> bool:
+        original(condition)
+        raise KeyboardInterrupt
+
+    pool = Pool(SIZE_STEP)
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(threading.Condition, "__enter__", acquire_and_interrupt)
+        pool.take(1, pinned=False, wait=fail_on_wait)
+    taken = threading.Thread(target=lambda: pool.take(1, pinned=False, wait=None), daemon=True)
+    taken.start()
+    taken.join(TIMEOUT)
+    assert not taken.is_alive()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ import instrument
 from instrument import ConfigError
 from instrument.config.parse import parse_config
 from instrument.hooks.attached_hook import AttachedHook
+from instrument.storage import run_folder, table_writer
 from instrument.storage.run_folder import RunFolder
 from instrument.tables.kinds import KINDS
 from instrument.tables.reasons import CHECKPOINT
@@ -102,6 +106,43 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert "the run is already done" in cli("resume=out").expect(2).err
 
 
+MOVES = """
+import os
+from instrument.training.models import MLP
+
+def net(**options):
+    os.chdir("/")
+    return MLP(**options)
+
+def move(tensor, context):
+    os.chdir("/" if context.step % 2 else os.environ["ELSEWHERE"])
+"""
+
+
+def test_custom_code_that_changes_the_working_directory(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("moves.py").write_text(MOVES)
+    Path("elsewhere").mkdir()
+    monkeypatch.setenv("ELSEWHERE", str(Path("elsewhere").absolute()))
+    hook = "+hooks.moves={layers: layers.0, kind: forward, action: call, fn: {_target_: moves.move}}"
+    with failing_after(8):
+        answer = cli(*TINY, "model._target_=moves.net", "train.save=true", "sink.tensorboard=true", hook).expect(1)
+    assert "the data recorded so far is in out" in answer.err
+    cli("resume=out", "report=true").expect(0)
+    run = instrument.load("out")
+    assert (run.info["status"], run.problems) == ("done", [])
+    assert list(run.metrics.step) == [*range(12), 12]
+    assert list(run.events[run.events.rule == "resumed"].message) == ["training continues after 5 steps"]
+    assert Path("out/report.html").exists()
+    assert list(Path("out").glob("**/events.out.tfevents.*"))
+    assert sorted(path.name for path in Path().iterdir() if path.name != "__pycache__") == [
+        "elsewhere",
+        "moves.py",
+        "out",
+    ]
+    assert not list(Path("elsewhere").iterdir())
+    assert not [name for name in ("out", ".lock", "run.json") if Path("/", name).exists()]
+
+
 def test_resume_without_a_checkpoint_is_refused(workdir: Path) -> None:
     run_until_failure(every=0)
     with pytest.raises(ConfigError, match=r"the run has no checkpoint: train\.checkpoint\.every was 0"):
@@ -132,6 +173,32 @@ def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: py
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.1)
     assert "the run is in progress in another process" in cli("resume=out").expect(2).err
     folder.finish("failed", RuntimeError("over"))
+
+
+def test_interrupt_while_a_run_is_reopened(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, states = run_folder.write_json, []
+
+    def write(path: Path, record: Any) -> None:
+        original(path, record)
+        states.append(record["status"])
+        if len(states) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_folder, "write_json", write)
+    cli("resume=out").expect(130)
+    assert states == ["running", "interrupted"]
+    assert instrument.load("out").info["status"] == "interrupted"
+
+
+def test_resume_in_a_read_only_folder_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_read_only(path: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "touch", raise_read_only)
+        answer = cli("resume=out").expect(2)
+    assert "resume: the folder is not writable: Read-only file system\n    given    out" in answer.err
+    cli("resume=out").expect(0)
 
 
 class Bomb:
@@ -264,6 +331,23 @@ def test_full_disk_keeps_the_previous_checkpoint(cli: Cli, out: Path, monkeypatc
     assert cli("resume=out").code == 0
 
 
+class InterruptedFile(io.BytesIO):
+    """A file whose second write is interrupted."""
+
+    def write(self, content: Any) -> int:
+        if self.tell():
+            raise KeyboardInterrupt
+        return super().write(content)
+
+
+def test_interrupt_in_a_write_of_a_checkpoint_is_no_failure(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.training.checkpoint.open", lambda *_: InterruptedFile(), raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_tiny("out")
+    assert instrument.load("out").info["status"] == "interrupted"
+    assert not list(Path("out/checkpoints").iterdir())
+
+
 CHANGES = {
     "clip": {"action": "clip", "value": 0.01},
     "scale": {"action": "scale", "factor": 2.0},
@@ -357,6 +441,41 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
     assert list(other.events.rule).count("resumed") == 2
     states = [Checkpoints(recorded.path).load()["probe"] for recorded in (one, other)]
     assert states[0] == states[1]
+
+
+def test_interrupt_between_the_parts_of_a_checkpoint(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = {"seen": {"layers": "1", "kind": "forward", "action": "record"}}
+    original, handler = table_writer.convert_journal, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def convert(*args: Any, **options: Any) -> Any:
+        converted = original(*args, **options)
+        if Path("out/checkpoints").exists():  # in the second one, after 4 steps
+            signal.raise_signal(signal.SIGINT)
+        return converted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table_writer, "convert_journal", convert)
+        with pytest.raises(KeyboardInterrupt):
+            run_tiny("out", hooks=hooks)
+    signal.signal(signal.SIGINT, handler)
+    run = instrument.load("out")
+    assert (run.info["status"], run.problems) == ("interrupted", [])
+    assert list(run.stats.step) == [0, 1, 2, 3]
+    run_tiny("out", resume="out", hooks=hooks)
+    assert list(instrument.load("out").stats.step) == [0, 1, 2, 3, 4]
+
+
+def test_events_at_the_step_of_a_checkpoint_are_kept(workdir: Path) -> None:
+    """A budget changes rates after the rows of a step are written. One row of 70 bytes per step exceeds 200 bytes in 5 steps."""
+    options: dict[str, Any] = {"every": 1, "budget": {"bytes": 200}}
+    options["hooks"] = {"seen": {"layers": "1", "kind": "forward", "action": "record"}}
+    with failing_after(1), pytest.raises(RuntimeError, match="stopped here"):
+        run_tiny("out", **options)
+    run_tiny("out", resume="out", **options)
+    run = instrument.load("out")
+    (event, _) = run.events[run.events.rule == "budget"].message
+    assert event == "70 bytes are recorded, the budget is 200: hook 'seen' on 1 is sampled once in 4 scheduled steps"
+    assert list(run.stats.step) == [0, 4]
 
 
 def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path) -> None:

@@ -186,7 +186,8 @@ class Processes:
                     on_failure(error.rank)
                 raise
             # torchrun sends SIGTERM to all processes when one ends. The error is reported and files are written first.
-            _ignore_termination()
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
             first = self._find_first_failure(error, folder)
             if first is None:
                 raise
@@ -246,11 +247,6 @@ def _poll_dead_ranks(folder: Path, own_rank: int, size: int) -> Iterator[int | N
     while time.monotonic() < deadline:
         yield next((rank for rank in range(size) if rank != own_rank and not is_locked(folder, rank)), None)
         time.sleep(0.05)
-
-
-def _ignore_termination() -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _is_lost_connection(error: BaseException | None) -> bool:
