@@ -46,9 +46,10 @@ def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]
 
     def note(number: int, frame: FrameType | None) -> None:
         nonlocal first_at
-        first_at = first_at if received else time.monotonic()
+        now = time.monotonic()
+        first_at = first_at if received else now
         received[number] = frame
-        if handles_second and time.monotonic() - first_at > DUPLICATE_SECONDS:
+        if handles_second and now - first_at > DUPLICATE_SECONDS:
             _handle(received, handlers)
 
     try:
