@@ -284,7 +284,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
         torch.ones(3),
         torch.ones(3).bfloat16(),
         "EQUAL STATISTICS",
-        "dtype: float32 and bfloat16 at 0 (Identity)",
+        "different dtypes: float32 and bfloat16 at 0 (Identity)",
     ),
     "complex": (torch.tensor([1j, 1]), torch.ones(2), "EQUAL STATISTICS", "DIFFERENT"),
     "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL: all compared elements"),

@@ -32,7 +32,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize(("count", "completes"), [(1, True), (2, False)])
-def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(count: int, completes: bool) -> None:
+def test_ctrl_c_is_raised_after_the_block_and_the_second_at_once(count: int, completes: bool) -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), deferred_signals():  # noqa: PT012
         for _ in range(count):
