@@ -1,4 +1,4 @@
-"""Models and runs for tests of hooks: a module of a function, specs, steps with hooks, and comparisons of their tensors."""
+"""Models and runs for tests of hooks: a module made from a function, specs, steps with hooks, and comparisons of their tensors."""
 
 from __future__ import annotations
 

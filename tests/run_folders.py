@@ -115,7 +115,7 @@ def finished(folder: Path) -> instrument.Run:
 
 
 def damage_inside(file: Path) -> None:
-    """Damage a file inside; its footer, by which it is opened, is intact."""
+    """Overwrite bytes of a file, but not its footer: the file can still be opened."""
     content = bytearray(file.read_bytes())
     content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
     file.write_bytes(content)

@@ -93,7 +93,7 @@ def findings(run: RunTables) -> list[Finding]:
 
 
 def most_severe_first(all_findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in the order of their severity; those of the same severity stay in their order."""
+    """Return findings with the most severe ones first. Findings of the same severity keep their order."""
     return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 

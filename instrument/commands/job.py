@@ -170,7 +170,7 @@ def report_errors() -> Iterator[JobFolders]:
             print(f"\n{reason}: {_saved_data_message(folder, shown)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
     except (Exception, SystemExit) as raised:
-        if os.getpid() != process:  # custom code has forked it
+        if os.getpid() != process:  # custom code has forked this process
             raise
         error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
         code = print_error(error)

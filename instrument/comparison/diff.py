@@ -47,9 +47,9 @@ def diff(
     Rows are matched by phase, step, micro-step, hook, layer, kind, role, path and call. If the other run has no hook of this
     name, its only other hook with the same kind and role is used. Rows are read a few steps at a time.
 
-    `mean`, `std`, `rms`, `l2` and the counts decide whether tensors differ, shapes too, and for recorded tensors the L2 difference.
-    Without these statistics, all except fractions decide, and with tolerance 0 all. The guide "Compare two runs" defines the relative
-    differences.
+    `mean`, `std`, `rms`, `l2`, the counts and the shapes decide whether tensors differ. For recorded tensors, the relative L2 difference
+    and the shapes decide. Rows without these four statistics use all statistics except fractions. With tolerance 0, all statistics
+    decide. The guide "Compare two runs" defines the relative differences.
 
     Args:
         a: The first run: a run from `instrument.load`, its folder, or `probe.run`.

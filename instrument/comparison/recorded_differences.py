@@ -68,7 +68,7 @@ class Comparison:
         has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         precisions: The precisions of the two runs; empty before the first rows are compared.
         first: The first difference above the tolerance; None without one.
-        unmatched: For each run, the number of rows at steps of which the other run has none, or without a match at a common step.
+        unmatched: For each run, the number of rows without a match at a common step, and of all rows at steps that only it recorded.
         other_parts: The number of pairs of tensors that are not compared, because the runs recorded different parts.
     """
 
@@ -215,7 +215,7 @@ class Comparison:
     def _add(
         self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str], shape: str
     ) -> None:
-        """Add the decisive differences of matched rows, which are in the order of execution. `shape`: the column with the shapes."""
+        """Add the decisive differences of matched rows, which are in the order of execution. `shape` is the column of the shapes."""
         shapes = zip(rows[f"{shape}_a"], rows[f"{shape}_b"], strict=True)
         are_other = np.array([one is not None is not other and list(one) != list(other) for one, other in shapes], bool)
         differences = np.where(are_other, math.inf, differences)

@@ -59,7 +59,7 @@ class Diff:
             difference of NaN and a number is infinite.
         unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
         unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have, and of all
-            rows at its other steps.
+            rows at steps that only this run recorded.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
     """
@@ -252,7 +252,7 @@ def _compared(diff: Diff) -> Iterator[str]:
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
     yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
     for row in records(diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")):
-        yield f"other dtype: {row['dtype_a']} and {row['dtype_b']} at {place(row)}"
+        yield f"different dtypes: {row['dtype_a']} and {row['dtype_b']} at {place(row)}"
     yield f"tolerance: {diff.tolerance:.2g}"
 
 
@@ -274,6 +274,6 @@ def _unmatched(diff: Diff) -> Iterator[str]:
         yield f"  rename {'='.join(diff.suggestion)} would match more layers"
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
-            yield f"rows only in {name}: {count:,} (other steps, or another number of calls, ranks or micro-steps)"
+            yield f"rows only in {name}: {count:,} (other steps, or a different number of calls, ranks or micro-steps)"
     if diff.other_parts:
         yield f"recorded tensors of which the runs have different parts: {diff.other_parts:,}, which are not compared"

@@ -67,7 +67,7 @@ def _real(values: _Array, *, is_complex: bool) -> _Array:
 
 
 def _gap(a: _Array, b: _Array) -> _Array:
-    """Return |a - b| in float64, at most its largest number. It is 0 only if a = b, also for 64-bit integers."""
+    """Return |a - b| in float64, limited to the largest finite number. It is 0 only if a = b, also for 64-bit integers."""
     if a.dtype.kind in "iu" and b.dtype.kind in "iu":
         (high_a, low_a), (high_b, low_b) = (np.divmod(each, each.dtype.type(2**32)) for each in (a, b))
         gap = (high_a.astype(np.float64) - high_b) * 2.0**32 + (low_a.astype(np.float64) - low_b)

@@ -46,8 +46,8 @@ UNKNOWN_CONTAINER = (
 is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch 2.6 does not have it
 
 
-def not_exported(attached_hooks: Sequence[AttachedHook]) -> str:
-    """Return why `torch.export` is refused: the program would not have an intervention. Empty without a scheduled one."""
+def export_refusal(attached_hooks: Sequence[AttachedHook]) -> str:
+    """Return why `torch.export` is refused: the program would not include an intervention. Empty if none is scheduled."""
     for attached in attached_hooks:
         if attached.is_scheduled and not attached.is_record_hook:
             name, kind, label = attached.site.spec.name, attached.site.spec.kind, attached.site.label
@@ -147,7 +147,7 @@ class GraphHooks:
         ]
         self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = traced
         self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
-        self.refusal = not_exported([attached for stage in self._stages for attached in stage] + self._places.totals)
+        self.refusal = export_refusal([attached for stage in self._stages for attached in stage] + self._places.totals)
         # One operator then stands for the complete call. A module that may call itself needs both: the outer call has the first index.
         self.needs_begin = bool(self.pre or self.contributions) or self.calls.is_shared or not self._is_simple_module
 

@@ -44,7 +44,7 @@ from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arg
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
-from .compiled_hooks import not_exported
+from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
@@ -267,7 +267,7 @@ class FunctionHooks(SuspendableModuleHooks):
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook in compiled code, which calls no functions."""
         if self._is_active():
-            if is_compiling() and (refusal := not_exported(self.attached_hooks)):  # torch.export runs this code
+            if is_compiling() and (refusal := export_refusal(self.attached_hooks)):  # torch.export runs this code
                 raise HookError(refusal)
             self.count_missed_call(COMPILED)
 
@@ -294,7 +294,10 @@ class FunctionHooks(SuspendableModuleHooks):
                 running.update_coverage(has_raised=has_raised)
 
     def detach(self) -> None:
-        """Remove the hooks on leaf tensors, the mode of this thread, and both hooks. Calls in progress remove the latter at their end."""
+        """Remove the hooks on leaf tensors, the mode of this thread, and both module hooks.
+
+        If a thread is in a call of a module, the end of this call removes the module hooks.
+        """
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
         if not self.threads.are_in_use:
@@ -307,7 +310,7 @@ class FunctionHooks(SuspendableModuleHooks):
 
 
 class FunctionPauses(InertWhenCopied):
-    """The hooks that pause the modes of all threads in modules that would compute something else with a mode.
+    """The hooks that pause the modes of all threads in modules whose result a mode would change.
 
     They are never suspended: an encoder layer without hooks takes PyTorch's fast path, which rounds differently.
 
@@ -346,7 +349,7 @@ class FunctionPauses(InertWhenCopied):
 
 
 class FunctionThreads(threading.local):
-    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread. `modes` has those of all threads."""
+    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread. `modes` are those of all threads."""
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock, modes: dict[int, HookedFunctions]) -> None:
         self.mode, self.modes = HookedFunctions(specs, clock), modes

@@ -164,7 +164,7 @@ class LeafHook:
     Attributes:
         hook: The hook.
         graph_passes: The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
-        micro_step_index: The micro-step in which it was registered; -1 if it has fired before the next call.
+        micro_step_index: The micro-step in which it was registered; -1 if it had fired when a later call registered a hook.
     """
 
     hook: Hook
@@ -178,7 +178,7 @@ class LeafHook:
         return () if self.graph_passes is None else self.graph_passes() or ()
 
     def is_over(self, micro_step_index: int) -> bool:
-        """Return whether it is not needed in further passes: its graph no longer exists."""
+        """Return whether its graph no longer exists or, if the graph is unknown, whether its micro-step is over."""
         return self.micro_step_index != micro_step_index if self.graph_passes is None else self.graph_passes() is None
 
 
@@ -186,8 +186,8 @@ class LeafHooks:
     """Gradient hooks on leaf tensors, which exist longer than a graph. Several threads may use them.
 
     Each hook belongs to one call, and gets the gradients of the backward passes through the graph of this call. A double
-    backward pass can leave out the outputs of the call. Its gradients go to the calls with an earlier pass, but not to those that
-    had fired before the latest call. Without any, they go to all hooks of the micro-step.
+    backward pass can leave out the outputs of the call. Its gradients go to the hooks of the micro-step whose calls had an earlier
+    pass or, if no call had one, to all hooks of the micro-step. Hooks that had fired before the latest call are excluded.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -197,13 +197,13 @@ class LeafHooks:
         self._handles: list[RemovableHandle] = []
 
     def register(self, leaf: Tensor, hook: Hook, passes: set[int] | None = None) -> LeafHook:
-        """Register a hook for the next gradient of one call. Hooks of earlier calls that are over are removed.
+        """Register a hook for the gradients of one call. Hooks of earlier calls that are over are removed.
 
         Args:
             leaf: The leaf.
             hook: The hook.
-            passes: The backward passes through the graph of the call, which exist as long as it; None if it is unknown, because the call
-                returns the leaf.
+            passes: The backward passes through the graph of the call. The set exists as long as the graph. None if the graph is unknown,
+                because the call returns the leaf.
         """
         new = LeafHook(hook, None if passes is None else weakref.ref(passes), self.clock.micro_step_index)
         with self._lock:

@@ -72,7 +72,7 @@ class HookCoverage(FiringCounts):
         self.firings += 1
 
     def count_gradient(self, *, is_repeated: bool) -> None:
-        """Count the gradient of a call. A further one of the same call is no firing, but explains a micro-step without calls."""
+        """Count a gradient of a call. A repeated one is not a firing, but a micro-step with only repeated ones is not missed."""
         self.firings += not is_repeated
         self._is_repeated |= is_repeated
         self.has_notes |= is_repeated

@@ -43,7 +43,7 @@ class TensorStore:
 
     @property
     def original(self) -> dict[str, dict[str, Kept]]:
-        """The tensors of the original pass. One of this thread precedes those of other threads."""
+        """The tensors of the original pass. Those of this thread take precedence over those of other threads."""
         kept: dict[str, dict[str, Kept]] = {}
         for by_name in (*self._by_thread.copy().values(), self._by_thread.get(get_ident(), {})):
             for name in [*by_name]:

@@ -72,7 +72,7 @@ class Call:
         return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
     def firing(self, backward: int = 0) -> FiringIndex:
-        """Return what identifies a firing in this call; `backward`: the index of the gradient."""
+        """Return the index of a firing in this call. `backward` is the index of the backward pass."""
         return firing_of(self.index, backward, self.is_recomputed, self.origin)
 
 

@@ -54,9 +54,8 @@ class PendingInputGradients:
     def __init__(self, stored: Callable[[], StoredTensors]) -> None:
         self.since = next_sequence_number()
         self.stored = stored
-        self.passes: set[int] = (
-            set()
-        )  # the backward passes through the outputs of the call, if a hook on a leaf needs them
+        # The backward passes through the outputs of the call, if a hook on a leaf needs them.
+        self.passes: set[int] = set()
         self.on_leaves: list[LeafHook] = []
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}

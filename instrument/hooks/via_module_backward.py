@@ -26,7 +26,7 @@ from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import FiringIndex
-from .compiled_hooks import not_exported
+from .compiled_hooks import export_refusal
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
 from .together import act_on_tensors
@@ -52,8 +52,8 @@ class ModuleBackwardHooks(ModuleCallHooks):
         super().__init__(attached_hooks, calls)
         self.prepend = prepend
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
-        # By PyTorch's object for the backward hooks of one call: the call, and counters of its backward passes, by kind and role, and of
-        # the firings of each site.
+        # By PyTorch's object for the backward hooks of one call: the call and its counters. They count the backward passes by kind and
+        # role, and the firings of each site.
         self.expected_calls: WeakKeyDictionary[object, tuple[Call, defaultdict[object, count[int]]]] = (
             WeakKeyDictionary()
         )
@@ -78,7 +78,7 @@ class ModuleBackwardHooks(ModuleCallHooks):
         """Start a call."""
         if self.clock.closed:
             return
-        if is_compiling() and (refusal := not_exported(self.attached_hooks)):  # torch.export runs this code
+        if is_compiling() and (refusal := export_refusal(self.attached_hooks)):  # torch.export runs this code
             raise HookError(refusal)
         self.calls.enter(self, args)
 

@@ -76,7 +76,7 @@ def attach(
                 probe.end_step(loss=loss)
 
     All hooks are removed when the block ends, also after an exception. A compiled model is compiled again at its next
-    call. In a forked process, they are removed at once, and nothing is written to the run of the parent.
+    call. In a forked process, the hooks are removed at once, and nothing is written to the run of the parent.
 
     Args:
         model: The model: any `torch.nn.Module`.
@@ -173,7 +173,8 @@ def attach(
     copy = _copy(out, remote)
     folder = None
     try:
-        # The folder is created last: a configuration error must not leave an empty run behind. A signal is handled when it is known.
+        # The folder is created last: a configuration error must not leave an empty run behind. Signals are handled after the
+        # assignment: the folder is closed below.
         with uninterrupted():
             if out is not None:
                 folder = _folder(out, settings, model, seed, copy.address, overwrite=overwrite)

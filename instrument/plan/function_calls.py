@@ -248,7 +248,7 @@ def module_frame() -> tuple[FrameType | None, bool]:
 
 
 def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:
-    """Return whether a frame is one of a thread, whose innermost frame is given."""
+    """Return whether a frame is in the stack of a thread, given the innermost frame of the thread."""
     while innermost is not None and innermost is not frame:
         innermost = innermost.f_back
     return innermost is not None

@@ -59,7 +59,7 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
     if attached.expected:
         silent = attached.fired < attached.expected
         refined = [_refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent]
-        left_out = {reasons.REPEATED_ARGUMENT} & attached.exemptions.keys()  # besides tensors that were recorded
+        left_out = {reasons.REPEATED_ARGUMENT} & attached.exemptions.keys()  # while other tensors were recorded
         return "; ".join(dict.fromkeys([*refined, *left_out]))
     if attached.exemptions:
         if (

@@ -59,7 +59,7 @@ class Probe(OwnedByProcess):
 
     A probe is a context manager. It attaches all hooks when the block starts and removes all of them when the block
     ends, also after an exception. Call `end_step` after each optimizer step; all other methods are optional. In a forked process,
-    the hooks of its parent are removed, and the end of the block writes nothing.
+    the hooks are removed, and the end of the block writes nothing.
 
         with Probe(plan, sink, optimizer=optimizer) as probe:
             for batch in loader:

@@ -77,7 +77,7 @@ class LiveRun(RunHistory):
         return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
     def findings(self) -> list[Finding]:
-        """Return what the rules found, as in a report, and the other warnings and errors; the most severe ones first."""
+        """Return the findings of rules, as in a report, and the other warnings and errors; the most severe ones first."""
         rules = (self.info.get("config") or {}).get("rules") or {}
         fired = [event for event in self.fired if event.rule in rules]
         findings = [*rule_findings(fired, advice_by_rule(rules, self.info))]

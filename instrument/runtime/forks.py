@@ -1,4 +1,4 @@
-"""Objects that a forked child process inherits and must not use: the probe of its parent process, and the lock of a run."""
+"""Objects that a forked child process inherits and must not use: the probe, the lock and the upload of a run of its parent."""
 
 from __future__ import annotations
 

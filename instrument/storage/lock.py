@@ -40,7 +40,7 @@ class FolderLock(OwnedByProcess):
         return self._lock.is_locked and not self.is_inherited
 
     def release(self) -> None:
-        """Release the lock, if it is held, and remove its file. A forked process does not: the lock belongs to its parent."""
+        """Release the lock, if it is held, and remove its file. A forked process does neither: the lock belongs to its parent."""
         with uninterrupted():
             if self.is_held:
                 with suppress(OSError):  # a remaining file is harmless: only the lock on it counts

@@ -89,7 +89,7 @@ class RunFolder:
         SinkError: From all methods: run.json cannot be written.
     """
 
-    _has_begun = False  # the block in which it is recorded
+    _has_begun = False  # whether the block of `recording` has begun
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class RunFolder:
             raise
 
     def close(self) -> None:
-        """End a run that a signal has kept from beginning or ending its block. Without a block, the folder is restored."""
+        """End a run if a signal prevented the beginning or the end of its block. If the block has not begun, restore the folder."""
         self.finish("interrupted", KeyboardInterrupt()) if self._has_begun else self._discard()
 
     def _discard(self) -> None:

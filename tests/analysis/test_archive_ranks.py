@@ -50,7 +50,7 @@ def find(run: str, ranks: int, rank: int = 0, **changed: Any) -> list[list[float
     return found
 
 
-def test_one_process_finds_the_batch_of_several_and_each_its_own_shard(
+def test_batch_of_several_processes_is_found_in_full_or_by_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = recorded(tmp_path / "run", 3, "local", monkeypatch)

@@ -133,7 +133,7 @@ def test_series_has_its_type(kind: str, role: str, gradient: bool, parameters: b
     assert (series.is_gradient, series.is_of_parameters) == (gradient, parameters)
 
 
-def test_empty_tables_statistics_without_values_and_unknown_layers() -> None:
+def test_tables_without_values_and_unknown_layers_are_allowed() -> None:
     found = matrices(rows(), ["l2"], [], most=5)["l2"]
     assert (found.locations, found.values.shape) == ([], (0, 0))
     assert statistics_in(rows(("a", "", 0, 1.0)).assign(mean=math.nan)) == ["min", "max", "l2"]

@@ -275,7 +275,7 @@ def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None
 
 NAN, INF = math.nan, math.inf
 VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
-    "permuted": (torch.tensor([1.0, 2.0, 4.0]), torch.tensor([4.0, 1.0, 2.0]), "EQUAL STATISTICS", "DIFFERENT"),
+    "permuted": (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 1.0, 2.0]), "EQUAL STATISTICS", "DIFFERENT"),
     "equal": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
     "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "source_shape [2, 3] and [3, 2]"),
     "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL: all compared elements"),
@@ -284,7 +284,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
         torch.ones(3),
         torch.ones(3).bfloat16(),
         "EQUAL STATISTICS",
-        "dtype: float32 and bfloat16 at 0 (Identity)",
+        "different dtypes: float32 and bfloat16 at 0 (Identity)",
     ),
     "complex": (torch.tensor([1j, 1]), torch.ones(2), "EQUAL STATISTICS", "DIFFERENT"),
     "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL: all compared elements"),

@@ -84,7 +84,7 @@ def test_integers_are_compared_exactly(dtype: type, one: int, other: int) -> Non
 
 
 @pytest.mark.parametrize(("one", "other", "l2"), [(1e200, 2e200, 0.5), (1e-200, 2e-200, 0.5), (-1e308, 1e308, 1.8)])
-def test_elements_whose_squares_float64_does_not_have_differ(one: float, other: float, l2: float) -> None:
+def test_squares_outside_of_the_range_of_float64_are_compared(one: float, other: float, l2: float) -> None:
     errors = tensor_errors(np.array([one]), np.array([other]), ("float64", "float64"))
     assert errors.l2 == pytest.approx(l2, abs=0.01)
     assert errors.cosine == np.sign(one * np.sign(other))

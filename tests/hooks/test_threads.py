@@ -197,7 +197,7 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
 
 
 @pytest.mark.parametrize("during", ["end of the block", "suspension"])
-def test_functions_are_not_observed_after_a_call_that_outlives_its_step(during: str) -> None:
+def test_thread_in_a_call_stops_observing_when_the_call_ends(during: str) -> None:
     model, x = BlockingModule(), torch.ones(2, 3)
     specs = {"seen": record("function", functions="*", every=2)}
     with ThreadPoolExecutor(1) as pool:
@@ -316,7 +316,7 @@ def test_repeated_passes_of_one_leaf_belong_to_their_calls(via: str) -> None:
     assert all(row["fired"] == row["expected"] == 2 for row in probe.coverage())
 
 
-def test_repeated_pass_in_a_later_step_is_no_missed_call() -> None:
+def test_repeated_pass_in_a_later_step_is_not_missed() -> None:
     model, leaf = Calls(lambda x, factor: x * factor), torch.ones(3, requires_grad=True)
     specs = {
         "flow": record("full_backward"),

@@ -228,7 +228,7 @@ def test_weights_that_a_module_returns_are_found(average: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", [{"functions": "softmax"}, {"kind": "forward", "layers": "1"}], ids=str)
-def test_softmax_over_classes_and_units_are_no_attention(hook: dict[str, str]) -> None:
+def test_softmax_over_classes_and_units_is_not_attention(hook: dict[str, str]) -> None:
     units = {"units": {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}}
     run = forward_steps(nn.Sequential(nn.Conv1d(2, 8, 1)), units, [torch.rand(2, 2, 4)]).run
     with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):

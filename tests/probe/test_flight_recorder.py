@@ -68,7 +68,7 @@ def messages(probe: AttachedProbe) -> list[str]:
     return [row["message"] for row in probe.sink.records("events") if row["rule"] == "flight_recorder"]
 
 
-def test_tensors_and_samples_of_the_step_and_of_the_one_before_are_written() -> None:
+def test_tensors_and_samples_of_the_last_two_steps_are_written() -> None:
     """They equal those of a hook that writes all steps."""
     everything = {key: value for key, value in EVIDENCE.items() if key != "keep"}
     probe, complete = train({"evidence": EVIDENCE}), train({"evidence": everything})

@@ -33,7 +33,7 @@ def interrupt() -> None:
 
 
 @pytest.mark.parametrize(("count", "completes"), [(1, True), (2, False)])
-def test_ctrl_c_is_raised_after_the_block_and_a_second_one_immediately(
+def test_ctrl_c_is_raised_after_the_block_and_the_second_at_once(
     count: int, completes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deferred_interrupts, "DUPLICATE_SECONDS", 0.0)  # no later signal is a duplicate

@@ -45,7 +45,7 @@ def test_english_has_the_descriptions_of_scikit_learn() -> None:
     assert len(windows) == len(tokens) * 9 // 10 // 8 * 8
 
 
-def test_repeated_tokens_have_their_periods_and_depend_on_seed_and_split() -> None:
+def test_repeated_tokens_have_periods_and_depend_on_the_seed() -> None:
     tokens, targets = repeated_tokens("train", vocabulary=9, length=12, periods=[3, 5], samples=50).tensors
     assert tokens.shape == targets.shape == (50, 12)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])

@@ -360,7 +360,7 @@ def test_stop_iteration_does_not_end_a_pass(dataset: Any, collate: Any, samples:
         next(batches)
 
 
-def test_stop_iteration_in_the_first_batch_is_reported_with_its_line() -> None:
+def test_stop_iteration_in_the_first_batch_names_its_line() -> None:
     with pytest.raises(
         ConfigError, match=r"its samples cannot be loaded \(in .*test_loader.py.*__getitem__\)"
     ) as error:
