@@ -475,10 +475,12 @@ class Probe(OwnedByProcess):
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
-            AlreadyAttachedError: This process is a fork of the one that records.
+            AlreadyAttachedError: The probe belongs to the parent of this forked process.
         """
         if self.is_inherited:
-            raise AlreadyAttachedError("this process is a fork of the one that records; attach a probe in this process")
+            raise AlreadyAttachedError(
+                "a forked process cannot use the probe of its parent; attach a probe in this process"
+            )
         checked = checked_metrics({"loss": loss, **metrics})
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows

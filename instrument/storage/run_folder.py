@@ -186,7 +186,10 @@ class RunFolder:
 
     def close(self) -> None:
         """End a run if a signal prevented the beginning or the end of its block. If the block has not begun, restore the folder."""
-        self.finish("interrupted", KeyboardInterrupt()) if self._has_begun else self._discard()
+        if self._has_begun:
+            self.finish("interrupted", KeyboardInterrupt())
+        else:
+            self._discard()
 
     def _discard(self) -> None:
         if self._lock.is_held:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..config.run_changes import Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
 from ..probe.probe import Probe
+from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
 from ..storage.custom import CustomSink
@@ -93,14 +94,8 @@ def run(
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal.warn, terminal.uploaded)
-        own_folder = (
-            _open_folder(config, folder, raw, overrides, processes, source)
-            if processes is None or processes.is_rank_zero
-            else None
-        )
-    run_folder = own_folder or WorkerRunFolder(folder, own_rank())
     training: _Training | None = None
-    with copy:
+    with _opened_folder(config, folder, raw, overrides, processes, source) as run_folder, copy:
         with (
             run_folder.recording(
                 has_started=lambda: training is not None and training.has_started,
@@ -114,11 +109,11 @@ def run(
             with synced_errors(processes):
                 experiment = prepare(config, strategy)
                 _check_same_weights(experiment, run_folder)
-                if own_folder is not None:
-                    _record_environment(own_folder, experiment, raw, copy.address)
+                if isinstance(run_folder, RunFolder):
+                    _record_environment(run_folder, experiment, raw, copy.address)
                     if source is not None:
-                        source.check(own_folder.record)
-                        own_folder.update(replay=source.entry())
+                        source.check(run_folder.record)
+                        run_folder.update(replay=source.entry())
                 training = _Training(experiment, folder, terminal, raw, copy, source)
                 run_folder.update(advice=training.probe.rules.custom_advice)
                 training.begin()
@@ -148,31 +143,40 @@ def run(
     return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 
 
-def _open_folder(
+@signal_safe_contextmanager
+def _opened_folder(
     config: RunConfig,
     folder: Path,
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     processes: Processes | None,
     source: ReplaySource | None,
-) -> RunFolder:
-    """Create the folder of a new run, or open the folder of the run to resume."""
-    if config.resume is not None:
-        return RunFolder.reopen(folder, on_error=config.sink.on_error)
-    return RunFolder(
-        folder,
-        name=config.name,
-        seed=config.seed,
-        config=raw,
-        config_hash=config_hash(dict(raw)),
-        overrides=overrides,
-        device=None,
-        data=None,
-        statistics=KERNEL,
-        ranks=1 if processes is None else processes.size,
-        replay=None if source is None else source.entry(),
-        on_error=config.sink.on_error,
-    )
+) -> Iterator[RunFolder | WorkerRunFolder]:
+    """Create the folder of a new run, or open the folder of the run to resume. Afterwards, the run has ended."""
+    own = None
+    try:
+        with synced_errors(processes), uninterrupted():  # a signal is handled when the folder is known
+            if config.resume is not None and (processes is None or processes.is_rank_zero):
+                own = RunFolder.reopen(folder, on_error=config.sink.on_error)
+            elif processes is None or processes.is_rank_zero:
+                own = RunFolder(
+                    folder,
+                    name=config.name,
+                    seed=config.seed,
+                    config=raw,
+                    config_hash=config_hash(dict(raw)),
+                    overrides=overrides,
+                    device=None,
+                    data=None,
+                    statistics=KERNEL,
+                    ranks=1 if processes is None else processes.size,
+                    replay=None if source is None else source.entry(),
+                    on_error=config.sink.on_error,
+                )
+        yield own or WorkerRunFolder(folder, own_rank())
+    finally:
+        if own is not None:
+            own.close()
 
 
 def _record_environment(

@@ -25,7 +25,9 @@ from instrument import ConfigError
 from instrument.config.parse import parse_config
 from instrument.hooks.attached_hook import AttachedHook
 from instrument.storage import run_folder, table_writer
+from instrument.storage.lock import is_locked
 from instrument.storage.run_folder import RunFolder
+from instrument.storage.run_upload import RemoteCopy
 from instrument.tables.kinds import KINDS
 from instrument.tables.reasons import CHECKPOINT
 from instrument.training.checkpoint import Checkpoints
@@ -188,6 +190,25 @@ def test_interrupt_while_a_run_is_reopened(cli: Cli, out: Path, monkeypatch: pyt
     cli("resume=out").expect(130)
     assert states == ["running", "interrupted"]
     assert instrument.load("out").info["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("folder", ["new", "out"])
+def test_interrupt_before_a_run_begins_restores_its_folder(
+    cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    def contents() -> dict[Path, bytes]:
+        files = (file for file in Path(folder).rglob("*") if file.is_file() and ".hydra" not in file.parts)
+        return {file: file.read_bytes() for file in files if file.suffix != ".log"}
+
+    def interrupt(copy: RemoteCopy) -> None:
+        raise KeyboardInterrupt
+
+    before = contents()
+    monkeypatch.setattr(RemoteCopy, "__enter__", interrupt)
+    arguments = ["resume=out"] if folder == "out" else [*TINY, "hydra.run.dir=new"]
+    cli(*arguments).expect(130)
+    assert contents() == before
+    assert not is_locked(Path(folder))
 
 
 def test_resume_in_a_read_only_folder_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
