@@ -172,9 +172,11 @@ def test_function_kinds_act_on_all_tensors_of_a_call() -> None:
     for name, hook in hooks.items():
         seen.clear()
         model = Calls(lambda x: torch.lerp(*(x * 1.5).sort().values.split(2, -1), 0.25))
-        with instrument.attach(model, {name: hook}):
+        with instrument.attach(model, {name: hook}) as probe:
             output = model(x)
             (gradient,) = torch.autograd.grad(output.sum(), x)
+            probe.end_step()
+        assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(1, 1, "")]
         found[name] = output[0, 0].item(), gradient[0].tolist()
         assert seen[0][1] == ("lerp.0" if name == "input" else "split.0")
     assert seen == [("function_grad", "split.0", ["split.0.0", "split.0.1"])]
