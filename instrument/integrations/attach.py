@@ -169,8 +169,9 @@ def attach(
     copy = _copy(out, remote)
     folder = None
     try:
-        # The folder is created last: a configuration error must not leave an empty run behind. A signal is handled when it is known.
-        with uninterrupted():
+        # The folder is created last: a configuration error must not leave an empty run behind. A signal is handled when it is known, but
+        # ends the wait of other ranks for rank 0.
+        with contextlib.nullcontext() if own_rank() else uninterrupted():
             folder = (
                 None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)
             )
