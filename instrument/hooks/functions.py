@@ -300,12 +300,12 @@ class FunctionHooks(SuspendableModuleHooks):
         """
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
-        if not self.threads.are_in_use:
+        if not self.threads.are_observed_by(self.attached_hooks):
             super().detach()
 
     def suspend(self) -> None:
         """Suspend the hooks, unless they have to end the mode of a thread."""
-        if not self.threads.are_in_use:
+        if not self.threads.are_observed_by(self.attached_hooks):
             super().suspend()
 
 
@@ -355,10 +355,9 @@ class FunctionThreads(threading.local):
         self.mode, self.modes = HookedFunctions(specs, clock), modes
         modes[threading.get_ident()] = self.mode
 
-    @property
-    def are_in_use(self) -> bool:
-        """Whether any thread is in a call of a module with its mode, which the forward hook removes."""
-        return any(mode.is_in_use for mode in list(self.modes.values()))
+    def are_observed_by(self, attached_hooks: Sequence[AttachedHook]) -> bool:
+        """Whether any thread is in a call of a module with these hooks, whose forward hook then removes the mode."""
+        return any(mode.is_observed_by(attached_hooks) for mode in list(self.modes.values()))
 
 
 def _is_together(owner: Owner) -> bool:

@@ -174,8 +174,8 @@ def attach(
     folder = None
     try:
         # The folder is created last: a configuration error must not leave an empty run behind. Signals are handled after the
-        # assignment: the folder is closed below.
-        with uninterrupted():
+        # assignment: the folder is closed below. They end the wait of other ranks for rank 0.
+        with contextlib.nullcontext() if own_rank() else uninterrupted():
             if out is not None:
                 folder = _folder(out, settings, model, seed, copy.address, overwrite=overwrite)
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:

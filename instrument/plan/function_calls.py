@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -173,10 +173,10 @@ class FunctionMode(TorchFunctionMode):
             frame = frame.f_back
         return frame, is_compiled
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether any thread is in a call of a module whose functions it observes."""
-        return any(_is_running(each.frame, top) for each in self.running[:] for top in sys._current_frames().values())
+    def is_observed_by(self, observers: Collection[Any]) -> bool:
+        """Whether any thread is in a call of a module with one of these observers."""
+        frames = [each.frame for each in self.running[:] if not set(observers).isdisjoint(each.observers.values())]
+        return any(_is_running(frame, top) for frame in frames for top in sys._current_frames().values())
 
     def enter(self, running: RunningModule) -> None:
         """Start a call of a module."""

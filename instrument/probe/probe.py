@@ -158,6 +158,7 @@ class Probe(OwnedByProcess):
         self._layers_pending = False
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
+        super().__init__()
 
     # ------------------------------------------------------------------------------------------------ attaching
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import Any, Self
 from weakref import WeakSet
 
 
@@ -17,10 +16,8 @@ class OwnedByProcess:
 
     is_inherited = False
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004
-        owned = super().__new__(cls)
-        _OWNED.add(owned)
-        return owned
+    def __init__(self) -> None:  # called last: a fork may also find an object whose `__init__` raised an exception
+        _OWNED.add(self)
 
     def inherit(self) -> None:
         """Mark the object in a forked process, which never finalizes it: an open Parquet file would write its end again."""

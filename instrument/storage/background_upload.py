@@ -63,6 +63,7 @@ class Upload(OwnedByProcess):
         self._refused: Exception | None = None
         self._answered, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
+        super().__init__()
 
     def begin(self) -> None:
         """Send run.json and wait for the response. Without one, the upload is retried during the run.

@@ -27,6 +27,7 @@ class FolderLock(OwnedByProcess):
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path = lock_of(folder, rank)
         self._lock = FileLock(self.path, thread_local=False)
+        super().__init__()
 
     def acquire(self) -> bool:
         """Acquire the lock. Return False if another process, or another run in this process, holds it."""

@@ -198,10 +198,10 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
 
 @pytest.mark.parametrize("during", ["end of the block", "suspension"])
 def test_thread_in_a_call_stops_observing_when_the_call_ends(during: str) -> None:
-    model, x = BlockingModule(), torch.ones(2, 3)
-    specs = {"seen": record("function", functions="*", every=2)}
+    model, other, x = BlockingModule(), nn.Linear(3, 3), torch.ones(2, 3)
+    specs = {"seen": record("function", "**", functions="*", every=2)}
     with ThreadPoolExecutor(1) as pool:
-        with instrument.attach(model, specs, rules=None) as probe:
+        with instrument.attach(nn.Sequential(model, other), specs, rules=None) as probe:
             call = pool.submit(model, x, wait=True)
             assert model.is_inside.wait(10)
             if during == "suspension":
@@ -209,6 +209,7 @@ def test_thread_in_a_call_stops_observing_when_the_call_ends(during: str) -> Non
                 model(x)
                 model.may_continue.set()
                 call.result(10)
+        assert not other._forward_hooks, "no thread is in a call of it"
         model.may_continue.set()
         assert call.result(10).equal(model.layer(x))
         assert not pool.submit(_get_current_function_mode_stack).result(10)

@@ -358,6 +358,22 @@ def raise_disk_full(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("instrument.integrations.attach.own_rank", lambda: 1)
+    monkeypatch.setattr("instrument.storage.run_folder.RANK_0_TIMEOUT", 1.0)
+    checked: list[Path] = []
+
+    def interrupted_check(folder: Path) -> bool:
+        checked.append(folder)
+        signal.raise_signal(signal.SIGINT)
+        return False
+
+    monkeypatch.setattr("instrument.storage.run_folder.is_locked", interrupted_check)
+    with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
+        pass
+    assert len(checked) == 1
+
+
 def test_attaching_in_another_thread_leaves_signal_handlers_alone() -> None:
     model, optimizer = network()
     left: list[list[str]] = []

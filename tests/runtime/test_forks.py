@@ -91,6 +91,21 @@ def test_forked_process_can_attach_its_own_probe(tmp_path: Path) -> None:
     assert [instrument.load(tmp_path / name).count("tensors") for name in ("parent", "child")] == [1, 1]
 
 
+def test_forked_process_inherits_a_probe_whose_start_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exception is kept, for example in a notebook. A data loader forks its workers afterwards."""
+    ignored: list[object] = []
+    monkeypatch.setattr("sys.unraisablehook", ignored.append)
+    hooks = {"change": {"layers": ".", "kind": "forward", "action": "modify", "fn": {"_target_": "missing.function"}}}
+    with pytest.raises(ConfigError) as kept, instrument.attach(nn.Linear(2, 2), hooks):
+        pass
+
+    def check() -> None:
+        assert kept.value.__traceback__ is not None
+        assert not ignored
+
+    assert in_fork(check) == 0
+
+
 def test_forked_process_does_not_finalize_what_its_parent_owns() -> None:
     """A lock is released, and a Parquet file gets its end, when the last reference is gone."""
     held = [OwnedByProcess()]
