@@ -196,7 +196,7 @@ def digest(tensor: Tensor) -> str:
         return _hash(f"{[*plain.shape]} {digest(plain.indices())} {digest(plain.values())}".encode())
     flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
     values = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
-    return _hash(f"{plain.dtype} {[*plain.shape]}".encode() + values)
+    return _hash(f"{plain.dtype} {[*plain.shape]} {_hash(values)}".encode())
 
 
 def _hash(content: bytes) -> str:
