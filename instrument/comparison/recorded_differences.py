@@ -88,14 +88,11 @@ class Comparison:
         self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance
         self.first: FirstDifference | None = None
-        self.unmatched = [
-            sum(
-                table[side].rows[key]
-                for table in tables.values()
-                for key in table[side].rows.keys() - table[1 - side].rows.keys()
-            )
-            for side in (0, 1)
-        ]
+        self.unmatched = [0, 0]  # `_aligned` adds the rows of common steps
+        for table, pair in tables.items():
+            common = {*self.steps[table]}
+            for side, one in enumerate(pair):
+                self.unmatched[side] += sum(count for (_, step), count in one.rows.items() if step not in common)
         self.other_parts = 0
         count = len(locations)
         self.rows = np.zeros(count, np.int64)

@@ -251,8 +251,10 @@ def _compared(diff: Diff) -> Iterator[str]:
     tensors = f" and {diff.tensors['tensors'].sum():,} full tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
     yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
-    for row in records(diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")):
-        yield f"different dtypes: {row['dtype_a']} and {row['dtype_b']} at {place(row)}"
+    other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")
+    for (a, b), same in other.groupby(["dtype_a", "dtype_b"]):
+        more = f" and {len(same) - 1:,} other locations" if len(same) > 1 else ""
+        yield f"different dtypes: {a} and {b} at {place(records(same)[0])}{more}"
     yield f"tolerance: {diff.tolerance:.2g}"
 
 

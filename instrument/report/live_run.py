@@ -79,7 +79,7 @@ class LiveRun(RunHistory):
     def findings(self) -> list[Finding]:
         """Return the findings of rules, as in a report, and the other warnings and errors; the most severe ones first."""
         rules = (self.info.get("config") or {}).get("rules") or {}
-        fired = [event for event in self.fired if event.rule in rules]
+        fired = sorted((event for event in self.fired if event.rule in rules), key=lambda event: event.step)
         findings = [*rule_findings(fired, advice_by_rule(rules, self.info))]
         first: dict[tuple[str, str, str | None], dict[str, Any]] = {}
         for event in self.events:

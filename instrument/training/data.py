@@ -379,7 +379,7 @@ def first_batch(
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
-        location = user_code_location(error.__cause__ or error)
+        location = user_code_location(error) or user_code_location(error.__cause__ or error)
         message, allowed, fix = f"its items cannot be collated into a batch{location}", "", ""
         if default and location:  # PyTorch's own function collates, so the error is one of the dataset
             message = f"its samples cannot be loaded{location}"

@@ -219,7 +219,7 @@ class _IndexedBatches(Dataset[LoadedBatch]):
         items: list[Any] = []
         try:
             for part in [indices] if read_items else [[index] for index in indices]:
-                items += read_items(part) if read_items else [dataset[part[0]]]
+                items.extend(read_items(part) if read_items else [dataset[part[0]]])  # += would add to an array
             part = indices
             return LoadedBatch(self.loader.options.collate_fn(items), indices, key.total)
         except StopIteration as error:  # DataLoader would end the pass without an error.

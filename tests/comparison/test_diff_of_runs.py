@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -323,6 +324,23 @@ def test_steps_of_one_run_are_reported(written: Write) -> None:
     found = instrument.diff(*runs)
     assert found.unmatched_rows == (3, 0)
     assert "rows only in A: 3 (other steps," in str(found)
+
+
+def test_rows_of_a_phase_at_a_common_step_are_counted_once(written: Write) -> None:
+    training = [{"rms": 1.0, "step": step} for step in range(3)]
+    runs = [
+        written([*training, *({"rms": 1.0, "step": step, "phase": "eval"} for step in evaluated)])
+        for evaluated in ((1, 2), (2,))
+    ]
+    assert instrument.diff(*runs).unmatched_rows == (1, 0)
+
+
+def test_other_dtypes_are_reported_in_one_line(written: Write) -> None:
+    rows = [{"layer": layer, "hook": "kept", "shape": [1], "source_shape": [1], "values": [1.0]} for layer in "abc"]
+    runs = [written([{**row, "dtype": dtype} for row in rows], "tensors") for dtype in ("float32", "bfloat16")]
+    lines = [line for line in str(instrument.diff(*runs)).splitlines() if line.startswith("other dtype")]
+    assert len(lines) == 1
+    assert re.fullmatch(r"other dtype: float32 and bfloat16 at a .* and 2 other locations", lines[0])
 
 
 @pytest.mark.slow

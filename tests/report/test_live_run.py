@@ -13,10 +13,11 @@ import pytest
 import torch
 from attached_runs import train_step
 from report_fixtures import EVERYTHING
-from run_folders import write_run
+from run_folders import write_run, write_steps
 from torch import nn
 
 import instrument
+from instrument.analysis.findings import findings
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
 from instrument.commands.compact import main as compact
 from instrument.report.live_run import LiveRun
@@ -227,3 +228,20 @@ def test_evenly_covering_order(count: int) -> None:
     assert order[0] == count - 1
     if count == 64:
         assert sorted(order[:4]) == [15, 31, 47, 63]
+
+
+def test_findings_of_rules_are_those_of_the_report(tmp_path: Path) -> None:
+    """The parts of a run that has ended are not read in the order of the steps."""
+    rule = {"rule": "mine", "layer": "a", "location": "a", "threshold": 0.0}
+    steps = [
+        {**rule, "step": step, "message": f"growth: at step {step} in a: l2 {step}", "value": float(step)}
+        | {"severity": "info" if step else "warning"}
+        for step in range(4)
+    ]
+    info = {"config": {"rules": {"mine": {"rule": "exploding_gradient"}}}}
+    folder = write_steps(tmp_path / "run", [{"events": [event]} for event in steps], parts=range(4), info=info)
+    live = LiveRun(folder)
+    live.refresh()
+    (finding,) = live.findings()
+    assert [finding] == findings(instrument.load(folder))
+    assert (finding.when, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more)")

@@ -229,7 +229,7 @@ def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, mo
     with serving(own_training.folder) as address:
         page, _ = open_address(browser, address)
         session = page.context.new_cdp_session(page)
-        last_step = "document.getElementById('own_training-chart').data?.[0].x.at(-1) ?? -1"
+        last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
         sizes = []
         for _ in range(12):
             own_training.step(300)
@@ -237,7 +237,7 @@ def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, mo
             wait_until(lambda first=first: page.evaluate(last_step) > first)
             session.send("HeapProfiler.collectGarbage")
             sizes.append(session.send("Runtime.getHeapUsage")["usedSize"])
-        assert steps_of(page, "own_training-chart") <= 64
+        assert steps_of(page, "training-chart") <= 64
         assert max(sizes[6:]) < 1.3 * max(sizes[3:6])
         page.close()
 

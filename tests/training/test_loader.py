@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -358,6 +359,31 @@ def test_stop_iteration_does_not_end_a_pass(dataset: Any, collate: Any, samples:
     assert [len(next(batches).indices) for _ in range(2)] == [4, 4]
     with pytest.raises(RuntimeError, match=re.escape(f"raised StopIteration for samples {samples}")):
         next(batches)
+
+
+class Rows(Augmented):
+    """A dataset that gets the items of a batch as one array."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return np.arange(float(SAMPLES)).reshape(SAMPLES, 1)[indices]
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Slice(Rows(), range(SAMPLES))], ids=["dataset", "slice"])
+def test_items_of_a_batch_can_be_an_array(dataset: Any) -> None:
+    batches = [loaded.batch for loaded in Loader(dataset, 4)]
+    assert torch.equal(torch.cat(batches), torch.arange(float(SAMPLES), dtype=torch.float64).reshape(SAMPLES, 1))
+
+
+class MissingColumn(Augmented):
+    """A dataset that reads a missing column. pandas raises the error from another one, which it has caught itself."""
+
+    def __getitem__(self, index: int) -> Any:
+        return pd.DataFrame({"image": range(SAMPLES)})["label"][index]
+
+
+def test_error_that_a_library_chains_is_reported_with_the_line_of_the_dataset() -> None:
+    with pytest.raises(ConfigError, match=r"its samples cannot be loaded \(in .*test_loader.py.*__getitem__\)"):
+        first_batch(MissingColumn(), 2)
 
 
 def test_stop_iteration_in_the_first_batch_names_its_line() -> None:

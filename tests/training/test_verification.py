@@ -234,9 +234,9 @@ def test_verification_weights_batches_like_a_run(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
-def test_digest_of_a_sparse_tensor_has_its_values_and_places(to_sparse: Callable[[Tensor], Tensor]) -> None:
-    tensors = [torch.eye(3), 2 * torch.eye(3), torch.eye(3).flip(0)]
-    assert len({digest(to_sparse(tensor)) for tensor in tensors}) == 3
+def test_digest_of_a_sparse_tensor_has_its_values_places_and_shape(to_sparse: Callable[[Tensor], Tensor]) -> None:
+    tensors = [torch.eye(3), 2 * torch.eye(3), torch.eye(3).flip(0), torch.eye(3, 4), torch.eye(4, 3)[:3]]
+    assert len({digest(to_sparse(tensor)) for tensor in tensors}) == 4
     assert digest(to_sparse(tensors[0])) == digest(to_sparse(tensors[0].clone()))
 
 

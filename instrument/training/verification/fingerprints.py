@@ -186,17 +186,17 @@ def _random_state() -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the BLAKE2b digest of the dtype, shape and bytes of a tensor: 16 bytes, hexadecimal; of a sparse tensor, 32 bytes.
+    """Return the BLAKE2b digest of the dtype, shape and bytes of a tensor: 16 bytes, hexadecimal.
 
     Equal tensors give equal digests. Different ones give different digests, except with negligible probability.
     """
     plain = tensor.detach()
     if is_sparse(plain):
         plain = as_coo(plain)
-        return digest(plain.indices()) + digest(plain.values())
+        return _hash(f"{[*plain.shape]} {digest(plain.indices())} {digest(plain.values())}".encode())
     flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
     values = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
-    return _hash(f"{plain.dtype} {[*plain.shape]}".encode() + values)
+    return _hash(f"{plain.dtype} {[*plain.shape]} {_hash(values)}".encode())
 
 
 def _hash(content: bytes) -> str:
