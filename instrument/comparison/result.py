@@ -248,7 +248,7 @@ def _settings(diff: Diff) -> Iterator[str]:
 def _compared(diff: Diff) -> Iterator[str]:
     first, last, count = diff.common_steps
     rows = diff.layers["rows"].sum()
-    tensors = f" and {diff.tensors['tensors'].sum():,} full tensors" if len(diff.tensors) else ""
+    tensors = f" and {diff.tensors['tensors'].sum():,} recorded tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
     yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
     other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")

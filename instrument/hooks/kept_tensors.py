@@ -44,8 +44,11 @@ class TensorStore:
     @property
     def original(self) -> dict[str, dict[str, Kept]]:
         """The tensors of the original pass. Those of this thread take precedence over those of other threads."""
+        own = self._by_thread.get(get_ident(), {})
+        if own and len(self._by_thread) == 1:
+            return own
         kept: dict[str, dict[str, Kept]] = {}
-        for by_name in (*self._by_thread.copy().values(), self._by_thread.get(get_ident(), {})):
+        for by_name in (*self._by_thread.copy().values(), own):
             for name in [*by_name]:
                 kept.setdefault(name, {}).update(by_name[name])
         return kept

@@ -176,8 +176,9 @@ class RunFolder:
             if interrupt := interrupt_behind(error):  # code that an interrupt ends may raise its own error
                 self.finish("interrupted", error)
                 raise interrupt  # noqa: B904 - its context is the error
-            if isinstance(error, GeneratorExit):  # a signal has prevented the end of the block
-                self.finish("interrupted", KeyboardInterrupt())
+            # A signal has prevented the end of the block, or the block is in a generator that is closed before its end.
+            if isinstance(error, GeneratorExit):
+                self.finish("interrupted", error)
             elif isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
                 self._discard()
             else:

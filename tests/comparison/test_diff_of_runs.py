@@ -338,9 +338,9 @@ def test_rows_of_a_phase_at_a_common_step_are_counted_once(written: Write) -> No
 def test_other_dtypes_are_reported_in_one_line(written: Write) -> None:
     rows = [{"layer": layer, "hook": "kept", "shape": [1], "source_shape": [1], "values": [1.0]} for layer in "abc"]
     runs = [written([{**row, "dtype": dtype} for row in rows], "tensors") for dtype in ("float32", "bfloat16")]
-    lines = [line for line in str(instrument.diff(*runs)).splitlines() if line.startswith("other dtype")]
+    lines = [line for line in str(instrument.diff(*runs)).splitlines() if line.startswith("different dtypes")]
     assert len(lines) == 1
-    assert re.fullmatch(r"other dtype: float32 and bfloat16 at a .* and 2 other locations", lines[0])
+    assert re.fullmatch(r"different dtypes: float32 and bfloat16 at a .* and 2 other locations", lines[0])
 
 
 @pytest.mark.slow
