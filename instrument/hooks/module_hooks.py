@@ -169,7 +169,7 @@ class ModuleHooks(SuspendableModuleHooks):
         original = join_arguments(args, kwargs)
         new = self._act(self.pre, original, call) if self.pre else original
         if inputs.contribution_hooks or inputs.total_hooks:
-            new = inputs.register(module, new, call)
+            new = inputs.register(module, new, len(args), call)
         if outputs.changes:
             call.versions = versions_of(tensor for _, tensor in iter_tensors(new))  # outputs may be inputs
         if new is original:

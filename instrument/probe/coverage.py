@@ -52,15 +52,17 @@ def coverage_rows(
 
 
 def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> str:
-    """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired at each tensor.
+    """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
     The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
     """
     if attached.expected:
         silent = attached.fired < attached.expected
-        refined = [_refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent]
-        left_out = {reasons.REPEATED_ARGUMENT} & attached.exemptions.keys()  # while other tensors were recorded
-        return "; ".join(dict.fromkeys([*refined, *left_out]))
+        return "; ".join(
+            dict.fromkeys(
+                _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
+            )
+        )
     if attached.exemptions:
         if (
             attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION}
