@@ -86,7 +86,7 @@ def test_table_fits_a_narrow_terminal(
         (["--rename", "layer=x"], "rename layer=x: matches no recorded layer of A"),
         (["--tolerance", "-1"], "tolerance: must be a number of at least 0"),
         (["--steps", "5"], "--steps: must be a range such as 0:100"),
-        (["--steps", "7:9"], "no tensor was recorded"),
+        (["--steps", "7:9"], "no tensor was recorded at the compared steps"),
         (["--html", "/dev/null/diff.html"], "/dev/null"),
     ],
 )

@@ -182,7 +182,8 @@ def _nothing_in_common(
     )
     texts: Sequence[Sequence[str]] = series
     if not all(steps):
-        message, fix = "no tensor was recorded", "add a record hook, such as hooks=activations"
+        message = "no tensor was recorded at the compared steps"
+        fix = "add a record hook, such as hooks=activations, or compare other steps"
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
         entry = "OLD=NEW" if suggestion is None else "=".join(suggestion)
         message, texts, fix = "no layer was recorded by both runs", layers, f"rename layers: {entry}"

@@ -136,6 +136,8 @@ def verdict(diff: Diff) -> Iterator[str]:
         largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
         yield f"WITHIN THE TOLERANCE: the largest decisive difference is {largest['difference']:.2g}"
         yield f"  at {place(largest)}, step {largest['step']}"
+        if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
+            yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
         yield f"DIFFERENT from {_step(first)} on, and no layer is the reason:"
         seeds = [info["seed"] for info in diff.infos]
@@ -276,6 +278,6 @@ def _unmatched(diff: Diff) -> Iterator[str]:
         yield f"  rename {'='.join(diff.suggestion)} would match more layers"
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
-            yield f"rows only in {name}: {count:,} (other steps, or a different number of calls, ranks or micro-steps)"
+            yield f"rows only in {name}: {count:,} (other steps or tables, or a different number of calls, ranks or micro-steps)"
     if diff.other_parts:
         yield f"recorded tensors of which the runs have different parts: {diff.other_parts:,}, which are not compared"

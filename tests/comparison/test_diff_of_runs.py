@@ -323,7 +323,7 @@ def test_steps_of_one_run_are_reported(written: Write) -> None:
     runs = [written([{"rms": 1.0, "step": step} for step in range(steps)]) for steps in (5, 2)]
     found = instrument.diff(*runs)
     assert found.unmatched_rows == (3, 0)
-    assert "rows only in A: 3 (other steps," in str(found)
+    assert "rows only in A: 3 (other steps or tables," in str(found)
 
 
 def test_rows_of_a_phase_at_a_common_step_are_counted_once(written: Write) -> None:
@@ -515,7 +515,7 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
     "hooks": ([{}], [{"role": "input"}], "the hooks of the two runs record different tensors", "same hooks"),
     "steps": ([{"step": 1}], [{"step": 2}, {"step": 3}], "no step was recorded by both runs", "every"),
     "scope": ([{"scope": "global"}], [{"scope": "local"}], "no row has a counterpart", "reduce=global"),
-    "none": ([{}], [], "no tensor was recorded", "hooks=activations"),
+    "none": ([{}], [], "no tensor was recorded at the compared steps", "hooks=activations"),
     "counts": ([{"numel": 4}], [{"numel": 4, "rms": None, "std": 1.0}], "only counts and fractions", "stats=default"),
     "fractions": (
         [{"zero_fraction": 0.1, "rms": None}],
@@ -569,3 +569,11 @@ def test_compiled_model_is_within_the_tolerance(original: Run, same: Diff, backe
     torch.compiler.reset()
     assert found.first is None, str(found)
     assert len(found.layers) == (same.layers["hook"] != "kept").sum()
+
+
+def test_equal_tensors_of_runs_with_another_metric_name_it(tmp_path: Path) -> None:
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        write_run(tmp_path / name, rows={"stats": [{"rms": 1.0}], "metrics": [{"step": 0, "loss": 1.0, "lr": rate}]})
+    text = str(instrument.diff(tmp_path / "a", tmp_path / "b"))
+    assert "WITHIN THE TOLERANCE: the largest decisive difference is 0\n" in text
+    assert "  metrics that differ: lr\n" in text + "\n"

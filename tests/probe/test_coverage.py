@@ -54,3 +54,14 @@ def test_torchscript_modules_have_a_reason_and_parameter_hooks(kind: str) -> Non
     causes = {row["layer"]: row["cause"] for row in probe.coverage()}
     assert [layer for layer, cause in causes.items() if "TorchScript" in cause] == ["0", "0.0", "0.1"]
     assert "1" in set(probe.stats["layer"])
+
+
+def test_reason_of_earlier_steps_is_kept_in_an_incomplete_step() -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    spec = {"layers": "0", "kind": "full_backward", "role": "grad_input", "action": "record"}
+    with instrument.attach(model, {"r": spec}, rules=None) as probe:
+        model(torch.ones(2, 4)).sum().backward()  # the input is data
+        probe.end_step()
+        model(torch.ones(2, 4))
+    (coverage,) = probe.coverage()
+    assert (coverage["expected"], coverage["fired"], coverage["cause"]) == (0, 0, NO_INPUT_GRAPH)
