@@ -38,7 +38,7 @@ class TensorGradientHook:
         self.base = ViewBase.of(tensor)
         self.detached: Tensor | None = tensor.detach()  # shares the version counter, but not the graph
         self.version = tensor._version
-        self.task = -1  # the latest backward pass in which it fired
+        self.passes: set[int] = set()  # the backward passes in which it fired
         tensor.register_hook(self.on_gradient)
 
     def finish_registration(self, is_private: bool = False) -> None:
@@ -65,12 +65,12 @@ class TensorGradientHook:
         """
         if gradient is None:
             return None
-        self.task = graph_task()
+        self.passes.add(graph_task())
         return self.hook(gradient)
 
     def is_disconnected(self) -> bool:
         """Return whether this backward pass does not reach the tensor's own hook, so that the hook on the base replaces it."""
-        return self.is_modified and self.task != graph_task()
+        return self.is_modified and graph_task() not in self.passes
 
 
 class ViewRegion(NamedTuple):
@@ -154,7 +154,7 @@ def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
     """Register the gradient hook of a view also at its base, where it runs if the view is modified in place."""
     if (base := ViewBase.of(view)) is not None:
         detached, version = base.view, view._version
-        _hook_node(base, hook, lambda: detached._version != version and hook.task != graph_task())
+        _hook_node(base, hook, lambda: detached._version != version and graph_task() not in hook.passes)
 
 
 @dataclass(slots=True, eq=False)

@@ -363,12 +363,11 @@ HOLDER(calls, 5)
 /* The hook of the gradient of one output. It refers to no tensor, so that the graph that holds it can be freed. */
 typedef struct {
     PyObject_HEAD PyObject *calls;
+    PyObject *passes; /* a set: the backward passes in which it ran, if it is also registered at the base of a view */
     long long index, backward;
-    long long task; /* the latest backward pass in which it ran, if it is also registered at the base of a view */
-    char is_at_base;
 } OutputGradientHook;
 
-HOLDER(gradient, 1)
+HOLDER(gradient, 2)
 
 static int are_recordings(PyObject *tuple) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
@@ -487,12 +486,10 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
     }
     int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
     const int has_no_base = result < 0 ? -1 : attribute_is(output, name__base, Py_None);
-    if (result >= 0) {
-        hook->task = -1;
-        hook->is_at_base = !has_no_base;
-    }
     if (!has_no_base)
-        result = is_object(PyObject_CallFunctionObjArgs(functions[REGISTER_AT_BASE], output, hook, NULL), Py_None);
+        result = (hook->passes = PySet_New(NULL))
+                     ? is_object(PyObject_CallFunctionObjArgs(functions[REGISTER_AT_BASE], output, hook, NULL), Py_None)
+                     : -1;
     else if (has_no_base < 0)
         result = -1;
     Py_DECREF(node);
@@ -566,11 +563,11 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
         return NULL;
     if (is_closed)
         Py_RETURN_NONE;
-    if (self->is_at_base) {
+    if (self->passes) {
         PyObject *task = PyObject_CallNoArgs(functions[GRAPH_TASK]);
-        self->task = task ? PyLong_AsLongLong(task) : -1;
+        const int result = task ? PySet_Add(self->passes, task) : -1;
         Py_XDECREF(task);
-        if (PyErr_Occurred())
+        if (result < 0)
             return NULL;
     }
     const long long backward = self->backward++;
@@ -591,7 +588,7 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
 }
 
 static PyMemberDef gradient_members[] = {
-    {"task", T_LONGLONG, offsetof(OutputGradientHook, task), READONLY, "The latest backward pass in which it ran."},
+    {"passes", T_OBJECT, offsetof(OutputGradientHook, passes), READONLY, "The backward passes in which it ran."},
     {NULL, 0, 0, 0, NULL},
 };
 

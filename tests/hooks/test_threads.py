@@ -362,6 +362,28 @@ def test_concurrent_passes_through_one_graph_belong_to_their_call() -> None:
     assert seen == [(0, 0, [2.0] * 3), (0, 1, [2.0] * 3), (1, 0, [3.0] * 3)]
 
 
+def test_concurrent_passes_record_a_view_that_is_modified_in_place_once() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    def wait(gradient: Tensor) -> None:  # until each pass has run the hook on the view
+        barrier.wait()
+
+    def view_of(x: Tensor) -> Tensor:
+        base = x * 1.0
+        base.register_hook(wait)
+        return base.view(-1)
+
+    model, leaf = Calls(view_of), torch.ones(3, requires_grad=True)
+    with instrument.attach(model, {"flow": keep("tensor")}) as probe:
+        view = model(leaf)
+        loss = (view * 2.0).sum()
+        view.mul_(3.0)
+        in_threads(lambda index: loss.backward(retain_graph=True), 2)
+        probe.end_step()
+    seen = sorted((row["backward"], row["values"].tolist()) for row in probe.sink.records("tensors"))
+    assert seen == [(0, [2.0] * 3), (1, [2.0] * 3)]
+
+
 @pytest.mark.parametrize("kind", ["forward", "function"])
 def test_step_that_begins_during_an_unscheduled_call_is_recorded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Another thread ends the step after a hook has found that it is not scheduled, before it is suspended."""
