@@ -141,11 +141,11 @@ def test_tracker_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     from instrument.trackers.tensorboard import TensorBoard
 
     def fail(*args: object) -> None:
-        raise ConnectionError("nobody there")
+        raise ConnectionError("connection refused")
 
     monkeypatch.setattr(TensorBoard, "log", fail)
     answer = call(export.main, make_run(tmp_path / "run"), "--to", "tensorboard").expect(1)
-    assert "tensorboard failed: ConnectionError: nobody there" in answer.err
+    assert "tensorboard failed: ConnectionError: connection refused" in answer.err
 
 
 def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, call: Call) -> None:

@@ -177,18 +177,18 @@ def test_lost_connection_is_reported_once_and_retried(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
     wait_until(lambda: FIRST in remote.sizes())
-    remote.error = ConnectionError("nobody there")
+    remote.error = ConnectionError("connection refused")
     add_part(folder, Part(0, 1))
     wait_until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * remote_transfer.ATTEMPTS)
     (message,) = started_upload.messages()
-    assert message.endswith(f"ConnectionError: nobody there; the upload is retried, all files are in {folder}")
+    assert message.endswith(f"ConnectionError: connection refused; the upload is retried, all files are in {folder}")
     remote.error = None
     wait_until(lambda: "stats/part-0000-000001.parquet" in remote.sizes())
     wait_until(lambda: started_upload.messages() == [f"{remote.address} is reachable again"])
 
 
 def test_run_continues_without_a_connection_at_start(folder: Path, remote: FailingRemote) -> None:
-    remote.error = ConnectionError("nobody there")
+    remote.error = ConnectionError("connection refused")
     running_upload = begun(folder, remote)
     assert len(running_upload.messages()) == 1
     remote.error = None
@@ -219,7 +219,7 @@ def test_upload_does_not_wait_for_a_stalled_connection(
 
 
 def test_files_not_uploaded_at_the_end_are_reported(folder: Path, remote: FailingRemote) -> None:
-    remote.error = ConnectionError("nobody there")
+    remote.error = ConnectionError("connection refused")
     sent = send_all(folder, remote)
     assert set(sent.failed) == {".hydra/config.yaml", "run.json", FIRST, "stats/part-0001-000000.parquet"}
     assert len(remote.puts) == remote_transfer.ATTEMPTS**2  # after three files the remote is considered unreachable
@@ -357,7 +357,7 @@ def test_remote_parts_of_repeated_steps_are_removed(folder: Path, remote: Failin
 def test_keep_local_false_removes_uploaded_parts(folder: Path, remote: FailingRemote) -> None:
     running_upload = begun(folder, remote, keep_local=False)
     wait_until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
-    remote.error = ConnectionError("nobody there")
+    remote.error = ConnectionError("connection refused")
     add_part(folder, Part(0, 1))
     wait_until(lambda: "stats/part-0000-000001.parquet" in remote.puts)
     assert (folder / "stats" / "part-0000-000001.parquet").exists()

@@ -35,13 +35,13 @@ class Tracker:
         random.random()
         np.random.rand()
         if step == self.fails_at:
-            raise ConnectionError("nobody there\nfurther lines")
+            raise ConnectionError("connection refused\nfurther lines")
         self.steps.append(step)
 
     def close(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         if self.fails_at_the_end:
-            raise ConnectionError("nobody there any more")
+            raise ConnectionError("connection lost")
 
 
 class Broken(MemorySink):
@@ -123,7 +123,7 @@ def test_parquet_rows_are_complete_when_a_tracker_fails(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     tracker = Tracker(fails_at=2, fails_at_the_end=True)
     sink = TeeSink(ParquetSink(tmp_path), {"mlflow": TrackingSink(tracker, "mlflow")})
-    message = "mlflow failed: ConnectionError: nobody there; mlflow receives no more data"
+    message = "mlflow failed: ConnectionError: connection refused; mlflow receives no more data"
     with pytest.warns(InstrumentWarning, match=message) as warned:
         steps(sink)
         sink.close()
