@@ -29,12 +29,16 @@ class Sum:
             0, of x and its mean instead. None for a sum that is formed in another way.
         power: The power of the unit that the sum is divided by.
         is_central: Whether the summand is (y - mean)^power.
+        function: The path of the function that forms the sum, if it depends on more than the values. Its arguments are the tensor, the
+            context of the call, and the `unit_dim` of the spec; it returns the numbers of all sums that name it, or none: floats, or
+            scalars on the device of the tensor. The number for a batch is the sum of the numbers for its parts.
     """
 
     name: str
     term: Callable[[Any, Any], Any] | None = None
     power: int = 0
     is_central: bool = False
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,9 @@ class Statistic:
 
 
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
-SATURATED = Sum("saturated")
-DEAD, UNITS = Sum("dead"), Sum("units")
-WEIGHT = Sum("weight")
+SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
+DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
+WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
 
