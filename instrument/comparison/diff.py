@@ -14,8 +14,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..analysis.config_comparison import Training, training_of
-from ..analysis.config_fields import to_yaml
+from ..analysis.config_comparison import HOOKS, Training, training_of
+from ..analysis.config_fields import leaves_of, to_yaml
 from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
@@ -245,7 +245,7 @@ def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tup
 
 def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
     training = training_of(0, info)
-    leaves = training.leaves if isinstance(training, Training) else {}
+    leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
     versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
     settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
     return {

@@ -36,7 +36,7 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
         record = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        message = f"cannot read run.json: {reason}"
+        message = f"cannot read run.json: {reason}" if path.exists() else "the folder does not exist"
         raise ConfigError(Problem(where, message, given=str(path), allowed="the folder of a run")) from None
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
         raise ConfigError(Problem(where, "run.json was not written by this package", given=str(path)))

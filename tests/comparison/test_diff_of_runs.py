@@ -469,6 +469,12 @@ def test_added_intervention_is_listed_by_its_fields(written: Write) -> None:
     assert settings["hooks.loud.factor"] == ("missing", "2")
 
 
+def test_settings_of_record_hooks_are_listed(written: Write) -> None:
+    record = {"layers": "fc", "kind": "forward", "action": "record"}
+    runs = [written([{"rms": 1.0}], config={"hooks": {"fc": {**record, "every": every}}}) for every in (1, 2)]
+    assert instrument.diff(*runs).settings == {"hooks.fc.every": ("1", "2")}
+
+
 def test_other_batches_name_no_layer(trained: Path) -> None:
     found = instrument.diff(trained / "base", trained / "data")
     assert found.cause == "batches"

@@ -156,7 +156,7 @@ def test_resume_without_a_checkpoint_is_refused(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["resume=nowhere"], "cannot read run.json: No such file"),
+        (["resume=nowhere"], "the folder does not exist"),
         (["resume=out", "train.steps=50"], "a run is resumed with its original configuration"),
         (["resume=out", "+exp=mnist_hooks"], "a run is resumed with its original configuration"),
         (["-m", "resume=out", "seed=1,2"], "only single runs can be resumed\n    given    out\n    fix      remove -m"),
