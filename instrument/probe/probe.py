@@ -127,6 +127,8 @@ class Probe(OwnedByProcess):
         )
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
+        if ranks is not None and parallel == "ddp":
+            self.clock.replicas, self.clock.sums_gradients = ranks.world_size, ranks.sums_gradients
         tensors = archive or Archive()
         actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
