@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
+from ..values.nested import iter_tensors
+from .loss_calls import LossCall
 
-Source = Literal["inputs"]
+Source = Literal["inputs", "losses"]
 
 
 class Checked(NamedTuple):
@@ -35,6 +38,31 @@ class Checked(NamedTuple):
     path: str = ""
 
 
+class ModelCall:
+    """A call of the model. Its arguments are not copied.
+
+    Attributes:
+        args, kwargs: The arguments.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        try:
+            named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # such as functions in C, which have no signature
+            named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        self._versions = {path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named))}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in the arguments by path, without those that were changed in place since the call."""
+        return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass
 class Training:
     """What relations read of a training.
@@ -43,15 +71,16 @@ class Training:
         model: The model.
         optimizers: The optimizers, possibly none.
         clock: The clock of the probe.
-        inputs: The positional and the keyword arguments of the calls of the model in this step, if it is checked and a relation
-            reads them. At most 16 calls.
+        inputs, losses: The calls of the model in this step, and those of cross-entropy with gradients, if the step is checked and
+            a relation reads them. At most 16 of each.
         is_checked: Whether relations are checked in the current step.
     """
 
     model: nn.Module
     optimizers: Sequence[Optimizer]
     clock: Clock
-    inputs: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = field(default_factory=list)
+    inputs: list[ModelCall] = field(default_factory=list)
+    losses: list[LossCall] = field(default_factory=list)
     is_checked: bool = True
 
 

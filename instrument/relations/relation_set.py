@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
-from .relation import RELATIONS, Relation, Training
+from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .relation import RELATIONS, ModelCall, Relation, Training
 
 FIRST_STEPS, EVERY = 5, 50
 """Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
@@ -44,16 +45,25 @@ class RelationSet(InertWhenCopied):
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and _calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        if "losses" in sources:
+            observe_losses(self._on_loss)
         for relation in self._relations.values():
             relation.attach()
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
-        self._plan_check()
         inputs = self.training.inputs
-        if self.training.is_checked and self.clock.moment.phase == "train" and len(inputs) < _MAX_CALLS:
-            inputs.append((args, kwargs))
+        if self._is_observed() and len(inputs) < _MAX_CALLS:
+            inputs.append(ModelCall(module, args, kwargs))
+
+    def _on_loss(self, call: LossCall) -> None:
+        if self._is_observed() and len(self.training.losses) < _MAX_CALLS:
+            self.training.losses.append(call)
+
+    def _is_observed(self) -> bool:
+        self._plan_check()
+        return self.training.is_checked and self.clock.moment.phase == "train" and not self.clock.closed
 
     def _plan_check(self) -> None:
         """Set whether the current step is checked."""
@@ -68,7 +78,7 @@ class RelationSet(InertWhenCopied):
             for name, relation in self._relations.items():
                 if self.clock.moment.phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation)
-        self.training.inputs.clear()
+        self._forget()
         return rows
 
     def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
@@ -89,8 +99,13 @@ class RelationSet(InertWhenCopied):
         """Remove all hooks."""
         for relation in self._relations.values():
             relation.detach()
-        self.training.inputs.clear()
+        unobserve_losses(self._on_loss)
+        self._forget()
         super().detach()
+
+    def _forget(self) -> None:
+        self.training.inputs.clear()
+        self.training.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""
