@@ -30,7 +30,7 @@ class LabelsShifted(Relation):
     def check(self) -> Iterator[Checked]:
         found = token_targets(self.training)
         if following := [each for each in found if each.shift == 1]:
-            count = sum(each.count for each in following)
+            count = sum(each.total for each in following)
             yield Checked(True, count, f"{count} targets are the next tokens")
             return
         for each in found:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.jit._builtins import _get_builtin_table
 
 _NAMES = ("cross_entropy_loss", "nll_loss_nd")  # with the arguments input, target, weight, reduction and ignore_index
 _originals: dict[str, Callable[..., Any]] = {}
@@ -43,7 +44,9 @@ def observe_losses(observer: Callable[[LossCall], None]) -> None:
     if not _originals:
         for name in _NAMES:
             _originals[name] = getattr(torch._C._nn, name)
-            setattr(torch._C._nn, name, _observed(_originals[name]))
+            observed = _observed(_originals[name])
+            _get_builtin_table()[id(observed)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
+            setattr(torch._C._nn, name, observed)
 
 
 def unobserve_losses(observer: Callable[[LossCall], None]) -> None:
@@ -52,6 +55,7 @@ def unobserve_losses(observer: Callable[[LossCall], None]) -> None:
         _observers.remove(observer)
     if not _observers:
         for name, original in _originals.items():
+            _get_builtin_table().pop(id(getattr(torch._C._nn, name)), None)
             setattr(torch._C._nn, name, original)
         _originals.clear()
 

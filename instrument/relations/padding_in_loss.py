@@ -32,7 +32,7 @@ class PaddingInLoss(Relation):
             counted = each.counted[:, first:stop] & predicted
             number = int(counted.sum())
             if number:
-                text = f"{number} targets at padded positions count in the loss, of {each.count} (input {each.path})"
+                text = f"{number} targets at padded positions count in the loss, of {each.total} (input {each.path})"
                 yield Checked(False, number, text)
             else:
                 yield Checked(

@@ -9,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
+from .loader_batches import LoaderBatch
 from .loss_calls import LossCall
 
-Source = Literal["inputs", "losses"]
+Source = Literal["inputs", "losses", "batches"]
 
 
 class Checked(NamedTuple):
@@ -73,6 +75,8 @@ class Training:
         clock: The clock of the probe.
         inputs, losses: The calls of the model in this step, and those of cross-entropy with gradients, if the step is checked and
             a relation reads them. At most 16 of each.
+        batches: The first batches of data loaders in training, also those of earlier steps.
+        replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_checked: Whether relations are checked in the current step.
     """
 
@@ -81,6 +85,8 @@ class Training:
     clock: Clock
     inputs: list[ModelCall] = field(default_factory=list)
     losses: list[LossCall] = field(default_factory=list)
+    batches: list[LoaderBatch] = field(default_factory=list)
+    replicated_by: DistributedDataParallel | None = None
     is_checked: bool = True
 
 
@@ -92,10 +98,12 @@ class Relation(ABC):
     Attributes:
         phases: The phases in which it is checked: at the end of a training step, or of an evaluation. Default: training steps.
         sources: What it reads of `training`. Default: only what is always available.
+        on_all_ranks: Whether it is checked in each of several processes. Default: in the one of rank 0.
     """
 
     phases: ClassVar[tuple[str, ...]] = ("train",)
     sources: ClassVar[tuple[Source, ...]] = ()
+    on_all_ranks: ClassVar[bool] = False
 
     def __init__(self, training: Training) -> None:
         self.training = training

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
 from .loss_calls import LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, ModelCall, Relation, Training
 
 FIRST_STEPS, EVERY = 5, 50
 """Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
 MAX_ROWS = 20  # rows of a relation that does not hold
-_MAX_CALLS = 16
+_MAX_CALLS, _MAX_BATCHES = 16, 32
 
 
 class RelationSet(InertWhenCopied):
@@ -33,7 +35,11 @@ class RelationSet(InertWhenCopied):
     def __init__(self, names: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], clock: Clock) -> None:
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock)
-        self._relations: dict[str, Relation] = {name: RELATIONS[name](self.training) for name in sorted(names)}
+        self._relations: dict[str, Relation] = {
+            name: RELATIONS[name](self.training)
+            for name in sorted(names)
+            if clock.rank == 0 or RELATIONS[name].on_all_ranks
+        }
         self._first: int | None = None  # the first step
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
 
@@ -42,9 +48,13 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
+        parts = self.training.model.modules()
+        self.training.replicated_by = next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and _calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        if "batches" in sources:
+            observe_batches(self._on_batch)
         if "losses" in sources:
             observe_losses(self._on_loss)
         for relation in self._relations.values():
@@ -53,9 +63,16 @@ class RelationSet(InertWhenCopied):
     def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
-        inputs = self.training.inputs
+        training, inputs = self.training, self.training.inputs
+        training.replicated_by = training.replicated_by or DistributedDataParallel._active_ddp_module
         if self._is_observed() and len(inputs) < _MAX_CALLS:
             inputs.append(ModelCall(module, args, kwargs))
+
+    def _on_batch(self, batch: LoaderBatch) -> None:
+        if len(self.training.batches) >= _MAX_BATCHES:
+            unobserve_batches(self._on_batch)
+        elif self.clock.moment.phase == "train":
+            self.training.batches.append(batch._replace(step=self.clock.moment.step))
 
     def _on_loss(self, call: LossCall) -> None:
         if self._is_observed() and len(self.training.losses) < _MAX_CALLS:
@@ -100,6 +117,8 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         unobserve_losses(self._on_loss)
+        unobserve_batches(self._on_batch)
+        self.training.batches.clear()
         self._forget()
         super().detach()
 

@@ -46,7 +46,7 @@ class TokenTargets(NamedTuple):
     loss: LossCall
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """The number of targets that count."""
         return int(self.counted.sum())
 

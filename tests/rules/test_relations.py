@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import instrument
 from instrument.analysis.rule_events import rule_events
@@ -291,9 +297,114 @@ def test_functions_of_pytorch_are_restored() -> None:
     assert torch._C._nn.cross_entropy_loss is original
 
 
-def test_rules_of_a_finished_run_decide_as_live(tmp_path: Any) -> None:
+def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
     train(Transformer(is_causal=False), tokens(), next_token_loss, out=tmp_path / "run")
     run = instrument.load(tmp_path / "run")
     (live,) = run.events[run.events["rule"] == "looks_ahead"].to_dict("records")
     (again,) = rule_events(run, parse_rules(default_rules()))
     assert (again.rule, again.step, again.message) == ("looks_ahead", live["step"], live["message"])
+
+
+def test_relations_of_several_processes(tmp_path: Path) -> None:
+    done = run_processes(tmp_path, processes=2, module=Path(__file__).with_name("relation_processes.py"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    verified = [["distinct_data", True, "", ""], ["replicas_equal", True, "", ""]]
+    assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
+    assert found["all_data"] == verified[1:]
+    # Without the bias before the batch normalization, which has a gradient of zero.
+    names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
+    differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
+    assert found["not_synchronized"] == differing
+    assert found["same_data"] == [["distinct_data", False, "", ""], verified[1]]
+
+
+class Images(Dataset[Tensor]):
+    """64 random vectors."""
+
+    data = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+class CopiedGenerator(Images):
+    """Augments with a generator of which each worker gets a copy."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.generator.normal(size=5)).float()
+
+
+class Unsharded(IterableDataset[Tensor]):
+    """All data in each worker."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Images.data)
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def loader(dataset: Any = None, batch_size: int = 8, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Images() if dataset is None else dataset, batch_size, **options)
+
+
+def first_batches() -> Iterator[Tensor]:
+    data = loader()
+    while True:
+        yield next(iter(data))
+
+
+def stale_batches() -> Iterator[Tensor]:
+    first = None
+    for batch in loader():
+        first = batch if first is None else first
+        yield first
+
+
+def echoed_batches() -> Iterator[Tensor]:
+    for batch in loader():
+        yield from [batch] * 4
+
+
+DATA_FAULTS = [
+    ("samples_vary", 3, first_batches),
+    ("samples_vary", 3, stale_batches),
+    ("samples_vary", 2, lambda: (batch[:1].expand(8, 5) for batch in loader())),
+    ("distinct_data", 3, lambda: loader(CopiedGenerator(), num_workers=2)),
+    ("distinct_data", 3, lambda: loader(Unsharded(), num_workers=2)),
+]
+
+
+@pytest.mark.parametrize(("relation", "step", "batches"), DATA_FAULTS)
+def test_fault_in_the_data_is_reported(relation: str, step: int, batches: Callable[[], Iterable[Tensor]]) -> None:
+    probe = train(nn.Linear(5, 2), islice(batches(), 6), mean_square)
+    assert violations(probe) == [(relation, step)]
+
+
+HEALTHY_DATA = [
+    loader,
+    lambda: loader(shuffle=True, num_workers=2),
+    lambda: [Images.data] * 8,
+    lambda: (batch for _ in range(8) for batch in loader(batch_size=64)),
+    lambda: [next(iter(loader()))] * 8,
+    echoed_batches,
+    lambda: (torch.ones(8, 5) for _ in range(8)),
+    lambda: (torch.ones(8, 5) * 2 for batch in loader(torch.arange(64))),
+]
+
+
+@pytest.mark.parametrize("batches", HEALTHY_DATA)
+def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -> None:
+    with instrument.attach(model := nn.Linear(5, 2), {}) as probe:
+        for batch in batches():
+            mean_square(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []
