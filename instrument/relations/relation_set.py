@@ -36,7 +36,7 @@ class RelationSet(InertWhenCopied):
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock)
         self._relations: dict[str, Relation] = {
-            name: RELATIONS[name](self.training)
+            name: RELATIONS.find(name, f"rules.{name}")(self.training)
             for name in sorted(names)
             if clock.rank == 0 or RELATIONS[name].on_all_ranks
         }

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,25 @@ def test_weights_that_are_no_longer_tied_are_reported() -> None:
     (event,) = probe.events[probe.events["rule"] == "tied_weights"].to_dict("records")
     assert (event["layer"], event["step"], event["severity"]) == ("head", 2, "warning")
     assert "head.weight differs from embedding.weight" in event["message"]
+
+
+def test_weights_that_a_transformer_declares_as_tied_are_compared() -> None:
+    class Declared(Bigram):
+        config = SimpleNamespace(tie_word_embeddings=True)
+        _tied_weights_keys = ("head.weight",)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    model = Declared()
+    with instrument.attach(model, {}) as probe:
+        probe.end_step()
+    assert [row["holds"] for row in rows_of(probe, "tied_weights")] == [True]
+    model.head = nn.Linear(8, VOCABULARY, bias=False)
+    assert violations(train(model, tokens(), next_token_loss)) == [("tied_weights", 0)]
 
 
 def test_equal_copies_of_tied_weights_hold() -> None:
