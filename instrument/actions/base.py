@@ -91,6 +91,7 @@ class Context:
             the loop named no samples.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
+        state: What statistics of this location keep from one call to the next, by name.
         holds: Whether the condition of `when` holds: true, or on a device a bool tensor with one element, because the host
             does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
             without a condition.
@@ -118,6 +119,7 @@ class Context:
     complete: Tensor | None = None
     ids: SampleIds | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
+    state: dict[str, Any] = field(default_factory=dict)
     holds: bool | Tensor | None = None
 
     @property
@@ -144,7 +146,9 @@ class Context:
 
     def without_tensors(self) -> Context:
         """Return a copy that keeps no tensor in memory."""
-        return replace(self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), holds=None)
+        return replace(
+            self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), state={}, holds=None
+        )
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.

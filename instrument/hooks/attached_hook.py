@@ -17,13 +17,15 @@ from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
-from ..config.record import RecordSpec
+from ..config.record import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..fields.globs import matches
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
+from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
+from ..tables.statistics import Sum
 from ..values.dtensor import full_tensor, is_sharded, local_shard, sharded_like, shards_of
 from ..values.nested import iter_tensors
 from .clock import FIRST_CALL, Clock, FiringIndex
@@ -54,6 +56,7 @@ class AttachedHook(HookCoverage):
         "scheduled_count",
         "scope",
         "selector",
+        "state",
         "subsampling",
         "together",
         "was_ever_scheduled",
@@ -74,6 +77,7 @@ class AttachedHook(HookCoverage):
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
         self.role = site.spec.tensor_role
         self.scope = scope_of(site.spec.definition, self.role, clock.parallel)
+        self.state: dict[str, Any] = {}  # see `Context.state`
         self.is_scheduled = False
         self.was_ever_scheduled = False
         # Whether a record hook is paused in steps, to measure them without it.
@@ -158,6 +162,12 @@ class AttachedHook(HookCoverage):
         """Return why the hook accepts no tensor of a value, whose path is `root`."""
         dtypes = {tensor.dtype: None for path, tensor in iter_tensors(value, root) if self.matches_path(path)}
         return NO_TENSOR if self.is_record_hook or not dtypes else not_floating_point(dtypes)
+
+    def needs(self, sum_: Sum) -> bool:
+        """Return whether a statistic that it measures, also for its condition, needs a sum."""
+        spec = self.site.spec
+        names = spec.statistics if isinstance(spec, StatisticsSpec) else ()
+        return sum_ in needs_of(names if spec.condition is None else (*names, spec.condition.stat))
 
     @property
     def has_statistics(self) -> bool:
@@ -303,6 +313,7 @@ class AttachedHook(HookCoverage):
             rank=self.clock.rank,
             ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
+            state=self.state,
             holds=None if spec.follows is None else True,  # a rule turns the hook on
         )
 

@@ -41,6 +41,8 @@ class Clock:
         timer: Measures the time of hooks; None if it is not measured.
         parallel: How several processes train together; None for a single one.
         rank: The rank of this process, from 0.
+        replicas: The number of processes whose gradients of different batches are averaged or summed.
+        sums_gradients: Whether they are summed.
         phases: The phases so far.
         kept: The tensors that hooks kept in this step.
         in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
@@ -57,6 +59,8 @@ class Clock:
     timer: HookTimer[Any] | None = None
     parallel: Parallel | None = None
     rank: int = 0
+    replicas: int = 1
+    sums_gradients: bool = False
     phases: set[str] = field(default_factory=set)
     kept: TensorStore = field(default_factory=TensorStore)
     in_checkpoint: bool = False

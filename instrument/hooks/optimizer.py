@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from ..runtime.lazy_compiler import excluded_method
+from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .direct import are_recordings, batched_launch
 from .optimizer_owners import Arguments, OptimizerHooks, run_after_gradients
@@ -93,6 +94,7 @@ class StepHooks(OptimizerHooks):
         scheduled = self.scheduled(attached_hooks)
         # If no hook changes a parameter, all updates are computed first. Otherwise later hooks see the change.
         self.sites_with_update = self._subtract_parameters(scheduled) if are_recordings(scheduled) else frozenset()
+        self._note_rates(scheduled)
         with batched_launch(scheduled):
             for attached in scheduled:
                 parameter = attached.current_parameter()
@@ -105,6 +107,18 @@ class StepHooks(OptimizerHooks):
                 new = attached.count_and_fire(tensor, value=of)
                 if new is not tensor and new is not None:
                     tensor.copy_(new)
+
+    @cached_property
+    def _sites_with_rate(self) -> frozenset[AttachedHook]:
+        return frozenset(attached for attached in self.attached_hooks if attached.needs(RATE))
+
+    def _note_rates(self, scheduled: Sequence[AttachedHook]) -> None:
+        """Note the learning rates of the parameters' groups for the statistics that need them."""
+        if sites := self._sites_with_rate.intersection(scheduled):
+            groups = self.optimizer.param_groups
+            rates = {id(parameter): group.get("lr") for group in groups for parameter in group["params"]}
+            for attached in sites:
+                attached.state["rate"] = rates.get(id(attached.current_parameter()))
 
     def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> frozenset[AttachedHook]:
         """Turn copies of plain parameters before their update into the updates, and return the sites that have one."""

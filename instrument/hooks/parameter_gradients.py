@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from ..actions.gradient_statistics import MicroGradients
 from ..tables.reasons import CLEARED
+from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
@@ -26,6 +28,7 @@ from .plain_calls import CallIndices
 class GradientHooks(HookGroup):
     """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
+    For parameter_grad sites with the statistic `gradient_noise`, it measures the gradients of micro-batches.
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
     on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`). `is_lost` detects
     this, and `attach` registers them on the new one.
@@ -34,6 +37,13 @@ class GradientHooks(HookGroup):
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         super().__init__(attached_hooks, clock)
         self.micro, self.accumulated = self.of_kind("parameter_grad_micro"), self.of_kind("post_accumulate_grad")
+        self.measured = {
+            attached: MicroGradients(clock.replicas, is_summed=clock.sums_gradients)
+            for attached in attached_hooks
+            if attached.needs(NOISE)
+        }
+        for attached, gradients in self.measured.items():
+            attached.state["micro_gradients"] = gradients
         self.site = attached_hooks[0]
         self.passes = {kind: CallIndices() for kind in ("micro", "accumulated")}
         self.parameter: Parameter | None = None
@@ -53,9 +63,9 @@ class GradientHooks(HookGroup):
         self.parameter = parameter = self.site.current_parameter()
         if parameter is not None and _can_train(parameter):
             with _requiring_grad(parameter):
-                if self.micro:
+                if self.micro or self.measured:
                     self.handles.append(parameter.register_hook(self.on_gradient))
-                if self.accumulated:
+                if self.accumulated or self.measured:
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
 
     def _fire(
@@ -71,8 +81,18 @@ class GradientHooks(HookGroup):
         firing = FiringIndex(backward=self.passes[kind].next_index())
         return fire_all(scheduled, gradient, self.site.site.own_name, firing, value)
 
+    def _scheduled_gradients(self) -> list[MicroGradients]:
+        """Return what measures the gradients of this step."""
+        is_open = not self.clock.closed
+        return [gradients for attached, gradients in self.measured.items() if is_open and attached.is_scheduled]
+
+    def _scale(self) -> Tensor | None:
+        return None if self.clock.amp_scale is None else self.clock.amp_scale()
+
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
+        for gradients in self._scheduled_gradients():
+            gradients.add(gradient, self.clock.moment, self._scale())
         new = self._fire(self.micro, "micro", gradient, self.parameter)
         return None if new is gradient else new
 
@@ -84,6 +104,8 @@ class GradientHooks(HookGroup):
                 if attached.is_scheduled:
                     attached.count_missed_opportunity(CLEARED)
             return
+        for gradients in self._scheduled_gradients():
+            gradients.accumulate(gradient, self._scale())
         new = self._fire(self.accumulated, "accumulated", gradient, parameter)
         if new is not gradient:
             _write_gradient(gradient, new)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .functions import FunctionHooks, FunctionPauses, FunctionThreads
@@ -55,6 +56,8 @@ def group_sites(
     calls: defaultdict[nn.Module, Calls] = defaultdict(partial(Calls, clock))
     for attached in attached_hooks:
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
+        if attached.needs(NOISE):  # also of the gradients of micro-batches
+            groups.setdefault((GradientHooks, id(attached.site.parameter), False, False, False), []).append(attached)
     for (group_type, _, prepend, always_call, is_early), sites in groups.items():
         layer = sites[0].site.layer
         module = layer.module

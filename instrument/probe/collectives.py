@@ -75,6 +75,7 @@ class Ranks:
         reduces: Whether rank 0 writes rows for all of them.
         control: A gloo group of all processes. Default: None, a new one if required.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
+        sums_gradients: Whether gradients are summed over the processes. Default: they are averaged.
 
     Attributes:
         rank: The rank of this process, from 0.
@@ -85,10 +86,19 @@ class Ranks:
         differences: Messages about tensors that not all processes have seen, by hook, layer and rank.
     """
 
-    def __init__(self, parallel: Parallel, *, reduces: bool, merged_metrics: bool = False, control: Any = None) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        *,
+        reduces: bool,
+        merged_metrics: bool = False,
+        sums_gradients: bool = False,
+        control: Any = None,
+    ) -> None:
         self.parallel = parallel
         self.reduces = reduces
         self.merged_metrics = merged_metrics
+        self.sums_gradients = sums_gradients
         self.rank = dist.get_rank()
         self.is_rank_zero = self.rank == 0
         self.world_size = dist.get_world_size()

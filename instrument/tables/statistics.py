@@ -76,6 +76,14 @@ class Statistic:
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
 SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
 DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
+PRODUCT, PREVIOUS = (
+    Sum(name, function="instrument.actions.gradient_statistics:product_with_previous")
+    for name in ("product", "previous")
+)
+NOISE, SIGNAL = (
+    Sum(name, function="instrument.actions.gradient_statistics:noise_of_micro_batches") for name in ("noise", "signal")
+)
+RATE = Sum("rate", function="instrument.actions.gradient_statistics:rate_of_update")
 WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
@@ -121,6 +129,46 @@ _STATISTICS = (
         only=(("step_post", "update"),),
     ),
     Statistic(
+        "update_ratio_per_rate",
+        "update_ratio / learning rate of the parameter's group at this step; null if the rate is 0",
+        "ratio",
+        lambda s: s.squares**0.5 * s.unit / s.weight / (s.rate / s.numel),
+        needs=(WEIGHT, RATE),
+        default=False,
+        only=(("step_post", "update"),),
+    ),
+    Statistic(
+        "previous_cosine",
+        "cosine of the tensor and the previous recorded one of this parameter, with 0 for NaN and infinity; null for the first one "
+        "after the start or a resume, for zeros, and for sparse tensors. Each parameter keeps one copy of the tensor in memory",
+        "ratio",
+        lambda s: s.product / (s.squares**0.5 * s.unit * s.previous**0.5),
+        needs=(PRODUCT, PREVIOUS),
+        default=False,
+        only=(("parameter_grad", "param_grad"), ("parameter_grad_micro", "param_grad"), ("step_post", "update")),
+    ),
+    Statistic(
+        "gradient_noise",
+        "estimated variance of the gradient of the step's batch, summed over the elements, from the gradients of micro-batches or "
+        "processes of equal size (McCandlish et al. 2018, appendix A.1); null without several of them, and if a micro-step has no "
+        "gradient or several",
+        "value",
+        lambda s: s.noise,
+        needs=(NOISE, SIGNAL),
+        default=False,
+        only=(("parameter_grad", "param_grad"),),
+    ),
+    Statistic(
+        "gradient_signal",
+        "estimated squared L2 norm of the expected gradient, as gradient_noise. The noise scale in batches of a step is the sum of "
+        "gradient_noise over parameters and steps / the sum of gradient_signal",
+        "value",
+        lambda s: s.signal,
+        needs=(NOISE, SIGNAL),
+        default=False,
+        only=(("parameter_grad", "param_grad"),),
+    ),
+    Statistic(
         "negative_fraction",
         "count(x < 0) / n",
         "fraction",
@@ -154,7 +202,7 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 """The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
 
 
-NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
+NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "update_ratio_per_rate", "l0")
 """The statistics of values that are never negative."""
 
 

@@ -14,20 +14,15 @@ from instrument.analysis.load import Run
 pytestmark = pytest.mark.slow
 
 EXPERIMENT = ("+exp=noise_scale", "quiet=true")
-SMALL, MICRO_BATCHES = 32, 16
-LARGE = SMALL * MICRO_BATCHES
+BATCH = 32 * 16
+HOOK = '+hooks.each={layers: "**", kind: parameter_grad_micro, action: record, stats: [l2]}'
 SEEDS = (0, 1, 2)
 
 
 def estimates(run: Run) -> pd.DataFrame:
-    """Return the estimates of |G|^2 and S of each step, from the equations in appendix A.1 of the paper."""
-    squares = run.stats["l2"] ** 2
-    is_small = run.stats["hook"] == "small"
-    large = squares[~is_small].groupby(run.stats["step"]).sum()
-    # The loss of a micro-batch is divided by their number.
-    small = squares[is_small].groupby(run.stats["step"]).sum() * MICRO_BATCHES
-    signal = (LARGE * large - SMALL * small) / (LARGE - SMALL)
-    return pd.DataFrame({"signal": signal, "noise": (small - large) / (1 / SMALL - 1 / LARGE)})
+    """Return the estimates of |G|^2 and S of each step."""
+    sums = run.stats.groupby("step")[["gradient_signal", "gradient_noise"]].sum()
+    return pd.DataFrame({"signal": sums["gradient_signal"], "noise": sums["gradient_noise"] * BATCH})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -48,7 +43,7 @@ def test_estimate_equals_the_noise_scale_of_all_samples(tmp_path: Path, seed: in
     means = estimates(fixed).mean()
 
     def squared_norms(name: str, batch_size: int) -> float:
-        arguments = ("mode=forward", "forward.grad=true", "hooks.large=null", f"train.batch_size={batch_size}")
+        arguments = ("mode=forward", "forward.grad=true", "hooks.noise=null", HOOK, f"train.batch_size={batch_size}")
         batches = ("train.accumulate=1", "data.sampler=null")
         recorded = finished(tmp_path / name, *EXPERIMENT, f"seed={seed}", *batches, *arguments)
         return float((recorded.stats["l2"] ** 2).groupby(recorded.stats["step"]).sum().mean())

@@ -119,7 +119,9 @@ class DataParallel(Strategy):
         self.processes = processes
         self.batch_shard = BatchShard(processes.rank, processes.size)
         self._all_reduced = False
-        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
+        self.ranks = Ranks(
+            self.name, reduces=reduces, merged_metrics=True, sums_gradients=True, control=processes.control
+        )
 
     @property
     def saves_state(self) -> bool:

@@ -1,0 +1,47 @@
+"""Relation: the gradient of the last step is zeroed before the next one is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from .accumulated_gradients import AccumulatedGradient, smallest_parameters
+from .relation import RELATIONS, Checked, Relation, Training
+
+
+@RELATIONS.register("gradients_zeroed")
+class GradientsZeroed(Relation):
+    """Observes the gradients of a few parameters of each optimizer, from one step to the next.
+
+    If a gradient arrives while `parameter.grad` is the tensor that the last step used, unchanged and not zero, both are added. This is
+    correct if the sum is zeroed before a later gradient arrives, as that of a critic after the step of its generator.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._found: dict[int, None] = {}  # parameters by their `id`
+        self._count = 0  # steps of a parameter with a gradient
+
+    def attach(self) -> None:
+        for optimizer in self.training.optimizers:
+            gradients = [AccumulatedGradient(each, self.training) for each in smallest_parameters(optimizer)]
+            for each in gradients:
+                self.handles += each.attach()
+            self.handles.append(optimizer.register_step_post_hook(partial(self._after_step, gradients)))
+
+    def _after_step(self, gradients: Sequence[AccumulatedGradient], *arguments: object) -> None:  # noqa: ARG002
+        for each in gradients:
+            self._count += bool(each.micro_steps)
+            if each.micro_steps and each.has_old and each.parameter.grad is not None:
+                self._found[id(each.parameter)] = None
+            each.end_step()
+
+    def check(self) -> Iterator[Checked]:
+        if self._found:
+            names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
+            for key in self._found:
+                layer, _, path = names.get(key, "").rpartition(".")
+                yield Checked(False, None, "a gradient was added to that of the last step", layer, path)
+            self._found.clear()
+        elif self._count:
+            yield Checked(True, self._count, f"{self._count} gradients were zeroed before the next one")

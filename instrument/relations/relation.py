@@ -1,0 +1,143 @@
+"""The base class of relations, their registry, and what they read of a training."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..fields.registry import Registry
+from ..hooks.clock import Clock
+from ..values.nested import iter_tensors
+from .loader_batches import LoaderBatch, is_readable
+from .loss_calls import LossCall
+
+Source = Literal["inputs", "losses", "batches"]
+
+
+class Checked(NamedTuple):
+    """The result of a check at one location.
+
+    Attributes:
+        holds: Whether the relation holds; None if it cannot be checked.
+        value: How much was compared, or how far the relation is violated.
+        text: What was compared, how the relation is violated, or why it cannot be checked.
+        layer: The name of the module; empty for the run as a whole.
+        path: The name of the parameter or buffer, or the location of a tensor; empty for the module as a whole.
+    """
+
+    holds: bool | None
+    value: float | None
+    text: str
+    layer: str = ""
+    path: str = ""
+
+
+class ModelCall:
+    """A call of the model. Its arguments are not copied.
+
+    Attributes:
+        args, kwargs: The arguments.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        try:
+            named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # such as functions in C, which have no signature
+            named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        self._versions = {
+            path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named)) if is_readable(tensor)
+        }
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The dense tensors in the arguments by path, without those that were changed in place since the call."""
+        return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@dataclass
+class Training:
+    """What relations read of a training.
+
+    Attributes:
+        model: The model.
+        optimizers: The optimizers, possibly none.
+        clock: The clock of the probe.
+        scaler: The gradient scaler; None without one, or if it is not enabled.
+        inputs, losses: The calls of the model in this step, and those of cross-entropy with gradients, if the step is checked and
+            a relation reads them. At most 16 of each.
+        batches: The first batches of data loaders in training, also those of earlier steps.
+        replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
+        is_checked: Whether relations are checked in the current step.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    clock: Clock
+    scaler: GradScaler | None = None
+    inputs: list[ModelCall] = field(default_factory=list)
+    losses: list[LossCall] = field(default_factory=list)
+    batches: list[LoaderBatch] = field(default_factory=list)
+    replicated_by: DistributedDataParallel | None = None
+    is_checked: bool = True
+
+
+def calls_hooks(model: nn.Module) -> bool:
+    """Return whether a hook on the model is called, and changes nothing.
+
+    TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
+    """
+    return not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule)
+
+
+class Relation(ABC):
+    """A relation, from the start to the end of the block of a probe.
+
+    Hooks that it registers must change nothing, and have to return at once if `training.clock.closed` is set.
+
+    Attributes:
+        phases: The phases in which it is checked: at the end of a training step, or of an evaluation. Default: training steps.
+        sources: What it reads of `training`. Default: only what is always available.
+        on_all_ranks: Whether it is checked in each of several processes. Default: in the one of rank 0.
+    """
+
+    phases: ClassVar[tuple[str, ...]] = ("train",)
+    sources: ClassVar[tuple[Source, ...]] = ()
+    on_all_ranks: ClassVar[bool] = False
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:  # noqa: B027 - optional
+        """Register hooks, and read the model before the first step. `handles` are removed at the end. Default: nothing."""
+
+    @abstractmethod
+    def check(self) -> Iterator[Checked]:
+        """Yield what does not hold, or one result that holds. Yield nothing if the relation does not apply to the step.
+
+        It is called at the end of each step, or evaluation, with `training.is_checked`.
+        """
+
+    def detach(self) -> None:
+        """Remove what was registered. It can be called several times."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")
+"""The classes of relations by name, which is that of the rule that reads their rows."""
