@@ -92,7 +92,8 @@ class HookedModule(RunningModule):
             elif attached in self.compiled:
                 attached.count_missed_opportunity(PARTLY_COMPILED)
             else:
-                no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
+                is_hidden = has_compiled() or attached.role in ATTENTION_ROLES  # flex attention is always compiled
+                no_function = NO_VISIBLE_FUNCTION if is_hidden else NO_FUNCTION
                 attached.count_exempt(self.obstacles.get(attached) or self.pause_reason or no_function)
 
 
