@@ -31,7 +31,7 @@ def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor
         ROWS: is_row,
         ENTROPIES: torch.where(is_row, entropies, 0.0),
         WIDE_ROWS: is_wide,
-        UNIFORMITIES: torch.where(is_wide, entropies / counts.log(), 0.0),
+        UNIFORMITIES: torch.where(is_wide, entropies / counts.to(wide).log(), 0.0),
         FIRST: torch.where(is_wide, first, 0.0),
     }
     return {sum_: term.sum(dtype=wide) for sum_, term in terms.items()}
