@@ -23,7 +23,7 @@ def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor
     wide = widest(weights.device)
     p = weights.detach().to(wide if weights.dtype == torch.float64 else torch.float32)
     entropies = torch.special.entr(p).sum(-1, dtype=wide)  # [...]
-    counts = (p != 0).sum(-1)
+    counts = (p != 0).sum(-1, dtype=wide)
     is_row = entropies.isfinite() & (counts > 0)
     is_wide = is_row & (counts > 1)
     first = p[..., 0] if p.shape[-1] else entropies
@@ -31,7 +31,7 @@ def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor
         ROWS: is_row,
         ENTROPIES: torch.where(is_row, entropies, 0.0),
         WIDE_ROWS: is_wide,
-        UNIFORMITIES: torch.where(is_wide, entropies / counts.to(wide).log(), 0.0),
+        UNIFORMITIES: torch.where(is_wide, entropies / counts.log(), 0.0),
         FIRST: torch.where(is_wide, first, 0.0),
     }
     return {sum_: term.sum(dtype=wide) for sum_, term in terms.items()}

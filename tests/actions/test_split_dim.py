@@ -123,7 +123,7 @@ def test_conditions_and_rules_see_each_index() -> None:
             model(batch)
             probe.end_step()
     assert [(row["step"], row["path"]) for row in probe.sink.records("stats") if row["hook"] == "large"] == [(2, ":1")]
-    (event,) = [row for row in probe.sink.records("events") if row["event"] == "rule"]
+    (event,) = [row for row in probe.sink.records("events") if row["rule"] == "peak"]
     assert "[:1]" in event["message"]
     assert event["step"] == 2
 
