@@ -15,14 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tables.reasons import NOT_ATTENTION, OTHER_SOFTMAX, unknown_attention
+from ..values.dtensor import is_sharded
 
 Attention = Mapping[str, Tensor]
 """By role: `attention`, the weights after the softmax, and `scores`, the logits before it, with scale and mask; [..., queries, keys]."""
 
+_MASKS = "torch.nn.attention.bias"  # of its classes, which only the fused function supports; the import is slow
 _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -36,10 +37,9 @@ def attention_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
     """
     if name == "softmax":
         return _of_softmax(result, *args, **kwargs)
-    values = (*args, *kwargs.values())
-    others = [each for each in values if isinstance(each, Tensor) and type(each) not in (Tensor, Parameter)]
-    if others or any(isinstance(each, Tensor) and each.is_nested for each in values):
-        return unknown_attention(name, type(others[0]).__name__ if others else "nested tensors")
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor) and (each.is_nested or is_sharded(each) or type(each).__module__ == _MASKS):
+            return unknown_attention(name, "nested tensors" if each.is_nested else type(each).__name__)
     with torch.no_grad():
         return (_of_product if name == "scaled_dot_product_attention" else _of_module)(*args, **kwargs)
 

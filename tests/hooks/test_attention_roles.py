@@ -265,6 +265,16 @@ def test_weights_are_computed_only_while_the_hook_is_scheduled(monkeypatch: pyte
     assert seen == ["scaled_dot_product_attention"] * 2
 
 
+def test_condition_reads_the_entropy_of_attention() -> None:
+    model, x = Calls(lambda x: x.softmax(-1)), torch.eye(4)[None, None]
+    sharp = record("function", role="attention", when={"stat": "row_entropy", "below": 0.5})
+    with instrument.attach(model, {"sharp": sharp}) as probe:
+        for factor in (1.0, 9.0):
+            model(factor * x)
+            probe.end_step()
+    assert [row["step"] for row in probe.sink.records("stats")] == [1]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_attention_is_recorded_once(reentrant: bool) -> None:
     inner = Calls(lambda linear, x: sdpa(*linear(x)[:, None].chunk(3, -1)), linear=nn.Linear(8, 24))
@@ -295,6 +305,11 @@ def test_coverage_gives_the_cause() -> None:
     nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)]).transpose(1, 2)
     _, probe = run_step(Calls(sdpa), {"h": record("function", role="attention")}, *[nested.transpose(1, 2)] * 3)
     assert "nested tensors" in causes(probe)["h", ""]
+    from torch.nn.attention.bias import causal_lower_right
+
+    biased = partial(sdpa, attn_mask=causal_lower_right(5, 5))
+    _, probe = run_step(Calls(biased), {"h": record("function", role="attention")}, *heads((1, 5), (1, 5), (1, 5)))
+    assert "CausalBias" in causes(probe)["h", ""]
     assert all(map(is_incomplete, probe.coverage()))
     model = Calls(eager)
     step = lambda: torch.func.vmap(model)(*heads((1, 2), (1, 2), (1, 2)))  # noqa: E731
