@@ -9,6 +9,7 @@ from typing import Any
 from ..hooks.attached_hook import AttachedHook
 from ..plan.modules import Layers
 from ..tables import reasons
+from ..tables.kinds import ATTENTION_ROLES
 from ..tables.sink_interface import EventWriter
 from .recorder import Recorder, count_at_site
 
@@ -56,6 +57,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
 
     The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
     """
+    if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
+        return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
         silent = attached.fired < attached.expected
         return "; ".join(
@@ -76,6 +79,15 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
         if attached.was_ever_scheduled or phase in attached.clock.phases
         else reasons.phase_never_entered(phase)
     )
+
+
+def _has_no_attention(attached: AttachedHook) -> bool:
+    """Return whether a module computes no attention: it calls no function of it, or has no submodules and is not called."""
+    is_leaf = next(attached.site.layer.module.children(), None) is None
+    if attached.expected:
+        return is_leaf and not attached.fired and attached.reasons.keys() <= {reasons.NOT_CALLED}
+    no_function = {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NOT_ATTENTION}
+    return bool(attached.exemptions) and attached.exemptions.keys() <= no_function
 
 
 def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:

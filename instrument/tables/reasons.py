@@ -52,6 +52,12 @@ NO_VISIBLE_FUNCTION = (
     f"{NO_FUNCTION}; if a part of it is compiled by torch.compile (also torch.cond and flex_attention), functions in that part "
     "are not seen"
 )
+NOT_ATTENTION = "the module called softmax, but not for attention: along another dimension than the last one, or of fewer than 3 dimensions"
+ATTENTION_ELSEWHERE = "the module computes no attention; other modules that the hook matches do"
+OTHER_SOFTMAX = (
+    "a softmax of 3 dimensions counts as attention only if the last two have the same size: kind function with role output records it, "
+    "and other 'layers' leave out a softmax over classes or experts"
+)
 ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
 FAST_PATH = (
     "the module, or one inside it, took PyTorch's fast path for evaluations without gradients (nn.MultiheadAttention, "
@@ -105,6 +111,11 @@ def not_floating_point(dtypes: Iterable[Any]) -> str:
     """Return the reason for an intervention on tensors of other dtypes."""
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"an intervention changes floating-point tensors only, and the value has {names}"
+
+
+def unknown_attention(function: str, type_name: str) -> str:
+    """Return the reason why the weights of a fused function are not computed from its arguments."""
+    return f"the weights of {function} are not computed for arguments of this kind: {type_name}"
 
 
 def default_reason(kind: Kind) -> str:
@@ -187,6 +198,8 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
     functions of a hook that other modules call, and a hook that waits for a rule.
     """
-    if row["expected"]:
+    if row["expected"] and row["cause"] != ATTENTION_ELSEWHERE:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in ("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)
+    return row["cause"] not in (
+        *("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE),
+    )

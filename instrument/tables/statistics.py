@@ -85,6 +85,11 @@ NOISE, SIGNAL = (
 )
 RATE = Sum("rate", function="instrument.actions.gradient_statistics:rate_of_update")
 WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
+ROWS, ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
+    Sum(name, function="instrument.stats.attention_rows:row_sums")
+    for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
+)
+_OF_ATTENTION = (("function", "attention"),)
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
 
@@ -193,6 +198,33 @@ _STATISTICS = (
         default=False,
     ),
     Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+    Statistic(
+        "row_entropy",
+        "mean over rows (the last dimension) of the entropy -sum(p ln p) in nats; rows that are masked or have NaN are left out",
+        "ratio",
+        lambda s: s.row_entropies / s.rows,
+        needs=(ROWS, ENTROPIES),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
+    Statistic(
+        "row_uniformity",
+        "mean over rows with k > 1 nonzero weights of the entropy / ln(k): 1 for uniform weights",
+        "ratio",
+        lambda s: s.row_uniformities / s.wide_rows,
+        needs=(WIDE_ROWS, UNIFORMITIES),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
+    Statistic(
+        "first_fraction",
+        "mean over rows with more than one nonzero weight of the weight of the first position (attention sink, Xiao et al. 2023)",
+        "ratio",
+        lambda s: s.first / s.wide_rows,
+        needs=(WIDE_ROWS, FIRST),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -202,7 +234,10 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 """The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
 
 
-NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "update_ratio_per_rate", "l0")
+NONNEGATIVE = (
+    *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "update_ratio_per_rate", "l0"),
+    *("row_entropy", "row_uniformity", "first_fraction"),
+)
 """The statistics of values that are never negative."""
 
 
