@@ -15,7 +15,8 @@ from ..fields.field_types import Selection
 from ..fields.globs import matches
 from ..formatting import shorten
 from .attention_heads import check_heads
-from .modules import Layer, Layers, select_layers
+from .layer_selection import select_layers
+from .modules import Layer, Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +106,8 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
 
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     selected = select_layers(spec, layers, where)
+    if not selected:
+        return []
     if spec.definition.family == "module":
         called = [layer for layer in selected if not layer.is_container]
         if not called:
@@ -139,6 +142,8 @@ def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: 
     """Return one site per parameter, buffer or entry of a state dict of the modules. Tied parameters have one site."""
     what = {"buffer": "buffer", "entry": "entry in a state dict"}.get(spec.tensor_role, "parameter")
     candidates = [(layer, *tensor) for layer in selected for tensor in _own_tensors(spec, layer)]
+    if not candidates and spec.optional:
+        return []
     if not candidates:
         having = {layer.module for layer in layers if any(_own_tensors(spec, layer))}
         below = [layer for layer in selected if not having.isdisjoint(layer.module.modules())]
