@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from numbers import Real
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
 from .intervention import describe
+
+_imported = cache(resolve_name)
 
 MAX_BYTES = 1 << 30  # of a sparse tensor that becomes dense
 
@@ -115,23 +119,36 @@ def measure_in_context(
         HookError: The tensor has no such dimension of units.
     """
     measured = measure(tensor, needs, memory)
-    if DEAD in needs and tensor.numel() and (along := _unit_dim_of(tensor, context, dim)) is not None:
-        dead = dead_units(_strided_or_sparse(tensor), along)
-        measured[DEAD], measured[UNITS] = dead.sum(), len(dead)
-    if SATURATED in needs and tensor.is_floating_point():
-        ends = saturation_limits(context.module)
-        if ends is not None:
-            measured[SATURATED] = count_saturated(_strided_or_sparse(tensor), ends)
-    if WEIGHT in needs:
-        assert context.value is not None, "an update requires its parameter"
-        measured[WEIGHT] = _norm(context.value)
+    for function in dict.fromkeys(need.function for need in needs if need.function):
+        for sum_, number in _imported(function)(tensor, context, dim).items():
+            measured[sum_] = number
     return measured
 
 
-def _norm(parameter: Tensor) -> Number:
-    """Return the L2 norm of a parameter; no number if it is 0."""
-    norm = measure(parameter).statistic("l2")
-    return torch.where(norm > 0, norm, math.nan) if isinstance(norm, Tensor) else norm or None
+def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:
+    """Return the numbers of dead units and of all units; see `Sum.function`. Empty for a tensor without units.
+
+    Raises:
+        HookError: The tensor has no such dimension of units.
+    """
+    along = _unit_dim_of(tensor, context, dim) if tensor.numel() else None
+    if along is None:
+        return {}
+    dead = dead_units(_strided_or_sparse(tensor), along)
+    return {DEAD: dead.sum(), UNITS: len(dead)}
+
+
+def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
+    """Return the number of saturated elements; see `Sum.function`. Empty for modules without known limits."""
+    ends = saturation_limits(context.module) if tensor.is_floating_point() else None
+    return {} if ends is None else {SATURATED: count_saturated(_strided_or_sparse(tensor), ends)}
+
+
+def norm_of_value(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
+    """Return the L2 norm of the parameter that an update belongs to; see `Sum.function`. No number if it is 0."""
+    assert context.value is not None, "an update requires its parameter"
+    norm = measure(context.value).statistic("l2")
+    return {WEIGHT: torch.where(norm > 0, norm, math.nan) if isinstance(norm, Tensor) else norm or None}
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:

@@ -118,3 +118,19 @@ class Selector:
         of_parameter = KINDS[spec.kind].family != "module"
         units = unit_dim(len(shape), self.module, of_parameter=of_parameter)
         return TensorSelection.of_indices(shape, selected_indices(spec, shape, units))
+
+
+def act_on_indices(action: Callable[[Tensor, Context], object], dim: int, tensor: Tensor, context: Context) -> None:
+    """Call an action that changes nothing with the tensor of each index along a dimension. The index follows the path after a colon.
+
+    Raises:
+        HookError: The tensor has no such dimension, or is one of several shards.
+    """
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise HookError(f"{describe(context)}: split_dim {dim} is out of range for shape {list(tensor.shape)}")
+    if context.scope == "shard":
+        raise HookError(
+            f"{describe(context)}: split_dim requires the complete tensor, but this one is sharded over processes"
+        )
+    for index, part in enumerate(to_dense(tensor, describe(context)).movedim(dim, 0).contiguous()):
+        action(part, replace(context, path=f"{context.path}:{index}"))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
+from ..fields.globs import matches
 from ..fields.registry import Registry
-from ..tables.kinds import KINDS, Kind
+from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES, KINDS, Kind
 from ..tables.statistics import statistic_of
 from .messages import UnknownNameError
 from .schedule import Phase, Schedule
@@ -108,7 +109,10 @@ class HookBase(Selection):
         description="Glob on the path of a tensor: '0', 'logits', '1.*' in a nested value, 'add.0.1' in a call of a function. The "
         "default is all tensors.",
     )
-    functions: Globs = Field((), description="For function kinds: globs on names of torch functions: softmax, 'add*'.")
+    functions: Globs = Field(
+        (),
+        description="For function kinds: globs on names of torch functions: softmax, 'add*'. Roles attention and scores have a default.",
+    )
     own: bool = Field(
         False,
         description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
@@ -278,7 +282,13 @@ class HookBase(Selection):
         kind = self.definition
         if self.role is not None and not kind.has_role(self.role):
             raise ValueError(f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}")
-        if kind.of_functions and not self.functions:
+        of_attention = kind.of_functions and self.tensor_role in ATTENTION_ROLES
+        for pattern in self.functions if of_attention else ():
+            if not any(matches(pattern, function) for function in ATTENTION_FUNCTIONS):
+                raise ValueError(
+                    f"{pattern!r} matches no function with role {self.role}; these are {', '.join(ATTENTION_FUNCTIONS)}, the default"
+                )
+        if kind.of_functions and not self.functions and not of_attention:
             raise ValueError(
                 f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
             )
@@ -340,6 +350,8 @@ class InterventionSpec(HookBase):
             others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
             supporting = [other.name for other in others if other.can_change(self.tensor_role)]
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
+            if self.tensor_role in ATTENTION_ROLES:
+                hint = "; with functions: softmax, role output changes the weights, and role input the scores"
             raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
         return self
 

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..fields.field_types import Count, IndexList, Target
+from ..fields.field_types import Count, Dimension, IndexList, Target
 from ..tables.schemas import TABLES
 from ..tables.statistics import ALL, COUNTS, DEFAULT, REGISTERED, statistic_of
 from .base import ACTIONS, ObservationSpec, implementation
@@ -175,6 +175,11 @@ class RecordSpec(_WithTableFields):
         description="Keep the tensors of the last N recorded steps in memory. They are written when the rule of 'when' fires (default: "
         "each rule non_finite), or when the run fails.",
     )
+    split_dim: Dimension | None = Field(
+        None,
+        description="Record the tensor of each index of this dimension on its own, such as each attention head of [N, heads, T, T] with 1. "
+        "The index follows the path: 'softmax.0:3'. Other fields apply to the tensor without this dimension.",
+    )
     max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
         None, description="Convert the values to this dtype; complex tensors keep theirs."
@@ -195,6 +200,8 @@ class RecordSpec(_WithTableFields):
             raise ValueError(
                 f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
             )
+        if self.split_dim is not None and self.definition.family != "module":
+            raise ValueError(f"'split_dim' requires the tensors of a module call, which kind {self.kind} does not have")
         if self.keep is not None and self.condition is not None:
             raise ValueError(
                 "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.selection import Selector
+from ..actions.selection import Selector, act_on_indices
 from ..actions.together import Together, path_of_call
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
@@ -54,6 +54,7 @@ class AttachedHook(HookCoverage):
         "scheduled_count",
         "scope",
         "selector",
+        "split_dim",
         "subsampling",
         "together",
         "was_ever_scheduled",
@@ -70,6 +71,7 @@ class AttachedHook(HookCoverage):
         self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
+        self.split_dim = site.spec.split_dim if isinstance(site.spec, RecordSpec) else None
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
         self.role = site.spec.tensor_role
@@ -359,6 +361,8 @@ class AttachedHook(HookCoverage):
             action = partial(self.condition.apply, action)
         if self.selector is not None:
             action = partial(self.selector.apply, action)
+        if self.split_dim is not None:
+            action = partial(act_on_indices, action, self.split_dim)
         new = call_action(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:

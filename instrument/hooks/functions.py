@@ -25,16 +25,19 @@ from torch.compiler import is_compiling
 from ..actions.intervention import describe
 from ..config.base import HookBase
 from ..errors import HookError
+from ..plan.attention_weights import attention_of
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..plan.mode_pauses import needs_pause, register_pauses
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
 from ..stats.flatten import unreadable
+from ..tables.kinds import ATTENTION_ROLES, KINDS
 from ..tables.reasons import (
     COMPILED,
     FAST_PATH,
     NO_FUNCTION,
     NO_TENSOR,
     NO_VISIBLE_FUNCTION,
+    NOT_ATTENTION,
     PARTLY_COMPILED,
     RAISED,
     TRANSFORMED,
@@ -90,7 +93,7 @@ class HookedModule(RunningModule):
                 attached.count_missed_opportunity(PARTLY_COMPILED)
             else:
                 no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
-                attached.count_exempt(self.pause_reason or no_function)
+                attached.count_exempt(self.obstacles.get(attached) or self.pause_reason or no_function)
 
 
 class HookedFunctions(FunctionMode):
@@ -103,7 +106,10 @@ class HookedFunctions(FunctionMode):
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         # The mode of another probe sees what these functions call.
-        of_this_mode = (HookedFunctions._act, HookedFunctions._register, _copy_of, _write, _overwrite)
+        of_this_mode = (
+            *(HookedFunctions._act, HookedFunctions._observe_attention, HookedFunctions._register),
+            *(_copy_of, _write, _overwrite),
+        )
         super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
         self._clock = clock
 
@@ -113,20 +119,8 @@ class HookedFunctions(FunctionMode):
         """Call a function between the hooks on its arguments and those on its result."""
         if self._clock.closed:
             return function(*args, **kwargs)
-        is_transformed = current_transform() is not None
-        by_role: dict[str, list[Owner]] = {"input": [], "output": [], "grad_output": []}
-        for owner in owners:
-            running, attached, _ = owner
-            running.called.add(attached)
-            if is_transformed:
-                running.obstacles[attached] = TRANSFORMED
-            elif not (
-                running.call.is_recomputed
-                and not attached.runs_in_recomputation
-                and not attached.site.spec.definition.gradient
-            ):
-                by_role[attached.role].append(owner)
-        inputs, outputs, gradients = by_role.values()
+        by_role = self._acting(owners)
+        inputs, outputs, gradients = (by_role[role] for role in ("input", "output", "grad_output"))
         changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
         if changing:
             _check_segment(changing[0])
@@ -141,6 +135,8 @@ class HookedFunctions(FunctionMode):
             args = (_write(target, args[0]), *args[1:])
         versions = versions_of(tensor for _, tensor in iter_tensors((args, kwargs))) if gradients else {}
         result = function(*args, **kwargs)
+        if any(by_role[role] for role in ATTENTION_ROLES):
+            self._observe_attention(by_role, name, args, kwargs, result)
         # `x[i] = y` returns None.
         new = args[0] if result is None and written is not None else result
         if target is not None:
@@ -152,6 +148,24 @@ class HookedFunctions(FunctionMode):
         if gradients:
             new = self._register(gradients, new, versions, needs_alias=written is None)
         return None if result is None else new
+
+    def _acting(self, owners: Sequence[Owner]) -> dict[str, list[Owner]]:
+        """Return the hooks that act in a call, by role. Those on attention count as called if the function computes attention."""
+        is_transformed = current_transform() is not None
+        by_role: dict[str, list[Owner]] = {role: [] for role in (*KINDS["function"].roles, "grad_output")}
+        for owner in owners:
+            running, attached, _ = owner
+            if is_transformed or attached.role not in ATTENTION_ROLES:
+                running.called.add(attached)
+            if is_transformed:
+                running.obstacles[attached] = TRANSFORMED
+            elif not (
+                running.call.is_recomputed
+                and not attached.runs_in_recomputation
+                and not attached.site.spec.definition.gradient
+            ):
+                by_role[attached.role].append(owner)
+        return by_role
 
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
         """Run hooks on every tensor of the arguments or the result of a function."""
@@ -185,6 +199,21 @@ class HookedFunctions(FunctionMode):
                     else map_tensors(value, partial(act, group))
                 )
             return value
+
+    def _observe_attention(
+        self, by_role: Mapping[str, list[Owner]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Run record hooks on the attention weights and the scores of a function, before hooks change its result."""
+        with self._clock.timer or _UNMEASURED:
+            found = attention_of(name, args, kwargs, result)
+            for role in ATTENTION_ROLES:
+                for running, attached, _ in by_role[role]:
+                    if isinstance(found, str):
+                        running.obstacles[attached] = found
+                    if found != NOT_ATTENTION:
+                        running.called.add(attached)
+                if not isinstance(found, str):
+                    self._act(by_role[role], found[role])
 
     def _act_together(self, owner: Owner, value: Any) -> Any:
         """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""

@@ -76,7 +76,14 @@ def _problems(
     site: Site, shape: tuple[int, ...], dtype: torch.dtype, *, may_exceed: bool
 ) -> Iterator[tuple[str, str, str]]:
     """Yield the fields that do not fit: the field, the problem up to the name of the tensor, and what is allowed."""
-    spec, selected = site.spec, shape
+    spec = site.spec
+    if isinstance(spec, RecordSpec) and spec.split_dim is not None:
+        if problems := [*dimension_misfits("split_dim", [spec.split_dim], len(shape))]:
+            yield from problems
+            return
+        dim = spec.split_dim % len(shape)
+        shape = shape[:dim] + shape[dim + 1 :]
+    selected = shape
     if spec.selection:
         of_parameter = spec.definition.family != "module"
         try:

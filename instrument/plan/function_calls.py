@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from ..config.base import HookBase
 from ..fields.globs import matches
 from ..runtime.lazy_compiler import compiler_entries
+from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
 
 _MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__
@@ -44,8 +45,10 @@ def function_name(function: Any) -> str | None:
 
 
 def selects(spec: HookBase, name: str) -> bool:
-    """Return whether a spec selects the functions with this name."""
-    return any(matches(pattern, name) for pattern in spec.functions)
+    """Return whether a spec selects the functions with this name. Without `functions`, a spec selects all that its role has."""
+    if spec.tensor_role in ATTENTION_ROLES and name not in ATTENTION_FUNCTIONS:
+        return False
+    return not spec.functions or any(matches(pattern, name) for pattern in spec.functions)
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..config.base import HookBase
 from ..errors import ConfigError, Problem, user_code_location
+from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
 from ..values.nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
+from .attention_weights import attention_of
 from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
 from .hook_plan import Site
 from .mode_pauses import register_pauses_of
@@ -49,11 +51,17 @@ class FunctionInfo(NamedTuple):
         path: Its name and its number, such as `softmax.0`.
         inputs: The tensors of its arguments. Their paths start with `path`.
         outputs: The tensors of its result. Their paths start with `path`.
+        attention: The attention weights, or the scores, if the spec has this role and the call computes them.
     """
 
     path: str
     inputs: list[TensorInfo]
     outputs: list[TensorInfo]
+    attention: list[TensorInfo]
+
+    def tensors(self, role: str) -> list[TensorInfo]:
+        """Return the tensors of a role."""
+        return {"input": self.inputs, **dict.fromkeys(ATTENTION_ROLES, self.attention)}.get(role, self.outputs)
 
 
 @dataclass
@@ -91,7 +99,8 @@ def infer_shapes(
         training: Whether the model is in training mode during the pass.
         observe: Called with each module, `input` or `output`, and the value.
         function_sites: The sites of the function kinds. The functions of their modules are listed.
-        observe_function: Called with a site, `input` or `output`, and the tensors by path, for each selected function call.
+        observe_function: Called with a site, a role, and the tensors by path, for each selected function call. The roles are `input`,
+            `output`, and that of a site with role `attention` or `scores`.
 
     Raises:
         ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
@@ -183,9 +192,16 @@ class _FunctionListing(FunctionMode):
         self._check(name, owners, "input", inputs)
         result = function(*args, **kwargs)
         value = written_tensor(function, name, args, kwargs) if result is None else result
-        for owner, infos in zip(owners, input_infos, strict=True):
-            owner.observer[1].append(FunctionInfo(owner.path, infos, _infos(value, owner.path)))
+        roles = [owner.observer[0].spec.tensor_role for owner in owners]
+        is_observed = name in ATTENTION_FUNCTIONS and not set(roles).isdisjoint(ATTENTION_ROLES)
+        found = attention_of(name, args, kwargs, result) if is_observed else {}
+        attention = {} if isinstance(found, str) else found
+        for owner, infos, role in zip(owners, input_infos, roles, strict=True):
+            of_role = _infos(attention.get(role, ()), owner.path)
+            owner.observer[1].append(FunctionInfo(owner.path, infos, _infos(value, owner.path), of_role))
         self._check(name, owners, "output", value)
+        for role, tensor in attention.items():
+            self._check(name, owners, role, tensor)
         return result
 
     def _check(self, name: str, owners: Sequence[Owner], role: str, value: Any) -> None:
@@ -224,7 +240,7 @@ def calls_at(site: Site, inferred: InferredCalls) -> list[list[TensorInfo]]:
             info
             for function in functions
             if selects(site.spec, function.path.partition(".")[0])
-            for info in (function.inputs if role == "input" else function.outputs)
+            for info in function.tensors(role)
         ]
         for functions in function_calls_of(site, inferred)
     ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.globs import matches
 from ..formatting import shorten
+from ..tables.kinds import ATTENTION_FUNCTIONS
 from .hook_plan import HookPlan
 from .shape_inference import InferredCalls, calls_at, function_calls_of
 
@@ -39,9 +40,12 @@ def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCall
     problems = []
     for name, spec in plan.specs.items():
         calls = [call for site in plan.of(name) for call in function_calls_of(site, inferred_by_phase[spec.phase])]
-        of_input = spec.tensor_role == "input"
-        with_tensors = [each for call in calls for each in call if (each.inputs if of_input else each.outputs)]
+        with_tensors = [each for call in calls for each in call if each.tensors(spec.tensor_role)]
         called = dict.fromkeys(each.path.partition(".")[0] for each in with_tensors)
+        if calls and not spec.functions and not called:
+            message = f"the matched modules call no function with role {spec.tensor_role}"
+            allowed = f"modules that call {', '.join(ATTENTION_FUNCTIONS)} for attention"
+            problems.append(Problem(f"hooks.{name}.role", message, spec.role, allowed))
         for pattern in spec.functions if calls else ():
             if not any(matches(pattern, function) for function in called):
                 message = "this pattern matches no torch function that the matched modules call"

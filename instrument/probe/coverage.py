@@ -9,6 +9,7 @@ from typing import Any
 from ..hooks.attached_hook import AttachedHook
 from ..plan.modules import Layers
 from ..tables import reasons
+from ..tables.kinds import ATTENTION_ROLES
 from ..tables.sink_interface import EventWriter
 from .recorder import Recorder, count_at_site
 
@@ -89,9 +90,10 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     layer = attached.site.layer
     if layers.is_inlined(layer):
         return reasons.INLINED
-    return reasons.fused_attention_reason(layer.module, layers.parents(layer)) or (
-        reasons.NOT_CALLED_COPIED if attached.copied else reason
-    )
+    fused = reasons.fused_attention_reason(layer.module, layers.parents(layer))
+    if fused is not None and attached.role in ATTENTION_ROLES:
+        return reasons.INSIDE_ATTENTION
+    return fused or (reasons.NOT_CALLED_COPIED if attached.copied else reason)
 
 
 def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:

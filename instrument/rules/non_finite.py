@@ -102,7 +102,7 @@ def _may_be_mask(location: Location, loss: float | None) -> bool:
     """
     if KINDS[location.kind].family != "module" or location.is_gradient:
         return False
-    is_argument = location.role == "input"
+    is_argument = location.role in ("input", "scores")
     is_of_weights = location.kind != "function" and location.module_type in WEIGHTED
     if is_of_weights and not (is_argument and location.module_type == "MultiheadAttention"):
         return False

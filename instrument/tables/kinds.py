@@ -10,6 +10,11 @@ from ..fields.registry import Registry
 Family = Literal["module", "parameter", "optimizer", "state_dict", "loss"]
 Frequency = Literal["micro_step", "step", "occasion"]
 
+ATTENTION_FUNCTIONS = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
+"""The torch functions by which modules compute attention."""
+ATTENTION_ROLES = ("attention", "scores")
+"""The roles of kind function at these functions: the attention weights, and the logits before their softmax."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -68,8 +73,8 @@ full_backward_pre | module | micro_step | grad_output | grad_output | yes | the 
 this also changes the gradients of its weights
 full_backward | module | micro_step | grad_input, grad_output | grad_input | yes | the gradient that flows to the previous modules
 tensor | module | micro_step | output, input | output, input | yes | the gradient of the tensor, summed over all its uses
-function | module | micro_step | output, input | output, input | no | the result or the arguments of a torch function that the \
-module calls
+function | module | micro_step | output, input, attention, scores | output, input | no | the result or the arguments of a torch \
+function that the module calls
 function_grad | module | micro_step | grad_output | grad_output | yes | the gradient of the function's result, summed over all its uses
 parameter_grad | parameter | step | param_grad | param_grad | yes | the gradient before `optimizer.step`, after accumulation and unscaling
 parameter_grad_micro | parameter | micro_step | param_grad | param_grad | yes | the gradient of each micro-batch, before accumulation

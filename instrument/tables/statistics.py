@@ -29,12 +29,16 @@ class Sum:
             0, of x and its mean instead. None for a sum that is formed in another way.
         power: The power of the unit that the sum is divided by.
         is_central: Whether the summand is (y - mean)^power.
+        function: The path of the function that forms the sum, if it depends on more than the values. Its arguments are the tensor, the
+            context of the call, and the `unit_dim` of the spec; it returns the numbers of all sums that name it, or none: floats, or
+            scalars on the device of the tensor. The number for a batch is the sum of the numbers for its parts.
     """
 
     name: str
     term: Callable[[Any, Any], Any] | None = None
     power: int = 0
     is_central: bool = False
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,14 @@ class Statistic:
 
 
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
-SATURATED = Sum("saturated")
-DEAD, UNITS = Sum("dead"), Sum("units")
-WEIGHT = Sum("weight")
+SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
+DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
+WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
+ROWS, ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
+    Sum(name, function="instrument.stats.attention_rows:row_sums")
+    for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
+)
+_OF_ATTENTION = (("function", "attention"),)
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
 
@@ -141,6 +150,33 @@ _STATISTICS = (
         default=False,
     ),
     Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+    Statistic(
+        "row_entropy",
+        "mean over rows (the last dimension) of the entropy -sum(p ln p) in nats; rows that are masked or have NaN are left out",
+        "ratio",
+        lambda s: s.row_entropies / s.rows,
+        needs=(ROWS, ENTROPIES),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
+    Statistic(
+        "row_uniformity",
+        "mean over rows with k > 1 nonzero weights of the entropy / ln(k): 1 for uniform weights",
+        "ratio",
+        lambda s: s.row_uniformities / s.wide_rows,
+        needs=(WIDE_ROWS, UNIFORMITIES),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
+    Statistic(
+        "first_fraction",
+        "mean over rows with more than one nonzero weight of the weight of the first position (attention sink, Xiao et al. 2023)",
+        "ratio",
+        lambda s: s.first / s.wide_rows,
+        needs=(WIDE_ROWS, FIRST),
+        default=False,
+        only=_OF_ATTENTION,
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -150,7 +186,10 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 """The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
 
 
-NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
+NONNEGATIVE = (
+    *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0"),
+    *("row_entropy", "row_uniformity", "first_fraction"),
+)
 """The statistics of values that are never negative."""
 
 

@@ -139,15 +139,11 @@ class HookTrials:
         """Run the hooks at a site of a function kind on the tensors of one call of a torch function.
 
         Args:
-            role: `input` or `output`.
+            role: `input`, `output`, `attention` or `scores`.
         """
+        of_site = "output" if site.spec.tensor_role == "grad_output" else site.spec.tensor_role
         for attached in self._at.get(id(site.layer.module), ()):
-            if (
-                attached.site is site
-                and attached in self._active
-                and current_transform() is None
-                and (role == "input") == (site.spec.tensor_role == "input")
-            ):
+            if attached.site is site and attached in self._active and current_transform() is None and role == of_site:
                 self._run(attached, value)
 
     def on_loss(self, loss: Tensor) -> None:

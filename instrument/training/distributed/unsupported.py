@@ -12,7 +12,8 @@ from ...errors import Problem
 
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
-    """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, and custom statistics.
+    """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
+    sample, and custom statistics.
 
     Args:
         budget: Budget of the run; None for no budget.
@@ -25,6 +26,9 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
         if isinstance(spec, RecordSpec) and spec.condition is not None:
             message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
             problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and spec.split_dim == 0:
+            message = "dimension 0 has other samples in each process, but reduce=global merges rows of the same index"
+            problems.append(Problem(f"hooks.{name}.split_dim", message, 0, fix="set reduce=none"))
         if isinstance(spec, RecordSpec) and spec.custom_statistics:
             message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
             given = spec.custom_statistics[0].target

@@ -1,0 +1,113 @@
+"""The attention that a function call computes: its weights and its scores, for the roles `attention` and `scores`.
+
+A softmax is attention if it is along the last dimension of a tensor with at least 4 dimensions, or with 3 of which the last two have the
+same size. Class probabilities [N, C], routers of experts [tokens, experts] and maps of classes are therefore not. Fused functions
+return no weights: these are computed again from the arguments, without dropout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..tables.reasons import NOT_ATTENTION, OTHER_SOFTMAX, unknown_attention
+
+Attention = Mapping[str, Tensor]
+"""By role: `attention`, the weights after the softmax, and `scores`, the logits before it, with scale and mask; [..., queries, keys]."""
+
+_PARAMETERS = inspect.signature(F.multi_head_attention_forward)
+
+
+def attention_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Attention | str:
+    """Return the attention of a call of one of `ATTENTION_FUNCTIONS`, or the reason why it is unknown.
+
+    Args:
+        name: The name of the function.
+        args, kwargs: Its arguments. They are not modified.
+        result: Its result.
+    """
+    if name == "softmax":
+        return _of_softmax(result, *args, **kwargs)
+    values = (*args, *kwargs.values())
+    others = [each for each in values if isinstance(each, Tensor) and type(each) not in (Tensor, Parameter)]
+    if others or any(isinstance(each, Tensor) and each.is_nested for each in values):
+        return unknown_attention(name, type(others[0]).__name__ if others else "nested tensors")
+    with torch.no_grad():
+        return (_of_product if name == "scaled_dot_product_attention" else _of_module)(*args, **kwargs)
+
+
+def _of_softmax(result: Tensor, input: Tensor, dim: int | None = None, *_: Any, **__: Any) -> Attention | str:
+    if dim is None or input.dim() < 3 or dim % input.dim() != input.dim() - 1:
+        return NOT_ATTENTION
+    if input.dim() == 3 and input.shape[1] != input.shape[2]:
+        return OTHER_SOFTMAX
+    return {"attention": result, "scores": input}
+
+
+def _of_product(  # noqa: PLR0917
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,  # noqa: ARG001
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention:
+    """Compute the attention as the documentation of `scaled_dot_product_attention` does, in float32 or float64."""
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # the function gets arguments of this dtype
+        query, key = (each.to(torch.get_autocast_dtype(device)) for each in (query, key))
+    with torch.autocast(device, enabled=False):
+        query, key = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in (query, key))
+        if enable_gqa:
+            key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        scores = query @ key.transpose(-2, -1) * factor
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return {"attention": _safe_softmax(scores), "scores": scores}
+
+
+def _of_module(*args: Any, **kwargs: Any) -> Attention:
+    """Call `multi_head_attention_forward` again, so that it computes its weights, and take the arguments of their softmax."""
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    needs_weights = given.get("need_weights", True)
+    given |= {"dropout_p": 0.0, "need_weights": True, "average_attn_weights": False}
+    with _SoftmaxArguments() as softmax:
+        _, weights = F.multi_head_attention_forward(**given)
+    assert weights is not None, "they are requested"
+    scores = softmax.scores.view(weights.shape)
+    return {"attention": weights if needs_weights else _safe_softmax(scores), "scores": scores}
+
+
+def _safe_softmax(scores: Tensor) -> Tensor:
+    """Return the softmax, with zeros for a query without keys, as `scaled_dot_product_attention` does."""
+    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+
+
+class _SoftmaxArguments(TorchDispatchMode):
+    """Keeps the argument of the last softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.scores = torch.empty(0, device="cpu")
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._softmax.default:
+            self.scores = args[0]
+        return func(*args, **(kwargs or {}))
