@@ -77,8 +77,22 @@ MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
 SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
 DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
 WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
+_SUMS = "instrument.actions.activation_sums"
+INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
+    Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
+)
+TOKEN_COSINES, SEQUENCES = (Sum(name, function=f"{_SUMS}:token_cosines") for name in ("token_cosines", "sequences"))
+ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = (
+    Sum(name, function=f"{_SUMS}:logit_sums") for name in ("entropies", "log_partition_squares", "logit_rows")
+)
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
+
+_CHANGE = (("forward", "change"),)
+_ACTIVATIONS = (
+    *(("forward", "output"), ("forward", "input"), ("forward_pre", "input")),
+    *(("function", "output"), ("function", "input")),
+)
 
 _STATISTICS = (
     Statistic("numel", "number of elements, including NaN and infinity", "count", lambda s: s.numel, merged="max"),
@@ -145,6 +159,53 @@ _STATISTICS = (
         default=False,
     ),
     Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+    Statistic(
+        "branch_ratio",
+        "l2 of the change / l2 of the module's input, over the elements at which both are finite",
+        "ratio",
+        lambda s: s.squares**0.5 * s.unit / s.input_squares**0.5,
+        needs=(INPUT_SQUARES,),
+        default=False,
+        only=_CHANGE,
+    ),
+    Statistic(
+        "input_cosine",
+        "cosine of the module's input and output, over the elements at which both are finite",
+        "ratio",
+        lambda s: s.products / s.input_squares**0.5 / s.output_squares**0.5,
+        needs=(INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS),
+        default=False,
+        only=_CHANGE,
+    ),
+    Statistic(
+        "token_cosine",
+        "mean over the samples of [N, T, D] of the mean cosine of two different tokens, (|sum of u|^2 - T) / (T (T - 1)) with "
+        "u = x / |x|; tokens that are zero or not finite do not count, padding does (rank collapse: Dong et al. 2021)",
+        "ratio",
+        lambda s: s.token_cosines / s.sequences,
+        needs=(TOKEN_COSINES, SEQUENCES),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
+    Statistic(
+        "softmax_entropy",
+        "mean over the rows (the last dimension) of the entropy of softmax(x), in nats; rows with NaN do not count",
+        "ratio",
+        lambda s: s.entropies / s.logit_rows,
+        needs=(ENTROPIES, LOGIT_ROWS),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
+    Statistic(
+        "z_loss",
+        "mean over the rows (the last dimension) of logsumexp(x)^2, without a coefficient (ST-MoE, Zoph et al. 2022; PaLM, "
+        "Chowdhery et al. 2022); rows with NaN do not count",
+        "ratio",
+        lambda s: s.log_partition_squares / s.logit_rows,
+        needs=(LOG_PARTITION_SQUARES, LOGIT_ROWS),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -154,7 +215,10 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 """The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
 
 
-NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
+NONNEGATIVE = (
+    *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0"),
+    *("branch_ratio", "softmax_entropy", "z_loss"),
+)
 """The statistics of values that are never negative."""
 
 
