@@ -77,7 +77,7 @@ class Context:
         origin: The index of the call that this one repeats in the backward pass, with the same random numbers. None, or the same as
             `call`, if this call repeats no other one. -1 if it is unknown.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
-            the update. Otherwise None.
+            the update. For the change of a module: a copy of its input. Otherwise None.
         values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
@@ -94,6 +94,7 @@ class Context:
         holds: Whether the condition of `when` holds: true, or on a device a bool tensor with one element, because the host
             does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
             without a condition.
+        unit_dim: The dimension of the units that the hook names. None for the default.
     """
 
     hook: str
@@ -119,6 +120,7 @@ class Context:
     ids: SampleIds | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
     holds: bool | Tensor | None = None
+    unit_dim: int | None = None
 
     @property
     def step(self) -> int:

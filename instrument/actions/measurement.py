@@ -103,7 +103,7 @@ class Measurement:
         """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
         has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
-        return None if along is None or has_distinct_units else dead_units(_strided_or_sparse(tensor), along)
+        return None if along is None or has_distinct_units else dead_units(strided_or_sparse(tensor), along)
 
 
 def measure_in_context(
@@ -134,14 +134,14 @@ def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[
     along = _unit_dim_of(tensor, context, dim) if tensor.numel() else None
     if along is None:
         return {}
-    dead = dead_units(_strided_or_sparse(tensor), along)
+    dead = dead_units(strided_or_sparse(tensor), along)
     return {DEAD: dead.sum(), UNITS: len(dead)}
 
 
 def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return the number of saturated elements; see `Sum.function`. Empty for modules without known limits."""
     ends = saturation_limits(context.module) if tensor.is_floating_point() else None
-    return {} if ends is None else {SATURATED: count_saturated(_strided_or_sparse(tensor), ends)}
+    return {} if ends is None else {SATURATED: count_saturated(strided_or_sparse(tensor), ends)}
 
 
 def norm_of_value(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
@@ -175,11 +175,11 @@ def to_dense(tensor: Tensor, reader: str) -> Tensor:
             f"{human_bytes(tensor.numel() * tensor.element_size())} (at most {human_bytes(MAX_BYTES)}). Record "
             "built-in statistics, quantiles or a histogram of the complete tensor, which read only the stored values"
         )
-    readable = _strided_or_sparse(tensor)
+    readable = strided_or_sparse(tensor)
     return readable.to_dense() if is_sparse(readable) else readable
 
 
-def _strided_or_sparse(tensor: Tensor) -> Tensor:
+def strided_or_sparse(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_nested:
         padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)

@@ -208,6 +208,10 @@ class RecordSpec(_WithTableFields):
             )
         return self
 
+    @property
+    def _uses_units(self) -> bool:
+        return super()._uses_units or "spectra" in self.tables
+
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
         """Return the action."""
         return implementation("record:Record")(self, rows)

@@ -306,6 +306,7 @@ class AttachedHook(HookCoverage):
             ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
             holds=None if spec.follows is None else True,  # a rule turns the hook on
+            unit_dim=spec.unit_dim,
         )
 
     def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:

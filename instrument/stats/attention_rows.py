@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tables.statistics import ENTROPIES, FIRST, ROWS, UNIFORMITIES, WIDE_ROWS, Sum
+from ..tables.statistics import FIRST, ROW_ENTROPIES, ROWS, UNIFORMITIES, WIDE_ROWS, Sum
 from .portable import widest
 
 
@@ -29,7 +29,7 @@ def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor
     first = p[..., 0] if p.shape[-1] else entropies
     terms = {
         ROWS: is_row,
-        ENTROPIES: torch.where(is_row, entropies, 0.0),
+        ROW_ENTROPIES: torch.where(is_row, entropies, 0.0),
         WIDE_ROWS: is_wide,
         UNIFORMITIES: torch.where(is_wide, entropies / counts.log(), 0.0),
         FIRST: torch.where(is_wide, first, 0.0),

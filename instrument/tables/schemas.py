@@ -400,7 +400,8 @@ for _table in (
     ),
     Table(
         "spectra",
-        "the singular values of one tensor at one firing, viewed as a matrix of its first dimension and all others",
+        "the singular values of one tensor at one firing, viewed as a matrix of its units and all other dimensions: rows of a parameter; "
+        "features or channels of an activation, with its samples and positions",
         _columns(
             """
             values | list<double> | the tensor's own | the largest singular values, descending; null if an element is not
@@ -408,6 +409,8 @@ for _table in (
             spectral_norm | double | the tensor's own | the largest singular value; null without values
             stable_rank | double | | squared Frobenius norm / squared spectral norm (Rudelson and Vershynin, 2007), from 1
                 to the rank; null if the norm is 0
+            effective_rank | double | | exponential of the entropy of all singular values divided by their sum (Roy and
+                Vetterli, 2007), from 1 to the rank; null if the norm is 0
             """,
             IDENTITY,
             SHAPE,
@@ -419,7 +422,7 @@ for _table in (
                 Count | None, Field(description="Number of singular values to record: the largest ones.")
             ]
         },
-        roles=("param", "param_grad", "update"),
+        roles=("param", "param_grad", "update", "output", "input", "change", "grad_output", "grad_input"),
         least_dimensions=2,
         measured_by="instrument.stats.spectrum:Spectrum",
     ),
