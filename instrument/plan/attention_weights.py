@@ -49,6 +49,8 @@ def _of_softmax(result: Tensor, input: Tensor, dim: int | None = None, *_: Any, 
         return NOT_ATTENTION
     if input.dim() == 3 and input.shape[1] != input.shape[2]:
         return OTHER_SOFTMAX
+    if input.dim() == 3:
+        result, input = result[:, None], input[:, None]
     return {"attention": result, "scores": input}
 
 
