@@ -48,6 +48,7 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
 from .compiled_hooks import export_refusal
+from .direct import unseen_by_modes
 from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
@@ -92,7 +93,8 @@ class HookedModule(RunningModule):
             elif attached in self.compiled:
                 attached.count_missed_opportunity(PARTLY_COMPILED)
             else:
-                no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
+                is_hidden = has_compiled() or attached.role in ATTENTION_ROLES  # flex attention is always compiled
+                no_function = NO_VISIBLE_FUNCTION if is_hidden else NO_FUNCTION
                 attached.count_exempt(self.obstacles.get(attached) or self.pause_reason or no_function)
 
 
@@ -205,7 +207,8 @@ class HookedFunctions(FunctionMode):
     ) -> None:
         """Run record hooks on the attention weights and the scores of a function, before hooks change its result."""
         with self._clock.timer or _UNMEASURED:
-            found = attention_of(name, args, kwargs, result)
+            with unseen_by_modes():
+                found = attention_of(name, args, kwargs, result)
             for role in ATTENTION_ROLES:
                 for running, attached, _ in by_role[role]:
                     if isinstance(found, str):

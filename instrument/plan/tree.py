@@ -10,6 +10,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ..formatting import shorten
+from ..tables.kinds import ATTENTION_ROLES
 from .function_calls import selects
 from .hook_plan import HookPlan, Site
 from .modules import Layer
@@ -72,11 +73,15 @@ def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, s
 
 
 def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[str, str]) -> Iterator[Text]:
-    """Yield lines with the functions that a module calls, in the order of execution, with the shapes of their results."""
+    """Yield lines with the functions that a module calls, in the order of execution, with the shapes of their results.
+
+    For the roles of attention, these are the functions that compute it, with the shapes of the weights.
+    """
     groups: dict[tuple[str, ...], list[Site]] = {}
     calls: dict[tuple[str, ...], list[FunctionInfo]] = {}
     for site in sites:
-        functions = [function for function in next(iter(function_calls_of(site, inferred)), []) if function.outputs]
+        listed = "output" if site.spec.tensor_role not in ATTENTION_ROLES else site.spec.tensor_role
+        functions = [each for each in next(iter(function_calls_of(site, inferred)), []) if each.tensors(listed)]
         key = tuple(map(_describe, functions))
         groups.setdefault(key, []).append(site)
         calls[key] = functions
@@ -96,7 +101,7 @@ def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[
 
 
 def _describe(function: FunctionInfo) -> str:
-    shapes = dict.fromkeys(str(list(info.shape)) for info in function.outputs)
+    shapes = dict.fromkeys(str(list(info.shape)) for info in function.attention or function.outputs)
     return f"{function.path} {shorten([*shapes], 3)}"
 
 

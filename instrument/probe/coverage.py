@@ -57,6 +57,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
 
     The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
     """
+    if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
+        return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
         silent = attached.fired < attached.expected
         return "; ".join(
@@ -79,6 +81,15 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
     )
 
 
+def _has_no_attention(attached: AttachedHook) -> bool:
+    """Return whether a module computes no attention: it calls no function of it, or has no submodules and is not called."""
+    is_leaf = next(attached.site.layer.module.children(), None) is None
+    if attached.expected:
+        return is_leaf and not attached.fired and attached.reasons.keys() <= {reasons.NOT_CALLED}
+    no_function = {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NOT_ATTENTION}
+    return bool(attached.exemptions) and attached.exemptions.keys() <= no_function
+
+
 def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     """Refine a reason by what is known at the end of the run."""
     if (elsewhere := reasons.in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
@@ -90,10 +101,9 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     layer = attached.site.layer
     if layers.is_inlined(layer):
         return reasons.INLINED
-    fused = reasons.fused_attention_reason(layer.module, layers.parents(layer))
-    if fused is not None and attached.role in ATTENTION_ROLES:
-        return reasons.INSIDE_ATTENTION
-    return fused or (reasons.NOT_CALLED_COPIED if attached.copied else reason)
+    return reasons.fused_attention_reason(layer.module, layers.parents(layer)) or (
+        reasons.NOT_CALLED_COPIED if attached.copied else reason
+    )
 
 
 def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:

@@ -25,9 +25,6 @@ PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
     "module or the parameters"
 )
-INSIDE_ATTENTION = (
-    "the module was not called: the module that contains it computes attention in one function, which is observed there"
-)
 INLINED = (
     "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
     "of the graph, or hook the parameters"
@@ -63,6 +60,7 @@ NO_VISIBLE_FUNCTION = (
     "are not seen"
 )
 NOT_ATTENTION = "the module called softmax, but not for attention: along another dimension than the last one, or of fewer than 3 dimensions"
+ATTENTION_ELSEWHERE = "the module computes no attention; other modules that the hook matches do"
 OTHER_SOFTMAX = (
     "a softmax of 3 dimensions counts as attention only if the last two have the same size: kind function with role output records it, "
     "and other 'layers' leave out a softmax over classes or experts"
@@ -205,10 +203,10 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
     A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
-    functions of a hook that other modules call, a hook that waits for a rule, and a part of a fused attention for a hook on attention.
+    functions of a hook that other modules call, and a hook that waits for a rule.
     """
-    if row["cause"] == INSIDE_ATTENTION:
-        return False
-    if row["expected"]:
+    if row["expected"] and row["cause"] != ATTENTION_ELSEWHERE:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in ("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)
+    return row["cause"] not in (
+        *("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE),
+    )

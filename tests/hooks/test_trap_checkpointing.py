@@ -10,6 +10,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,12 @@ from hook_locations import LOCATIONS
 from hook_runs import Calls, assert_equal, counts, gradients, record, run_step
 from tiers import portions, tiered
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import instrument
 from instrument.errors import HookError
@@ -285,6 +291,36 @@ def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) ->
             assert rows.recompute.sum() == (CALLS - 1 if reentrant and not hook.startswith("forward") else 0)
         assert not probe.warnings
         assert counts(probe) == [(CALLS, CALLS)] * len(groups)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        record("forward", "**", stats=["kurtosis"], quantiles=True),
+        record("function", "**", role="attention", stats=["row_entropy"]),
+        record("function", "**", role="scores", split_dim=1),
+    ],
+)
+def test_selective_checkpointing_does_not_save_results_of_hooks(hook: dict[str, Any]) -> None:
+    saved = {each.default for each in (torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._softmax)}
+    saved |= {torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def inside(attention: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
+        x = attention(x, x, x)[0]
+        return torch.bmm(x, x.mT).softmax(-1) @ linear(x) * x.sum(dtype=torch.float64).float()
+
+    parts = {"attention": nn.MultiheadAttention(8, 2, batch_first=True), "linear": nn.Linear(8, 8)}
+    selective = partial(create_selective_checkpoint_contexts, policy)
+    segment = partial(checkpoint, use_reentrant=False, context_fn=selective)
+    model = Calls(segment, inner=Calls(inside, **parts))
+    baseline, x = copy.deepcopy(model), torch.randn(2, 5, 8)
+    baseline(x).sum().backward()
+    _, probe = run_step(model, {"h": hook}, x, loss=torch.sum)
+    assert probe.sink.records("stats")
+    assert_equal(gradients(model), gradients(baseline))
 
 
 def test_checkpointed_graph_is_freed_while_hooked() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hook_runs import Calls
 from rich.console import Console
 from torch import nn
@@ -67,6 +68,20 @@ def test_tree_lists_the_functions_of_matched_modules() -> None:
         f"own: {inside}",
         "linear Linear  20 parameters  [2, 4]",
         "1 Flatten  [2, 2]",
+    ]
+
+
+def test_tree_lists_the_shapes_of_attention_weights() -> None:
+    attend = lambda x: F.scaled_dot_product_attention(x, x, x).relu()  # noqa: E731
+    hooks = {"weights": {"layers": "**", "kind": "function", "role": "attention", "action": "record"}}
+    model = nn.Sequential(Calls(attend), nn.Softmax(1))
+    plan = make_plan(parse_hooks(hooks), model)
+    inferred = infer_shapes(model, lambda: model(torch.ones(2, 3, 5, 4)), training=True, function_sites=plan.sites)
+    assert tree(model, inferred=inferred, **hooks) == [
+        ". Sequential  [2, 3, 5, 4]  weights",
+        "0 Calls  [2, 3, 5, 4]  weights",
+        "weights: scaled_dot_product_attention.0 [2, 3, 5, 5]",
+        "1 Softmax  [2, 3, 5, 4]  weights",
     ]
 
 
