@@ -39,6 +39,7 @@ def sink() -> instrument.MemorySink:
         "c": {"layers": "0", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
         "z": {"layers": "1", "kind": "forward", "action": "modify", "fn": "zero"},
         "w": {"layers": "*", "kind": "step_post", "role": "param", "action": "record", "spectrum": 2},
+        "e": {**record, "layers": "0", "stats": "none", "experts": 1, "capacity_factor": 1.0},
     }
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
@@ -96,8 +97,8 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra"]
-    for name in ("stats", "distributions", "tensors", "effects", "spectra"):
+    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra", "experts"]
+    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     effects = ["numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor", "held"]
