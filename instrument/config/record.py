@@ -223,6 +223,13 @@ class RecordSpec(_WithTableFields):
         }
         return {table: values for table, values in given.items() if values}
 
+    @property
+    def readable(self) -> set[str]:
+        """The names of the statistics, and of the numbers of other tables that rules read next to them."""
+        custom = {custom.column for custom in self.custom_statistics}
+        numbers = {number for table in self.tables for number in TABLES[table].numbers if self.statistics}
+        return {*self.statistics, *custom, *numbers}
+
 
 @ACTIONS.register("print")
 class PrintSpec(StatisticsSpec):

@@ -466,3 +466,9 @@ for _table in (
     ),
 ):
     TABLES.register(_table.name)(_table)
+
+
+def joined_table(number: str) -> str | None:
+    """Return the table whose number rules and charts read like a statistic of the same tensor; None if no table has it."""
+    tables = (table for table in TABLES.values() if table.joins_statistics and table.name != "stats")
+    return next((table.name for table in tables if number in table.numbers), None)
