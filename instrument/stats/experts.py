@@ -56,12 +56,14 @@ class Experts:
         """Return the measure of a call; None if the tensor is neither logits nor indices. See `Measure`.
 
         Raises:
-            ValueError: A token has more experts than there are.
+            ValueError: A token has more experts than there are, or the tensor is sharded along its last dimension.
         """
         count = attribute_of(call.module, EXPERTS)
         per_token = attribute_of(call.module, PER_TOKEN) if self.experts == "module" else self.experts
         if tensor.is_nested or not tensor.dim() or per_token is None:
             return None
+        if tensor.dim() - 1 in call.shards.dims:
+            raise ValueError("the output of a router that is sharded along its experts has no load")
         last = tensor.shape[-1]
         if tensor.is_floating_point():
             is_of_router = count in (None, last)
@@ -91,14 +93,8 @@ class Experts:
         variation = float(counts.std() / counts.mean())
         return (counts / total).tolist(), variation, int((counts == 0).sum()), entropy, dropped, source_shape
 
-    def part(self, tensor: Tensor, shards: Shards) -> Tensor:
-        """Return the numbers of `values` for one process's part, whose sums are those of the full tensor.
-
-        Raises:
-            ValueError: The tensor is sharded along its last dimension.
-        """
-        if tensor.dim() - 1 in shards.dims:
-            raise ValueError("a tensor that is sharded along its experts has no load with reduce: global")
+    def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
+        """Return the numbers of `values` for one process's part, whose sums are those of the full tensor."""
         x = tensor.detach().to_dense()
         dtype = widest(x.device)
         counts, sums = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..fields.field_types import Bins, Count, Levels
+from ..fields.field_types import Bins, Count, Edges, Levels
 from ..fields.registry import Registry
 from .statistics import STATISTICS
 
@@ -463,6 +463,26 @@ for _table in (
         roles=("output", "input"),
         least_dimensions=1,
         measured_by="instrument.stats.experts:Experts",
+    ),
+    Table(
+        "position_losses",
+        "the cross entropy of a language model by position, in one call of the module that returns its logits",
+        _columns(
+            """
+            first_positions | list<int64> | positions | first position of each bin in the sequence; a bin ends before the next one
+            losses | list<double> | nats | mean of logsumexp(logits) - logit of the target over the targets in each bin; null
+                without any
+            targets | list<int64> | targets | number of targets in each bin; those of -100, and with a loss that is not finite,
+                do not count
+            """,
+            IDENTITY,
+            SHAPE,
+        ),
+        is_sorted=True,
+        fields={"position_losses": Edges},
+        roles=("output",),
+        least_dimensions=3,
+        measured_by="instrument.stats.position_losses:PositionLosses",
     ),
 ):
     TABLES.register(_table.name)(_table)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_load_of_parts_of_a_batch_is_that_of_the_batch(indices: bool) -> None:
     missing = np.full((1, 8), math.nan)  # a process that recorded nothing
     assert measure.merged(missing) == (None,) * 6
     with pytest.raises(ValueError, match="sharded along its experts"):
-        measure.part(full, Shards((1,), (11, 3)))
+        Experts().of_call(full, replace(context, shards=Shards((1,), (11, 3))))
 
 
 def test_indices_that_are_no_expert_do_not_count() -> None:
