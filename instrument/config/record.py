@@ -116,7 +116,7 @@ class StatisticsSpec(ObservationSpec):
 
     @property
     def _uses_units(self) -> bool:
-        return "dead_fraction" in self.statistics
+        return not {"dead_fraction", "unit_norm_cv"}.isdisjoint(self.statistics)
 
     @property
     def statistics(self) -> tuple[str, ...]:

@@ -77,6 +77,9 @@ MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
 SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
 DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
 WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
+UNIT_NORMS, NORMED_UNITS = (
+    Sum(name, function="instrument.actions.measurement:norms_of_units") for name in ("unit_norms", "normed_units")
+)
 _SUMS = "instrument.actions.activation_sums"
 INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
     Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
@@ -206,6 +209,16 @@ _STATISTICS = (
         default=False,
         only=_ACTIVATIONS,
     ),
+    Statistic(
+        "unit_norm_cv",
+        "coefficient of variation of the l2 norms of the units, such as the rows of an embedding: population standard deviation / "
+        "mean; null for vectors, and with NaN or infinity",
+        "ratio",
+        lambda s: abs(s.squares * s.unit**2 / s.normed_units * (s.normed_units / s.unit_norms) ** 2 - 1.0) ** 0.5,
+        needs=(UNIT_NORMS, NORMED_UNITS),
+        default=False,
+        only=(("step_pre", "param"), ("step_post", "param"), ("step_post", "update")),
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -217,7 +230,7 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 
 NONNEGATIVE = (
     *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0"),
-    *("branch_ratio", "softmax_entropy", "z_loss"),
+    *("branch_ratio", "softmax_entropy", "z_loss", "unit_norm_cv"),
 )
 """The statistics of values that are never negative."""
 

@@ -114,7 +114,10 @@ def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> No
     ("requested", "given"),
     [
         ("default", DEFAULT),
-        ("all", tuple(name for name in ALL if name not in ("update_ratio", "branch_ratio", "input_cosine"))),
+        (
+            "all",
+            tuple(name for name in ALL if name not in ("update_ratio", "branch_ratio", "input_cosine", "unit_norm_cv")),
+        ),
         (["max", "l1", "numel"], ("numel", "max", "l1", "nan_count", "inf_count")),
         ("rms", ("numel", "rms", "nan_count", "inf_count")),
         ("nan_count", ("numel", "nan_count", "inf_count")),
