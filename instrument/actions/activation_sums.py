@@ -6,12 +6,11 @@ Tensors are converted to the widest dtype of their device in parts, so that the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ..stats.portable import widest
+from ..stats.portable import softmax_of, wide_parts, widest
 from ..tables.statistics import (
     ENTROPIES,
     INPUT_SQUARES,
@@ -26,8 +25,6 @@ from ..tables.statistics import (
 from .base import Context
 from .measurement import Number, strided_or_sparse
 
-PART = 1 << 20  # elements that are converted at once
-
 
 def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return the squared norms of the input and of the output, and their product, of the change of a module.
@@ -37,7 +34,7 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
     assert context.value is not None, "a change requires the module's input"
     change, given = tensor.detach().reshape(-1), context.value.detach().reshape(-1)
     total = change.new_zeros(3, dtype=widest(change.device))
-    for added, start in zip(_parts(change), _parts(given), strict=True):
+    for added, start in zip(wide_parts(change), wide_parts(given), strict=True):
         finite = added.isfinite() & start.isfinite()
         one = torch.where(finite, start, 0.0)
         other = torch.where(finite, start + added, 0.0)
@@ -59,7 +56,7 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
     if x is None or x.dim() != 3:
         return {}
     total = x.new_zeros(2, dtype=widest(x.device))
-    for sample in _parts(x):  # [samples, T, D]
+    for sample in wide_parts(x):  # [samples, T, D]
         norms = torch.linalg.vector_norm(sample, dim=-1)
         counted = (norms > 0) & norms.isfinite()
         weights = torch.where(counted, 1 / norms, 0.0)
@@ -79,24 +76,12 @@ def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, N
     if x is None or not x.dim() or not x.numel():
         return {}
     total = x.new_zeros(3, dtype=widest(x.device))
-    for rows in _parts(x.reshape(-1, x.shape[-1])):
+    for rows in wide_parts(x.reshape(-1, x.shape[-1])):
         log_partitions, entropies = softmax_of(rows)
         finite = log_partitions.isfinite()
         numbers = (torch.where(finite, each, 0.0).sum() for each in (entropies, log_partitions.square()))
         total += torch.stack([*numbers, finite.sum()])
     return {ENTROPIES: total[0], LOG_PARTITION_SQUARES: total[1], LOGIT_ROWS: total[2]}
-
-
-def softmax_of(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logsumexp, and the entropy of softmax in nats, of rows [N, classes]: [N] each."""
-    log_partitions = rows.logsumexp(-1)
-    return log_partitions, torch.special.entr((rows - log_partitions[:, None]).exp_()).sum(-1)
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield parts of a tensor along dimension 0, with about `PART` elements, in the widest dtype."""
-    size = max(1, PART // max(1, tensor[0].numel())) if len(tensor) else 1
-    return (part.to(widest(tensor.device)) for part in tensor.split(size))
 
 
 def _real(tensor: Tensor) -> Tensor | None:

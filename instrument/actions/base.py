@@ -89,6 +89,7 @@ class Context:
         complete: The complete tensor, if the hook selects a part of one tensor. Otherwise None.
         ids: One id for each sample of the batch: its index in the dataset, or what the loop passed to `probe.batch`. None if
             the loop named no samples.
+        targets: The targets of the batch, as the task or the loop gave them: [samples], or [samples, positions]. None if unknown.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
         holds: Whether the condition of `when` holds: true, or on a device a bool tensor with one element, because the host
@@ -118,6 +119,7 @@ class Context:
     selection: TensorSelection | None = None
     complete: Tensor | None = None
     ids: SampleIds | None = None
+    targets: Tensor | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
     holds: bool | Tensor | None = None
     unit_dim: int | None = None
@@ -146,7 +148,9 @@ class Context:
 
     def without_tensors(self) -> Context:
         """Return a copy that keeps no tensor in memory."""
-        return replace(self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), holds=None)
+        return replace(
+            self, value=None, values={}, complete=None, ids=None, targets=None, tensors=KeptTensors(), holds=None
+        )
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.

@@ -18,10 +18,21 @@ from ..errors import HookError
 from ..formatting import human_bytes
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
+from ..stats.portable import widest
 from ..stats.sums import needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from ..tables.kinds import KINDS
-from ..tables.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
+from ..tables.statistics import (
+    DEAD,
+    MAGNITUDES,
+    NORMED_UNITS,
+    SATURATED,
+    UNIT_NORMS,
+    UNITS,
+    WEIGHT,
+    Sum,
+    statistic_of,
+)
 from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
@@ -136,6 +147,22 @@ def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[
         return {}
     dead = dead_units(strided_or_sparse(tensor), along)
     return {DEAD: dead.sum(), UNITS: len(dead)}
+
+
+def norms_of_units(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:
+    """Return the sum of the L2 norms of the units, and the number of units; see `Sum.function`.
+
+    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of the units of a sharded tensor.
+
+    Raises:
+        HookError: The tensor has no such dimension of units.
+    """
+    along, dims = _unit_dim_of(tensor, context, dim), context.shards.dims
+    if along is None or tensor.dim() < 2 or {*dims} - {along % tensor.dim()}:
+        return {}
+    rows = strided_or_sparse(tensor).to_dense().movedim(along, 0).flatten(1)
+    total = torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device)).sum()
+    return {UNIT_NORMS: torch.where(total.isfinite(), total, math.nan), NORMED_UNITS: len(rows)}
 
 
 def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

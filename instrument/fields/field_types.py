@@ -260,6 +260,33 @@ Levels = Annotated[
         }
     ),
 ]
+
+
+def _edges(value: Any) -> Any:
+    if isinstance(value, bool):
+        return (0, *(2**power for power in range(18))) if value else None
+    return (value,) if isinstance(value, int) else value
+
+
+Edges = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...] | None,
+    Field(
+        min_length=1,
+        max_length=10_000,
+        description="Record the cross entropy of a language model by position, from its logits [N, T, classes] and the targets of the "
+        "batch: the first position of each bin, ascending; true: 0, 1, 2, 4, 8, ..., 131072.",
+    ),
+    BeforeValidator(_edges),
+    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            ]
+        }
+    ),
+]
 Bins = Annotated[
     Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
     Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),

@@ -304,6 +304,7 @@ class AttachedHook(HookCoverage):
             scope=self.scope,
             rank=self.clock.rank,
             ids=self.clock.ids,
+            targets=self.clock.targets,
             tensors=self._kept_tensors(firing),
             holds=None if spec.follows is None else True,  # a rule turns the hook on
             unit_dim=spec.unit_dim,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.field_types import Selection
 from ..fields.globs import matches
 from ..formatting import shorten
+from ..stats.experts import PER_TOKEN, attribute_of
 from .attention_heads import check_heads
 from .layer_selection import select_layers
 from .modules import Layer, Layers
@@ -113,11 +115,23 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
         if not called:
             raise ConfigError(_containers_problem(spec, selected, layers, where))
         check_heads(spec, called, layers, where)
+        _check_routers(spec, called, where)
         # Coverage reports those that a graph inlines.
         return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
     return _tensor_sites(spec, selected, layers, where)
+
+
+def _check_routers(spec: HookSpec, called: Sequence[Layer], where: str) -> None:
+    """Check that the number of experts per token is known at each module of a hook that records their load."""
+    fields = spec.tables.get("experts", {}) if isinstance(spec, RecordSpec) else {}
+    if fields and fields.get("experts", "module") == "module":
+        unknown = [f"{layer.label} ({layer.type})" for layer in called if attribute_of(layer.module, PER_TOKEN) is None]
+        if unknown:
+            message = f"the number of experts per token is unknown at {shorten(unknown, 4)}: no attribute {' or '.join(PER_TOKEN)}"
+            fix = "set it: experts: 2, or match the routers only"
+            raise ConfigError(Problem(f"{where}.experts", message, fields.get("experts"), "a number", fix=fix))
 
 
 def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Problem:

@@ -20,9 +20,12 @@ Values = Sequence[float | None] | Tensor
 class Call(Protocol):
     """The call of a hook: an `instrument.Context`."""
 
+    hook: str
     module: nn.Module
     kind: str
     unit_dim: int | None
+    targets: Tensor | None
+    shards: Shards
 
 
 class Measure(Protocol):

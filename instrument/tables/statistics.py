@@ -82,6 +82,9 @@ ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
     for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
 )
 _OF_ATTENTION = (("function", "attention"),)
+UNIT_NORMS, NORMED_UNITS = (
+    Sum(name, function="instrument.actions.measurement:norms_of_units") for name in ("unit_norms", "normed_units")
+)
 _SUMS = "instrument.actions.activation_sums"
 INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
     Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
@@ -238,6 +241,16 @@ _STATISTICS = (
         default=False,
         only=_ACTIVATIONS,
     ),
+    Statistic(
+        "unit_norm_cv",
+        "coefficient of variation of the l2 norms of the units, such as the rows of an embedding: population standard deviation / "
+        "mean; null for vectors, and with NaN or infinity",
+        "ratio",
+        lambda s: abs(s.squares * s.unit**2 / s.normed_units * (s.normed_units / s.unit_norms) ** 2 - 1.0) ** 0.5,
+        needs=(UNIT_NORMS, NORMED_UNITS),
+        default=False,
+        only=(("step_pre", "param"), ("step_post", "param"), ("step_post", "update")),
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -250,7 +263,7 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 NONNEGATIVE = (
     *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0"),
     *("row_entropy", "row_uniformity", "first_fraction"),
-    *("branch_ratio", "softmax_entropy", "z_loss"),
+    *("branch_ratio", "softmax_entropy", "z_loss", "unit_norm_cv"),
 )
 """The statistics of values that are never negative."""
 

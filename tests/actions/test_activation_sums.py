@@ -20,6 +20,7 @@ import instrument
 from instrument.actions import activation_sums
 from instrument.actions.base import Context, StepContext
 from instrument.actions.measurement import measure_in_context
+from instrument.stats import portable
 from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.reasons import NO_CHANGE, REPLACED_INPUT
 
@@ -41,7 +42,7 @@ def assert_change(row: dict[str, Any], given: Tensor, output: Tensor) -> None:
 @pytest.fixture(params=[False, True], ids=["cpu", "device"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure on the CPU, and as on a device. Tensors are read in several parts."""
-    monkeypatch.setattr(activation_sums, "PART", 50)
+    monkeypatch.setattr(portable, "PART", 50)
     if request.param:
         use_device_statistics(monkeypatch)
 
@@ -213,7 +214,7 @@ def test_rows_of_logits_that_are_not_finite_do_not_count() -> None:
 def test_logits_are_converted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = activation_sums.softmax_of
-    monkeypatch.setattr(activation_sums, "PART", 64)
+    monkeypatch.setattr(portable, "PART", 64)
     monkeypatch.setattr(activation_sums, "softmax_of", lambda rows: (seen.append(rows.numel()), original(rows))[1])
     statistics(torch.randn(2, 20, 16), ["z_loss"])
     assert seen == [64] * 10
