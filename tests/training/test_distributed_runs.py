@@ -261,7 +261,7 @@ def test_distributed_run_has_one_folder(runs: Runs) -> None:
 def test_each_rank_records_its_own_rows(runs: Runs) -> None:
     stats = runs["apart"].stats
     scopes = stats.groupby("hook")["scope"].unique().map(list).to_dict()
-    local = ["seen", "flowing", "sums", "evaluated", "called", "arriving"]
+    local = ["seen", "flowing", "sums", "evaluated", "called", "arriving", "routed"]
     averaged = ["used", "moved", "weights"]
     assert scopes == {**{hook: ["local"] for hook in local}, **{hook: ["averaged"] for hook in averaged}}
     assert set(stats["rank"]) == {0, 1}
