@@ -515,7 +515,7 @@ SET_ASIDE = (  # the rules were first tried on these when they were complete
             qk_nope_head_dim=4,
             qk_rope_head_dim=4,
             v_head_dim=4,
-            **_MOE,
+            **{**_MOE, "num_key_value_heads": HEADS},
         ),
         parts(3, 13, router=2, experts=2, **_LM),
     ),
