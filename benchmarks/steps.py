@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from measure import Ratio, keep_memory, machine, paired
 from workloads import WORKLOADS, Training, Workload
 
 import instrument
+from instrument.config.packaged import hook_sets
+from instrument.plan.modules import Layers
+from instrument.plan.structure import find_structure
 
 NEVER = {"start": 10**9}
 
@@ -30,7 +34,7 @@ def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
         "gradients": {"layers": "**", "kind": "parameter_grad", **record},
         "updates": {"layers": "**", "kind": "step_post", "role": "update", **record},
     }
-    return {
+    rows = {
         "hooks attached, none scheduled": {"outputs": {**output, **NEVER}, "grads": {**gradient, **NEVER}},
         "every leaf's output and gradient, every 10 steps": {
             "outputs": {**output, "every": 10},
@@ -44,6 +48,13 @@ def jobs(training: Training) -> dict[str, dict[str, dict[str, Any]]]:
             **parameters,
         },
     }
+    if find_structure(Layers.of(training.model), ["attention"])["attention"]:
+        health = yaml.safe_load(hook_sets()["transformer"].read_text())
+        rows |= {
+            "hooks=transformer, every 10 steps": health,
+            "hooks=transformer, every step": {name: {**spec, "every": 1} for name, spec in health.items()},
+        }
+    return rows
 
 
 LOWER_BOUND = "lower bound for the fourth row: one read of each tensor"
@@ -79,7 +90,7 @@ def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, *
         def baseline_step() -> None:
             baseline.step().item()
 
-        every = 10 if any("every" in spec for spec in specs.values()) else 1
+        every = 10 if any(spec.get("every") == 10 for spec in specs.values()) else 1
         return paired(baseline_step, step, rounds=max(4, rounds // every), steps=every)
 
 
@@ -104,8 +115,9 @@ def main() -> None:
         print(f"{workload.name}: {LOWER_BOUND}: {column[LOWER_BOUND]}", flush=True)
     print("\n| recorded | " + " | ".join(columns) + " |")
     print("|---|" + "---|" * len(columns))
-    for name in next(iter(columns.values())):
-        print(f"| {name} | " + " | ".join(f"{column[name].ratio:.2f}" for column in columns.values()) + " |")
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        ratios = (f"{column[name].ratio:.2f}" if name in column else "" for column in columns.values())
+        print(f"| {name} | " + " | ".join(ratios) + " |")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from instrument.commands.validated_config import read_config
-from instrument.config.search_path import conf_folder
+from instrument.config.packaged import conf_folder
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 

@@ -77,7 +77,7 @@ class Context:
         origin: The index of the call that this one repeats in the backward pass, with the same random numbers. None, or the same as
             `call`, if this call repeats no other one. -1 if it is unknown.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
-            the update. Otherwise None.
+            the update. For the change of a module: a copy of its input. Otherwise None.
         values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
@@ -89,12 +89,14 @@ class Context:
         complete: The complete tensor, if the hook selects a part of one tensor. Otherwise None.
         ids: One id for each sample of the batch: its index in the dataset, or what the loop passed to `probe.batch`. None if
             the loop named no samples.
+        targets: The targets of the batch, as the task or the loop gave them: [samples], or [samples, positions]. None if unknown.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
         state: What statistics of this location keep from one call to the next, by name.
         holds: Whether the condition of `when` holds: true, or on a device a bool tensor with one element, because the host
             does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
             without a condition.
+        unit_dim: The dimension of the units that the hook names. None for the default.
     """
 
     hook: str
@@ -118,9 +120,11 @@ class Context:
     selection: TensorSelection | None = None
     complete: Tensor | None = None
     ids: SampleIds | None = None
+    targets: Tensor | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
     state: dict[str, Any] = field(default_factory=dict)
     holds: bool | Tensor | None = None
+    unit_dim: int | None = None
 
     @property
     def step(self) -> int:
@@ -147,7 +151,15 @@ class Context:
     def without_tensors(self) -> Context:
         """Return a copy that keeps no tensor in memory."""
         return replace(
-            self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), state={}, holds=None
+            self,
+            value=None,
+            values={},
+            complete=None,
+            ids=None,
+            targets=None,
+            tensors=KeptTensors(),
+            state={},
+            holds=None,
         )
 
     def generator(self, device: torch.device) -> torch.Generator:

@@ -18,10 +18,21 @@ from ..errors import HookError
 from ..formatting import human_bytes
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
+from ..stats.portable import widest
 from ..stats.sums import needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from ..tables.kinds import KINDS
-from ..tables.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
+from ..tables.statistics import (
+    DEAD,
+    MAGNITUDES,
+    NORMED_UNITS,
+    SATURATED,
+    UNIT_NORMS,
+    UNITS,
+    WEIGHT,
+    Sum,
+    statistic_of,
+)
 from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
@@ -103,7 +114,7 @@ class Measurement:
         """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
         has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
-        return None if along is None or has_distinct_units else dead_units(_strided_or_sparse(tensor), along)
+        return None if along is None or has_distinct_units else dead_units(strided_or_sparse(tensor), along)
 
 
 def measure_in_context(
@@ -134,14 +145,30 @@ def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[
     along = _unit_dim_of(tensor, context, dim) if tensor.numel() else None
     if along is None:
         return {}
-    dead = dead_units(_strided_or_sparse(tensor), along)
+    dead = dead_units(strided_or_sparse(tensor), along)
     return {DEAD: dead.sum(), UNITS: len(dead)}
+
+
+def norms_of_units(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:
+    """Return the sum of the L2 norms of the units, and the number of units; see `Sum.function`.
+
+    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of the units of a sharded tensor.
+
+    Raises:
+        HookError: The tensor has no such dimension of units.
+    """
+    along, dims = _unit_dim_of(tensor, context, dim), context.shards.dims
+    if along is None or tensor.dim() < 2 or {*dims} - {along % tensor.dim()}:
+        return {}
+    rows = strided_or_sparse(tensor).to_dense().movedim(along, 0).flatten(1)
+    total = torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device)).sum()
+    return {UNIT_NORMS: torch.where(total.isfinite(), total, math.nan), NORMED_UNITS: len(rows)}
 
 
 def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return the number of saturated elements; see `Sum.function`. Empty for modules without known limits."""
     ends = saturation_limits(context.module) if tensor.is_floating_point() else None
-    return {} if ends is None else {SATURATED: count_saturated(_strided_or_sparse(tensor), ends)}
+    return {} if ends is None else {SATURATED: count_saturated(strided_or_sparse(tensor), ends)}
 
 
 def norm_of_value(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
@@ -175,11 +202,11 @@ def to_dense(tensor: Tensor, reader: str) -> Tensor:
             f"{human_bytes(tensor.numel() * tensor.element_size())} (at most {human_bytes(MAX_BYTES)}). Record "
             "built-in statistics, quantiles or a histogram of the complete tensor, which read only the stored values"
         )
-    readable = _strided_or_sparse(tensor)
+    readable = strided_or_sparse(tensor)
     return readable.to_dense() if is_sparse(readable) else readable
 
 
-def _strided_or_sparse(tensor: Tensor) -> Tensor:
+def strided_or_sparse(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.is_nested:
         padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)

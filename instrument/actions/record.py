@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config.record import RecordSpec
 from ..stats.exact_integers import integer_extremes
-from ..stats.table_rows import Measure
+from ..stats.table_rows import Measure, measure_of_call
 from ..tables.schemas import TABLES
 from ..tables.statistics import COUNTS
 from ..values.nested import shape_of
@@ -94,8 +94,8 @@ class Record(Action):
                 custom = self.measurement.custom_numbers(tensor, context)
                 self.rows.add_stats(context, shape_of(tensor), names, measured, custom)
         for table, (least_dimensions, measure) in self.tables.items():
-            if tensor.dim() >= least_dimensions:
-                self.rows.add_row(table, context, measure, tensor)
+            if tensor.dim() >= least_dimensions and (of_call := measure_of_call(measure, tensor, context)) is not None:
+                self.rows.add_row(table, context, of_call, tensor)
         if self.keeps_tensors:
             limit = None if isinstance(self.spec.samples, int) else self.spec.max_elements
             if limit is not None and is_sparse(tensor) and tensor.numel() > limit:

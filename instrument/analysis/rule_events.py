@@ -17,6 +17,7 @@ from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_order
 from ..tables.kinds import KINDS
+from ..tables.schemas import IDENTITY, joined_table
 from ..tables.statistics import ALL
 from .run_tables import RunTables
 
@@ -24,6 +25,7 @@ Moment = tuple[int, str]
 _Rows = tuple[list[RowSite], dict[str, FloatArray]]
 _BATCH = ("step", "phase", "micro_step")
 _COUNTS = ("numel", "nan_count", "inf_count")
+_IDENTITY = tuple(column.name for column in IDENTITY)
 _METRICS = (*METRIC_NAMES, "skipped")
 
 
@@ -95,8 +97,10 @@ def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Ite
     """Yield the rows and the statistics of each step and phase, which can be split over several batches."""
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
+    joined = [_JoinedNumber(run, table, name, condition) for name in read if (table := joined_table(name)) is not None]
+    identity = _IDENTITY if joined else ("step", "phase", *RowSite._fields)
     pending: dict[Moment, list[pa.RecordBatch]] = {}
-    for batch in run.scan("stats", ["step", "phase", "position", *RowSite._fields, *columns], condition):
+    for batch in run.scan("stats", ["position", *identity, *columns], condition):
         steps, phases = batch["step"].to_numpy(), np.array(batch["phase"].to_pylist(), np.str_)
         changes = np.flatnonzero((steps[1:] != steps[:-1]) | (phases[1:] != phases[:-1])) + 1
         for begin, end in itertools.pairwise([0, *changes.tolist(), len(steps)]):
@@ -104,20 +108,49 @@ def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Ite
                 continue
             moment = (int(steps[begin]), str(phases[begin]))
             if pending and moment[0] != next(iter(pending))[0]:
-                yield from _rows_of(pending, columns)
+                yield from _rows_of(pending, columns, joined)
                 pending = {}
             pending.setdefault(moment, []).append(batch.slice(begin, end - begin))
-    yield from _rows_of(pending, columns)
+    yield from _rows_of(pending, columns, joined)
 
 
-def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]) -> Iterator[tuple[Moment, _Rows]]:
+class _JoinedNumber:
+    """A number of another table than `stats`, read in the order of the steps."""
+
+    def __init__(self, run: RunTables, table: str, name: str, condition: ds.Expression) -> None:
+        self.name = name
+        batches = run.scan(table, [*_IDENTITY, name], condition)
+        rows = (
+            row
+            for batch in batches
+            for row in zip(*(batch[each].to_pylist() for each in (*_IDENTITY, name)), strict=True)
+        )
+        self._steps = itertools.groupby(rows, lambda row: row[0])
+        self._step, self._numbers = -1, dict[tuple[Any, ...], Any]()
+
+    def of_rows(self, rows: pa.Table) -> FloatArray:
+        """Return the numbers of the tensors of rows of a step, float64 [rows]; NaN for no number."""
+        identities = [*zip(*(rows[each].to_pylist() for each in _IDENTITY), strict=True)]
+        while self._step < identities[0][0]:
+            self._step, found = next(self._steps, (identities[0][0], ()))
+            self._numbers = {row[:-1]: row[-1] for row in found}
+        return np.array([self._numbers.get(each) if each[0] == self._step else None for each in identities], np.float64)
+
+
+def _rows_of(
+    step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str], joined: Sequence[_JoinedNumber]
+) -> Iterator[tuple[Moment, _Rows]]:
     """Yield the rows of each phase of a step, in the order in which they were recorded."""
     for moment in sorted(step, key=time_order):
         rows = pa.Table.from_batches(step[moment])
         if len(step[moment]) > 1:
             rows = rows.take(pc.sort_indices(rows["position"]))
         sites = [RowSite(*cells) for cells in zip(*(rows[name].to_pylist() for name in RowSite._fields), strict=True)]
-        yield moment, (sites, {name: _floats(rows[name]) for name in columns})
+        values = {name: _floats(rows[name]) for name in columns}
+        for each in joined:  # a custom statistic may have the same name
+            numbers = each.of_rows(rows)
+            values[each.name] = np.where(np.isnan(numbers), values.get(each.name, np.nan), numbers)
+        yield moment, (sites, values)
 
 
 def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:

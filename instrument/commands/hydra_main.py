@@ -19,7 +19,8 @@ from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
 from ..config.hydra_internals import use_field_loader
-from ..config.search_path import WorkingDirectoryConf, conf_folder
+from ..config.packaged import conf_folder
+from ..config.search_path import WorkingDirectoryConf
 from ..errors import ConfigError, InstrumentError
 from ..training.distributed.torchrun import is_rank_zero, process_group, synced_errors
 from ..training.sweeps.summary import print_summary

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
 from ..config.hydra_internals import BASIC_SWEEPER
-from ..config.search_path import conf_folder
+from ..config.packaged import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..formatting import shown_path
 from ..storage.folder_snapshot import REFUSED

@@ -145,7 +145,8 @@ class HookBase(Selection):
     )
     unit_dim: Dimension | None = Field(
         None,
-        description="The dimension of the units, for 'units', dead_fraction, and functions with vectors. The default depends on the layer.",
+        description="The dimension of the units, for 'units', dead_fraction, 'spectrum', and functions with vectors. The default depends "
+        "on the layer.",
     )
     heads: Heads | None = Field(
         None,
@@ -218,7 +219,9 @@ class HookBase(Selection):
                 )
         is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
         if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
-            raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")
+            raise ValueError(
+                "'unit_dim' requires 'units', dead_fraction in 'stats', 'spectrum', or a function of units"
+            )
         return self
 
     @property
@@ -302,6 +305,10 @@ class HookBase(Selection):
             )
         if self.always_call and kind.name != "forward":
             raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
+        if self.keep_as is not None and self.tensor_role == "change":
+            raise ValueError(
+                "'keep_as' requires a tensor of the module; role change is computed from two, without a graph"
+            )
         if self.params and kind.family == "module":
             raise ValueError(
                 f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"

@@ -65,6 +65,8 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
     if (spec.kind, spec.tensor_role) == ("tensor", "input"):
         fix = "use 'kind: full_backward' with 'role: grad_input', the contribution of the module"
         return Obstacle("role", "the gradient of an input is complete only outside of the module", fix)
+    if spec.tensor_role == "change":
+        return Obstacle("role", "a graph does not keep the input of the module", "record the output")
     if spec.keep_as is not None and not spec.definition.gradient:
         return Obstacle(
             "keep_as", "a kept tensor keeps its autograd graph, and compiled code has none", "remove 'keep_as'"

@@ -116,7 +116,7 @@ class StatisticsSpec(ObservationSpec):
 
     @property
     def _uses_units(self) -> bool:
-        return "dead_fraction" in self.statistics
+        return not {"dead_fraction", "unit_norm_cv"}.isdisjoint(self.statistics)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -192,9 +192,15 @@ class RecordSpec(_WithTableFields):
             raise ValueError(f"records nothing: 'stats' is none, and none of tensors, {others} is requested")
         for table, values in self.tables.items():
             roles = TABLES[table].roles
-            if roles and self.tensor_role not in roles:
-                needed = f"{', '.join(values)} requires role {', '.join(roles[:-1])} or {roles[-1]}"
+            is_gradient = self.definition.gradient and not any("grad" in role for role in roles)
+            if roles and (self.tensor_role not in roles or is_gradient):
+                names = f"{', '.join(roles[:-1])} or {roles[-1]}" if roles[1:] else roles[0]
+                needed = (
+                    f"{', '.join(values)} requires role {names}{' of a kind without gradients' if is_gradient else ''}"
+                )
                 raise ValueError(f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}")
+        if "position_losses" in self.tables and self.selection:
+            raise ValueError(f"'position_losses' requires the logits of all positions, without {self.selection[0]!r}")
         tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
         if tensor_options and not self.tensors:
             raise ValueError(
@@ -207,6 +213,10 @@ class RecordSpec(_WithTableFields):
                 "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"
             )
         return self
+
+    @property
+    def _uses_units(self) -> bool:
+        return super()._uses_units or "spectra" in self.tables
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
         """Return the action."""
@@ -225,6 +235,13 @@ class RecordSpec(_WithTableFields):
             table: {name: value for name, value in fields if value is not None} for table, fields in tables.items()
         }
         return {table: values for table, values in given.items() if values}
+
+    @property
+    def readable(self) -> set[str]:
+        """The names of the statistics, and of the numbers of other tables that rules read next to them."""
+        custom = {custom.column for custom in self.custom_statistics}
+        numbers = {number for table in self.tables for number in TABLES[table].numbers if self.statistics}
+        return {*self.statistics, *custom, *numbers}
 
 
 @ACTIONS.register("print")

@@ -11,12 +11,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from .hydra_internals import loader_of
-
-
-def conf_folder() -> Path:
-    """Return the folder with the configuration files of the package: inside it, or next to it in a checkout."""
-    package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
+from .packaged import conf_folder
 
 
 class WorkingDirectoryConf(SearchPathPlugin):

@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import yaml
 
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, similar_names
 from .base import HookBase
 from .hook_specs import HookSpec
+from .packaged import hook_sets
 from .parse import parse_hooks, parse_rules
 from .rules import RuleBase, default_rules
 
@@ -24,13 +25,13 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
     """Parse hook specs from a file, from plain mappings, or from spec objects.
 
     Args:
-        specs: The path of a YAML file, a mapping or list with the content of such a file, or spec objects. The specs are at
-            the top level or in a `hooks` section.
+        specs: The path of a YAML file, the name of a hook set of the package (`transformer`, as in `hooks=transformer`), a mapping or
+            list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
     """
-    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    given = _read_file(specs) if isinstance(specs, str | Path) else specs
     if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
         given = given["hooks"]
     if isinstance(given, Mapping):
@@ -55,7 +56,7 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
         return {}
     if not isinstance(rules, Mapping) and rules != "default":
         raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules))
-    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    given = _read_file(specs) if isinstance(specs, str | Path) else specs
     in_file = (
         given.get("rules") if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else None
     )
@@ -64,12 +65,17 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
     return parse_rules({**default_rules(), **(in_file or {}), **({} if rules == "default" else rules)})
 
 
-def _read_file(path: Path) -> Any:
-    """Read a YAML file."""
+def _read_file(path: str | Path) -> Any:
+    """Read a YAML file, or a hook set of the package. A file of this name precedes the hook set."""
+    packaged = hook_sets()
+    file = packaged[path] if path in packaged and not Path(path).exists() else Path(path)
     try:
-        return yaml.safe_load(path.read_text())
+        return yaml.safe_load(file.read_text())
     except OSError as error:
-        raise ConfigError(Problem("specs", f"the file cannot be read: {error.strerror}", given=str(path))) from None
+        message = f"the file cannot be read: {error.strerror}"
+        allowed = f"a YAML file, or a hook set: {', '.join(packaged)}"
+        similar = similar_names(str(path), packaged)
+        raise ConfigError(Problem("specs", message, given=str(path), allowed=allowed, similar=similar)) from None
     except YAML_ERRORS as error:
         raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path))) from None
 

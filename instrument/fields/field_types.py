@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -148,18 +148,47 @@ class Heads(Spec):
     take: Indices = Field(description="The indices of the selected heads.")
 
 
+StructureName = Literal["block", "attention", "mlp", "norm", "embedding", "head", "router", "experts"]
+STRUCTURES: dict[StructureName, str] = {
+    "block": "a residual block: a repeated module that contains an attention",
+    "attention": "nn.MultiheadAttention, or a module with projections to queries, keys and values",
+    "mlp": "the feed-forward part of a block",
+    "norm": "LayerNorm, RMSNorm, or a similar module",
+    "embedding": "nn.Embedding with more than one row",
+    "head": "the projection to classes or to the vocabulary after the blocks",
+    "router": "a projection with one output per expert next to the experts",
+    "experts": "modules of the same class, or parameters [experts, ., .], with a router",
+}
+"""The parts of a transformer that `structure` finds. `instrument.plan.structure` has the rules."""
+
+
 class Selection(Spec):
     """Which modules, and which of their parameters."""
 
     model_config = ConfigDict(
         json_schema_extra={
-            "anyOf": [{"required": ["layers"]}, {"required": ["types"]}, {"properties": {"kind": {"const": "loss"}}}]
+            "anyOf": [
+                {"required": ["layers"]},
+                {"required": ["types"]},
+                {"required": ["structure"]},
+                {"properties": {"kind": {"const": "loss"}}},
+            ]
         }
     )
 
     layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root module.")
     exclude: Globs = Field((), description="Globs on module names to exclude.")
     types: Names = Field((), description="Globs on class names of modules, short or full. Subclasses match.")
+    structure: Annotated[
+        tuple[StructureName, ...], BeforeValidator(_as_list, json_schema_input_type=StructureName | list[StructureName])
+    ] = Field(
+        (),
+        description="Parts of a transformer, found by the structure of the model: block (residual block), attention, mlp, norm, "
+        "embedding, head (projection to classes or to the vocabulary), router, experts. 'layers' and 'types' restrict them.",
+    )
+    optional: bool = Field(
+        False, description="If the model has no such 'structure', leave the spec out, instead of an error."
+    )
     params: Globs = Field(
         (),
         description="Globs on parameter names within the module: weight, bias. `weight` includes the parameters of its parametrizations.",
@@ -169,10 +198,12 @@ class Selection(Spec):
     @classmethod
     def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         is_loss = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
-        if not isinstance(value, Mapping) or value.get("layers") is not None or value.get("types") or is_loss:
+        selects = isinstance(value, Mapping) and any(value.get(name) for name in ("types", "structure"))
+        if not isinstance(value, Mapping) or value.get("layers") is not None or selects or is_loss:
             return validate(value)
         error_type = PydanticCustomError(
-            "no_selection", "requires 'layers' (globs on module names), 'types' (class names), or both"
+            "no_selection",
+            "requires 'layers' (globs on module names), 'types' (class names) or 'structure' (parts of a transformer)",
         )
         errors: list[InitErrorDetails] = [{"type": error_type, "loc": (), "input": value}]
         try:
@@ -184,9 +215,15 @@ class Selection(Spec):
             ]
         raise ValidationError.from_exception_data(cls.__name__, errors)
 
+    @model_validator(mode="after")
+    def _validate_optional(self) -> Self:
+        if self.optional and not self.structure:
+            raise ValueError("'optional' requires 'structure'")
+        return self
+
     @property
     def globs(self) -> tuple[str, ...]:
-        """The selecting globs; all modules if only `types` is given."""
+        """The selecting globs; all modules without `layers`."""
         return self.layers if self.layers is not None else ("**",)
 
 
@@ -219,6 +256,33 @@ Levels = Annotated[
                 {"type": "boolean"},
                 {"type": "number", "minimum": 0, "maximum": 1},
                 {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+def _edges(value: Any) -> Any:
+    if isinstance(value, bool):
+        return (0, *(2**power for power in range(18))) if value else None
+    return (value,) if isinstance(value, int) else value
+
+
+Edges = Annotated[
+    tuple[Annotated[int, Field(ge=0, le=LARGEST)], ...] | None,
+    Field(
+        min_length=1,
+        max_length=10_000,
+        description="Record the cross entropy of a language model by position, from its logits [N, T, classes] and the targets of the "
+        "batch: the first position of each bin, ascending; true: 0, 1, 2, 4, 8, ..., 131072.",
+    ),
+    BeforeValidator(_edges),
+    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
             ]
         }
     ),

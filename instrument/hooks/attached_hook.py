@@ -57,8 +57,8 @@ class AttachedHook(HookCoverage):
         "scheduled_count",
         "scope",
         "selector",
-        "state",
         "split_dim",
+        "state",
         "subsampling",
         "together",
         "was_ever_scheduled",
@@ -315,9 +315,11 @@ class AttachedHook(HookCoverage):
             scope=self.scope,
             rank=self.clock.rank,
             ids=self.clock.ids,
+            targets=self.clock.targets,
             tensors=self._kept_tensors(firing),
             state=self.state,
             holds=None if spec.follows is None else True,  # a rule turns the hook on
+            unit_dim=spec.unit_dim,
         )
 
     def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:

@@ -48,6 +48,7 @@ class Clock:
         in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
         named_at: The micro-step whose samples are named by `sample_ids`.
         sample_ids: The ids of these samples.
+        sample_targets: Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
     """
 
     moment: StepContext
@@ -66,19 +67,25 @@ class Clock:
     in_checkpoint: bool = False
     named_at: int = -1
     sample_ids: SampleIds | None = None
+    sample_targets: Tensor | None = None
     _boundary: tuple[StepContext | None, StepContext] = field(init=False)
 
     def __post_init__(self) -> None:
         self._boundary = None, self.moment
 
-    def name_samples(self, ids: SampleIds) -> None:
-        """Name the samples of the current micro-step."""
-        self.named_at, self.sample_ids = self.micro_step_index, ids
+    def name_samples(self, ids: SampleIds, targets: Tensor | None = None) -> None:
+        """Name the samples of the current micro-step, and their targets, if known."""
+        self.named_at, self.sample_ids, self.sample_targets = self.micro_step_index, ids, targets
 
     @property
     def ids(self) -> SampleIds | None:
         """The ids of the samples of the current micro-step; None if they are unknown."""
         return self.sample_ids if self.named_at == self.micro_step_index else None
+
+    @property
+    def targets(self) -> Tensor | None:
+        """The targets of the samples of the current micro-step; None if they are unknown."""
+        return self.sample_targets if self.named_at == self.micro_step_index else None
 
     @property
     def boundary(self) -> StepContext:

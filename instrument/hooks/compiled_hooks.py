@@ -66,6 +66,7 @@ class Places(NamedTuple):
         output_gradients: Gradients of outputs. Those that can change an incoming gradient precede those that record it.
         contributions: The contributions of the module to the gradients of its inputs.
         totals: The gradients of the inputs.
+        changes: Differences of outputs and inputs.
     """
 
     pre: list[AttachedHook]
@@ -74,6 +75,7 @@ class Places(NamedTuple):
     output_gradients: list[AttachedHook]
     contributions: list[AttachedHook]
     totals: list[AttachedHook]
+    changes: list[AttachedHook]
 
     @classmethod
     def of(cls, attached_hooks: Sequence[AttachedHook]) -> Places:
@@ -94,6 +96,7 @@ class Places(NamedTuple):
             at(("full_backward_pre", None), ("tensor", "output")) + at(("full_backward", "grad_output")),
             at(("full_backward", "grad_input")),
             at(("tensor", "input")),
+            at(("forward", "change")),
         )
 
 
@@ -115,7 +118,7 @@ class GraphHooks:
         self.token = new_token(self)
         self._places = places = Places.of(attached_hooks)
         self._stages: list[list[AttachedHook]] = []
-        self._every = [self._stages_of(place) for place in places[:-1]]
+        self._every = [self._stages_of(place) for place in places[:-2]]
         self._first_gradient_stage = sum(map(len, self._every[:3]))
         module = attached_hooks[0].site.layer.module
         of_torch = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)

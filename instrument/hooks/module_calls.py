@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
@@ -50,11 +51,13 @@ class Call:
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity; None if they are not needed.
         copies: The containers that the module gets instead of those of the caller.
+        first_input: The first tensor of the arguments, and a copy of it, which the module does not change; None if not needed.
     """
 
     on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] | None = None
     copies: Sequence[CopiedContainer] = ()
+    first_input: tuple[Tensor, Tensor] | None = None
 
     def __init__(
         self, index: int, origin: int, micro_step_index: int, is_recomputed: bool = False, segment: object | None = None

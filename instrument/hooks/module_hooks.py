@@ -12,13 +12,15 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..errors import HookError
 from ..fields.field_types import describe_callable
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
-from ..tables.reasons import TRANSFORMED
+from ..stats.flatten import unreadable
+from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook
@@ -75,6 +77,7 @@ class ModuleHooks(SuspendableModuleHooks):
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
+        self.changes: list[AttachedHook] = []
         self.graph = GraphHooks(attached_hooks, calls)
         self.input_gradients = InputGradients(self.clock)
         self.output_gradients = OutputGradients(self.clock)
@@ -112,7 +115,7 @@ class ModuleHooks(SuspendableModuleHooks):
         places = self._composed[key][0] if key in self._composed else Places.of(scheduled)
         self.graph.refresh()
         super().refresh()
-        self.pre, self.forward_input, self.output, gradients, contributions, totals = places
+        self.pre, self.forward_input, self.output, gradients, contributions, totals, self.changes = places
         interventions = [attached for attached in self.output if not attached.is_record_hook]
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         self.output_gradients.schedule(gradients)
@@ -164,14 +167,13 @@ class ModuleHooks(SuspendableModuleHooks):
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
         inputs, outputs = self.input_gradients, self.output_gradients
-        if not (self.pre or inputs.contribution_hooks or inputs.total_hooks or outputs.changes):
+        if not (self.pre or inputs.contribution_hooks or inputs.total_hooks or outputs.changes or self.changes):
             return None
         original = join_arguments(args, kwargs)
         new = self._act(self.pre, original, call) if self.pre else original
         if inputs.contribution_hooks or inputs.total_hooks:
             new = inputs.register(module, new, len(args), call)
-        if outputs.changes:
-            call.versions = versions_of(tensor for _, tensor in iter_tensors(new))  # outputs may be inputs
+        self._note_inputs(new, call)
         if new is original:
             return None
         call.copies = copied_containers(original, new)
@@ -206,11 +208,20 @@ class ModuleHooks(SuspendableModuleHooks):
         in_place = (args, kwargs)
         if self.output:
             new = self._act(self.output[recorded:], new, call, in_place)
+        if self.changes and not call.is_recomputed:
+            self._observe_change(call, join_arguments(args, kwargs), new)
         if self.output_gradients.attached_hooks:
             new = self.output_gradients.register(module, new, call, in_place)
         if call.copies:
             write_back(call.copies)
         return None if new is given or output is None else new
+
+    def _note_inputs(self, arguments: Any, call: Call) -> None:
+        """Note what the hooks on outputs need of the inputs, which the module may overwrite or return."""
+        if self.output_gradients.changes:
+            call.versions = versions_of(tensor for _, tensor in iter_tensors(arguments))
+        if self.changes and not call.is_recomputed and (first := _first_tensor(arguments)[1]) is not None:
+            call.first_input = first, first.detach().clone()
 
     def _note_earlier_hooks(self) -> None:
         """Note the hooks of other code that run before this one although they were registered later."""
@@ -250,6 +261,26 @@ class ModuleHooks(SuspendableModuleHooks):
                     attached.count_miss(obstacles.get(attached) or attached.no_tensor_reason(value))
         return new
 
+    def _observe_change(self, call: Call, arguments: Any, output: Any) -> None:
+        """Run hooks on the difference of the first tensors of output and input, in float32 or a wider dtype."""
+        path, tensor = _first_tensor(output)
+        original, given = call.first_input or (None, None)
+        change, reason = None, NO_CHANGE
+        if original is not _first_tensor(arguments)[1]:
+            reason = REPLACED_INPUT
+        elif tensor is not None and given is not None and _is_comparable(tensor, given):
+            reason = unreadable(tensor) or NO_TENSOR
+            if reason == NO_TENSOR:
+                wide = torch.promote_types(torch.promote_types(tensor.dtype, given.dtype), torch.float32)
+                change = tensor.detach().to(wide) - given.to(wide)
+        for attached in self.changes:
+            attached.count_opportunity()
+            if change is not None and attached.matches_path(path):
+                attached.fire(change, path, firing_of(call.index, 0, False, call.origin), value=given)
+                attached.count_firing()
+            else:
+                attached.count_miss(reason)
+
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
         super().detach()
@@ -259,6 +290,18 @@ class ModuleHooks(SuspendableModuleHooks):
 
 for _hook in (ModuleHooks.before, ModuleHooks.after):
     run_outside_of_graphs(_hook)
+
+
+def _first_tensor(value: Any) -> tuple[str, Tensor | None]:
+    """Return the first tensor of a nested value, and its path; None without any."""
+    return next(iter_tensors(value), ("", None))
+
+
+def _is_comparable(output: Tensor, given: Tensor) -> bool:
+    """Return whether the difference of an output and an input exists."""
+    is_dense = all(x.is_floating_point() and x.layout == torch.strided and not x.is_nested for x in (output, given))
+    shards = [getattr(x, "placements", None) for x in (output, given)]
+    return is_dense and output.shape == given.shape and output.device == given.device and shards[0] == shards[1]
 
 
 def _stays_before(hook: Callable[..., Any]) -> bool:

@@ -21,7 +21,10 @@ from ..tables.reasons import NOT_ATTENTION, OTHER_SOFTMAX, unknown_attention
 from ..values.dtensor import is_sharded
 
 Attention = Mapping[str, Tensor]
-"""By role: `attention`, the weights after the softmax, and `scores`, the logits before it, with scale and mask; [..., queries, keys]."""
+"""By role: `attention`, the weights after the softmax, and `scores`, the logits before it, with scale and mask.
+
+[..., heads, queries, keys]: dimension -3 has size 1 if the function gets no dimension of heads.
+"""
 
 _MASKS = "torch.nn.attention.bias"  # of its classes, which only the fused function supports; the import is slow
 _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
@@ -49,7 +52,7 @@ def _of_softmax(result: Tensor, input: Tensor, dim: int | None = None, *_: Any, 
         return NOT_ATTENTION
     if input.dim() == 3 and input.shape[1] != input.shape[2]:
         return OTHER_SOFTMAX
-    return {"attention": result, "scores": input}
+    return _with_heads(result, input)
 
 
 def _of_product(  # noqa: PLR0917
@@ -71,14 +74,15 @@ def _of_product(  # noqa: PLR0917
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        scores = query @ key.transpose(-2, -1) * factor
+        scores = (query @ key.transpose(-2, -1)).mul_(factor)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores += torch.full(scores.shape[-2:], -math.inf, device=scores.device).triu_(1)
+            return _with_heads(scores.softmax(-1), scores)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
-        elif attn_mask is not None:
+            attn_mask = scores.new_zeros(attn_mask.shape).masked_fill_(attn_mask.logical_not(), -math.inf)
+        if attn_mask is not None:
             scores = scores + attn_mask
-        return {"attention": _safe_softmax(scores), "scores": scores}
+        return _with_heads(_safe_softmax(scores), scores)
 
 
 def _of_module(*args: Any, **kwargs: Any) -> Attention:
@@ -93,9 +97,19 @@ def _of_module(*args: Any, **kwargs: Any) -> Attention:
     return {"attention": weights if needs_weights else _safe_softmax(scores), "scores": scores}
 
 
+def _with_heads(weights: Tensor, scores: Tensor) -> Attention:
+    """Return an attention with a dimension of heads, of size 1 if the tensors have none: [..., heads, queries, keys]."""
+    has_heads = scores.dim() >= 4
+    return {
+        role: each if has_heads else each.unsqueeze(-3) for role, each in (("attention", weights), ("scores", scores))
+    }
+
+
 def _safe_softmax(scores: Tensor) -> Tensor:
     """Return the softmax, with zeros for a query without keys, as `scaled_dot_product_attention` does."""
-    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+    if not scores.shape[-1]:
+        return scores.softmax(-1)
+    return scores.softmax(-1).masked_fill_(scores.amax(-1, keepdim=True).isneginf(), 0.0)
 
 
 class _SoftmaxArguments(TorchDispatchMode):

@@ -167,7 +167,7 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
                 submodules = [layer.label for layer in unmatched if matches(inside, layer.name)]
                 if submodules:
                     yield f"{name}: '{pattern}' does not match submodules; '{pattern}.**' would also match {shorten(submodules, 4)}"
-        matched_by_glob = [layer for layer in unmatched if layer.is_named(spec.globs)]
+        matched_by_glob = [layer for layer in unmatched if not spec.structure and layer.is_named(spec.globs)]
         of_sites = {id(site.parameter) for site in sites}
         unhooked = {key: names for key, names in plan.layers.parameter_names.items() if key not in of_sites}
         for label, layers in _unselected(spec, matched_by_glob, unhooked):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.field_types import Selection
 from ..fields.globs import matches
 from ..formatting import shorten
+from ..stats.experts import PER_TOKEN, attribute_of
 from .attention_heads import check_heads
-from .modules import Layer, Layers, select_layers
+from .layer_selection import select_layers
+from .modules import Layer, Layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,16 +108,30 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
 
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     selected = select_layers(spec, layers, where)
+    if not selected:
+        return []
     if spec.definition.family == "module":
         called = [layer for layer in selected if not layer.is_container]
         if not called:
             raise ConfigError(_containers_problem(spec, selected, layers, where))
         check_heads(spec, called, layers, where)
+        _check_routers(spec, called, where)
         # Coverage reports those that a graph inlines.
         return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
     return _tensor_sites(spec, selected, layers, where)
+
+
+def _check_routers(spec: HookSpec, called: Sequence[Layer], where: str) -> None:
+    """Check that the number of experts per token is known at each module of a hook that records their load."""
+    fields = spec.tables.get("experts", {}) if isinstance(spec, RecordSpec) else {}
+    if fields and fields.get("experts", "module") == "module":
+        unknown = [f"{layer.label} ({layer.type})" for layer in called if attribute_of(layer.module, PER_TOKEN) is None]
+        if unknown:
+            message = f"the number of experts per token is unknown at {shorten(unknown, 4)}: no attribute {' or '.join(PER_TOKEN)}"
+            fix = "set it: experts: 2, or match the routers only"
+            raise ConfigError(Problem(f"{where}.experts", message, fields.get("experts"), "a number", fix=fix))
 
 
 def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Problem:
@@ -139,6 +156,8 @@ def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: 
     """Return one site per parameter, buffer or entry of a state dict of the modules. Tied parameters have one site."""
     what = {"buffer": "buffer", "entry": "entry in a state dict"}.get(spec.tensor_role, "parameter")
     candidates = [(layer, *tensor) for layer in selected for tensor in _own_tensors(spec, layer)]
+    if not candidates and spec.optional:
+        return []
     if not candidates:
         having = {layer.module for layer in layers if any(_own_tensors(spec, layer))}
         below = [layer for layer in selected if not having.isdisjoint(layer.module.modules())]

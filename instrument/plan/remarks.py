@@ -18,7 +18,7 @@ class Remark:
     """One remark. It is printed with the plan and written to `events`.
 
     Attributes:
-        rule: The topic: hidden_module, fast_path, statistics.
+        rule: The topic: hidden_module, structure, fast_path, statistics.
         layer: The layer; None for several.
         message: The message.
         severity: The severity, as in `events`.
@@ -31,9 +31,16 @@ class Remark:
 
 
 def remarks(plan: HookPlan) -> Iterator[Remark]:
-    """Yield remarks about modules that PyTorch cannot find, fast paths that hooks disable, and statistics that no kernel computes."""
+    """Yield remarks about modules that PyTorch cannot find, optional specs that are left out, fast paths that hooks disable, and
+    statistics that no kernel computes.
+    """
     for location, message in plan.layers.hidden_messages():
         yield Remark("hidden_module", location, message, "warning")
+    for name, spec in plan.specs.items():
+        if spec.optional and not plan.of(name):
+            kind = "" if spec.definition.family == "module" else " with parameters"
+            message = f"hook {name!r} is left out: the model has no {' or '.join(spec.structure)}{kind}"
+            yield Remark("structure", None, message, "info")
     affected = fast_paths(plan)
     if affected:
         message = (

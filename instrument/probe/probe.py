@@ -48,7 +48,7 @@ from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
 from .rule_rows import update_rules
-from .samples import SampleBatch, checked_ids, checked_targets, targets_of
+from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import check_custom_columns
 
@@ -429,7 +429,8 @@ class Probe(OwnedByProcess):
                 dataset, or different strings. A list, an array or a tensor, [samples]. The ids of a tensor on a GPU are
                 not compared with each other.
             targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
-                GPU are copied when the step ends. Default: None, no targets.
+                GPU are copied when the step ends. Or integers [samples, positions], for `position_losses`: the class that the logits at
+                each position predict, -100 for none; in the table `samples`, `target` is then null. Default: None, no targets.
 
         Raises:
             ConfigError: An argument has the wrong type or shape, an id occurs twice, or the batch of this micro-step is
@@ -437,9 +438,10 @@ class Probe(OwnedByProcess):
         """
         names = checked_ids(ids)
         numbers = checked_targets(targets, len(names))
-        self.clock.name_samples(names)
+        self.clock.name_samples(names, numbers)
         if self.recorder.samples.are_kept:
-            batch = SampleBatch(self.clock.moment, self.clock.rank, names, numbers, is_checked=True)
+            scalars = scalar_targets(numbers, len(names))
+            batch = SampleBatch(self.clock.moment, self.clock.rank, names, scalars, is_checked=True)
             self.recorder.samples.begin(batch)
 
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
@@ -447,10 +449,12 @@ class Probe(OwnedByProcess):
 
         `batch` is that of the data loader, or a mapping with its targets; see `targets_of`.
         """
-        self.clock.name_samples(indices)
+        targets = targets_of(batch)
+        self.clock.name_samples(indices, targets)
         if self.recorder.samples.are_kept:
             moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
-            named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch, len(indices)), is_checked=False)
+            scalars = scalar_targets(targets, len(indices))
+            named = SampleBatch(moment, self.clock.rank, ids, scalars, is_checked=False)
             self.recorder.samples.begin(named)
 
     def end_micro_step(self) -> None:

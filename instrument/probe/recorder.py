@@ -347,7 +347,7 @@ class Recorder:
         for text, names, cells in lines:
             if cells is not None:
                 self.print_line(line_of(text, names, cells))
-        stats_rows = StatisticsRows(self._stats, stats) if len(stats) else None
+        stats_rows = StatisticsRows(self._stats, stats, tables) if len(stats) else None
         if stats_rows is not None:
             self.write("stats", stats_rows)
         for table, rows in tables.items():

@@ -220,10 +220,10 @@ def _ids_of(ids: Any) -> Tensor | Sequence[str]:
 
 
 def checked_targets(targets: Any, samples: int) -> Tensor | None:
-    """Return targets as a tensor [samples]; None if there are none.
+    """Return targets as a tensor [samples], or integers [samples, positions]; None if there are none.
 
     Raises:
-        ConfigError: They are not numbers, not scalar, or not one for each sample.
+        ConfigError: They are not numbers, have another shape, or are not one for each sample or position.
     """
     if targets is None:
         return None
@@ -240,10 +240,11 @@ def checked_targets(targets: Any, samples: int) -> Tensor | None:
         raise ConfigError(
             Problem("targets", f"one is required for each of the {samples} ids", f"shape {shape}", allowed)
         )
-    if targets.numel() != samples:
+    if targets.numel() != samples and (targets.dim() != 2 or targets.is_floating_point()):
         fix = "pass one number for each sample, or leave 'targets' out"
+        allowed = f"{allowed}, or integers [{samples}, positions]"
         raise ConfigError(Problem("targets", "must be scalars", f"shape {shape}", allowed, fix=fix))
-    numbers: Tensor = targets.reshape(-1)
+    numbers: Tensor = targets
     return numbers
 
 
@@ -254,14 +255,14 @@ def _array(values: Any) -> np.ndarray[Any, Any] | None:
         return None
 
 
-def targets_of(batch: Any, samples: int) -> Tensor | None:
-    """Return the scalar targets of a batch of the data loader.
+def targets_of(batch: Any) -> Tensor | None:
+    """Return the targets of a batch of the data loader.
 
     These are the entry of a mapping, dataclass or named tuple that is named in `TARGET_KEYS`, or the second item of a
     pair.
 
     Returns:
-        The targets [samples]; None if the batch has none, or if they are not one number for each sample.
+        The targets, real numbers of any shape [samples, ...]; None if the batch has none.
     """
     targets: Any = None
     named = batch
@@ -273,6 +274,11 @@ def targets_of(batch: Any, samples: int) -> Tensor | None:
         targets = next((named[key] for key in TARGET_KEYS if key in named), None)
     if targets is None and isinstance(batch, list | tuple) and len(batch) == 2:
         targets = batch[1]
-    if not isinstance(targets, Tensor) or targets.is_complex() or not targets.dim():
+    return targets if isinstance(targets, Tensor) and targets.dim() and not targets.is_complex() else None
+
+
+def scalar_targets(targets: Tensor | None, samples: int) -> Tensor | None:
+    """Return targets as a tensor [samples]; None if there is not one number for each sample."""
+    if targets is None or not len(targets) == targets.numel() == samples:
         return None
-    return targets.flatten() if len(targets) == targets.numel() == samples else None
+    return targets.flatten()

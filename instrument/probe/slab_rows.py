@@ -31,7 +31,7 @@ from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
 from ..stats.sums import BASE, INDEX, statistics_of
 from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
-from ..tables.schemas import CUSTOM, IDENTITY, TABLES
+from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
 from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 
@@ -447,10 +447,15 @@ class SlabRows(StepColumns):
 
 
 class StatisticsRows(SlabRows):
-    """Rows of the table `stats`. What rows have besides their sums are their custom statistics by name."""
+    """Rows of the table `stats`. What rows have besides their sums are their custom statistics by name.
 
-    def __init__(self, slab: StepSlab, taken: Taken) -> None:
+    Args:
+        joined: The rows of the step in other tables, whose numbers are those of the same tensors. Default: none.
+    """
+
+    def __init__(self, slab: StepSlab, taken: Taken, joined: Mapping[str, Sequence[Row]] | None = None) -> None:
         super().__init__("stats", slab, taken)
+        self._joined = joined or {}
 
     @cached_property
     def values(self) -> tuple[Matrix, Mask]:
@@ -492,7 +497,7 @@ class StatisticsRows(SlabRows):
         return numbers
 
     def column(self, name: str) -> Matrix:
-        """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
+        """Return a statistic of all rows, or a number of another table for the same tensors: float64 [rows]; NaN for no value."""
         if name in _STATISTIC:
             column: Matrix = self.numbers[:, _STATISTIC[name]]
             return column
@@ -501,6 +506,12 @@ class StatisticsRows(SlabRows):
         for row, custom in self.taken.others.items():
             value = custom.get(name)
             values[row] = np.nan if value is None else value
+        if (table := joined_table(name)) is not None:
+            at = TABLES[table].names.index(name)
+            numbers = {row[: len(IDENTITY)]: row[at] for row in self._joined.get(table, ())}
+            for index, (moment, site) in enumerate(zip(self.taken.moments_of_rows, self.sites, strict=True)):
+                if (number := numbers.get((*moment, *site))) is not None:
+                    values[index] = number
         return values
 
     def number_columns(self) -> list[Column]:

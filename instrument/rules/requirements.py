@@ -9,6 +9,7 @@ from ..config.record import RecordSpec
 from ..config.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
+from ..tables.schemas import TABLES, joined_table
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .rule import LocatedRule
@@ -90,11 +91,7 @@ def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | No
     made = None if isinstance(rule, CustomRule) else make_rule(rule)
     if not isinstance(made, LocatedRule):
         return None
-    return [
-        name
-        for name, spec in _candidates(made, hooks).items()
-        if {*made.statistics} <= {*spec.statistics, *(custom.column for custom in spec.custom_statistics)}
-    ]
+    return [name for name, spec in _candidates(made, hooks).items() if {*made.statistics} <= spec.readable]
 
 
 def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> dict[str, RecordSpec]:
@@ -150,16 +147,22 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
     made = make_rule(rule)
     assert isinstance(made, LocatedRule), "only these rules read statistics of tensors"
     statistics = ", ".join(made.statistics)
+    message = f"no hook records what the rule reads: {statistics}"
     candidates = _candidates(made, hooks)
     if candidates:
         name, spec = next(iter(candidates.items()))
-        missing = [each for each in made.statistics if each not in spec.statistics]
+        missing = [each for each in made.statistics if each not in spec.readable]
+        if (table := joined_table(missing[0])) is not None:
+            field = next(iter(TABLES[table].fields))
+            return Problem(
+                where, message, fix=f"set {field} in hooks.{name}, next to a statistic, such as stats: [rms]"
+            )
         fix = f"add {', '.join(missing)} to hooks.{name}.stats, such as stats: [default, {', '.join(missing)}]"
     elif isinstance(rule, WatchRule):
         fix = f"set action: record and stats: [{statistics}] in hooks.{rule.watch[0]}"
     else:
         fix = f"add a hook that records {made.requires}"
-    return Problem(where, f"no hook records what the rule reads: {statistics}", fix=fix)
+    return Problem(where, message, fix=fix)
 
 
 def _cycle_problems(

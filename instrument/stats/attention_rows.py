@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tables.statistics import ENTROPIES, FIRST, ROWS, UNIFORMITIES, WIDE_ROWS, Sum
+from ..tables.statistics import FIRST, ROW_ENTROPIES, ROWS, UNIFORMITIES, WIDE_ROWS, Sum
 from .portable import widest
 
 
@@ -23,13 +23,13 @@ def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor
     wide = widest(weights.device)
     p = weights.detach().to(wide if weights.dtype == torch.float64 else torch.float32)
     entropies = torch.special.entr(p).sum(-1, dtype=wide)  # [...]
-    counts = (p != 0).sum(-1, dtype=wide)
+    counts = p.sign().sum(-1, dtype=wide)  # faster than a sum of booleans
     is_row = entropies.isfinite() & (counts > 0)
     is_wide = is_row & (counts > 1)
     first = p[..., 0] if p.shape[-1] else entropies
     terms = {
         ROWS: is_row,
-        ENTROPIES: torch.where(is_row, entropies, 0.0),
+        ROW_ENTROPIES: torch.where(is_row, entropies, 0.0),
         WIDE_ROWS: is_wide,
         UNIFORMITIES: torch.where(is_wide, entropies / counts.log(), 0.0),
         FIRST: torch.where(is_wide, first, 0.0),

@@ -6,7 +6,7 @@ No operation waits for a device or branches on a value. They read copies in floa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,8 @@ from ..tables.statistics import Sum
 from ..values.nested import to_device
 from .sums import BASE
 
+PART = 1 << 20
+"""The number of elements that `wide_parts` converts at once."""
 SAFE_EXPONENT = 200
 """Powers of two up to this one neither overflow nor underflow float64 if they are raised to the fourth power."""
 # For each dtype, integers of the same size, the bits of the exponent, and the largest unit whose inverse is finite.
@@ -27,6 +29,18 @@ _LANES = _BYTE * 8
 def widest(device: torch.device) -> torch.dtype:
     """Return the floating-point dtype of the highest precision on a device: float64, except on Apple's GPUs."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def wide_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield parts of a strided tensor along dimension 0 in the widest dtype, with about `PART` elements: the memory is bounded."""
+    size = max(1, PART // max(1, math.prod(tensor.shape[1:])))
+    return (part.to(widest(tensor.device)) for part in tensor.split(size))
+
+
+def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logsumexp, and the entropy of softmax in nats, of each row of logits [N, classes]: [N] each."""
+    log_partitions = logits.logsumexp(-1)
+    return log_partitions, torch.special.entr((logits - log_partitions[:, None]).exp_()).sum(-1)
 
 
 @lru_cache(maxsize=128)

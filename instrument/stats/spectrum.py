@@ -1,10 +1,10 @@
-"""Singular values of a tensor viewed as a matrix [first dimension, all others]: the table `spectra`."""
+"""Singular values of a tensor viewed as a matrix [units, all other dimensions]: the table `spectra`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,59 +12,90 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tables.kinds import KINDS
 from ..values.dtensor import Shards
 from .merge import Array
 from .portable import widest
+from .table_rows import Call
+from .unit_statistics import unit_dim
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The largest singular values, the spectral norm and the stable rank; see `instrument.stats.table_rows.Measure`."""
+    """The largest singular values, the spectral norm, and two ranks; see `instrument.stats.table_rows.Measure`.
+
+    Attributes:
+        spectrum: The number of singular values.
+        units: The dimension of the units.
+        is_of_batch: Whether the parts of several processes have all units, and different samples.
+    """
 
     spectrum: int
+    units: int = 0
+    is_of_batch: bool = False
 
     @property
     def size(self) -> int:
         """See `Measure`."""
-        return self.spectrum + 2
+        return self.spectrum + 3
+
+    def of_call(self, tensor: Tensor, call: Call) -> Spectrum | None:
+        """Return the measure of a call; None for a nested tensor, whose parts differ in shape. See `Measure`."""
+        of_batch = KINDS[call.kind].family == "module"
+        units = (
+            unit_dim(tensor.dim(), call.module, of_parameter=not of_batch) if call.unit_dim is None else call.unit_dim
+        )
+        return (
+            None
+            if units is None or tensor.is_nested
+            else replace(self, units=units % tensor.dim(), is_of_batch=of_batch)
+        )
 
     def values(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that computes the singular values, and the stable rank as the last number."""
-        matrix = _matrix(tensor)
-        return lambda: self._of(_singular_values(matrix))
+        """Return a function that computes the singular values, then the stable rank and the effective rank."""
+        matrix = self._matrix(tensor)
+        return lambda: self._of(_singular_values(_wide(matrix)))
 
     def _of(self, singular: Tensor) -> Tensor:
-        """Return the largest singular values, and the stable rank: the sum of their squares relative to the largest one."""
-        return torch.cat([singular[: self.spectrum], (singular / singular[:1]).square().sum()[None]])
+        """Return the largest singular values, and both ranks."""
+        stable = (singular / singular[:1]).square().sum()
+        effective = torch.special.entr(singular / singular.sum()).sum().exp()
+        return torch.cat([singular[: self.spectrum], stable[None], effective[None]])
+
+    def _matrix(self, tensor: Tensor) -> Tensor:
+        """Return a copy as a matrix [units, all other dimensions]. The caller may change the tensor before the step ends."""
+        return tensor.detach().to_dense().movedim(self.units, 0).flatten(1).clone()
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
         """See `Measure`."""
-        *largest, rank = (None if value is None or math.isnan(value) else value for value in values)
+        *largest, stable, effective = (None if value is None or math.isnan(value) else value for value in values)
         norm = largest[0] if largest else None
         is_known = norm is not None or not largest
-        return largest if is_known else None, norm, rank if norm else None, None if shape is None else list(shape)
+        ranks = (stable, effective) if norm else (None, None)
+        return largest if is_known else None, norm, *ranks, None if shape is None else list(shape)
 
     def part(self, tensor: Tensor, shards: Shards) -> Callable[[], Tensor]:
-        """Return a function that computes the triangular factor of a shard, and its number of rows and columns.
+        """Return a function that computes the triangular factor of a part, and its number of rows and columns.
 
-        The factors of all shards along the first dimension, one above the other, have the singular values of the full tensor. Shards
-        along other dimensions are columns of the matrix, whose order does not matter: it is transposed.
+        The factors of all shards along the dimension of the units, one above the other, have the singular values of the full tensor.
+        Other parts are columns of the matrix, whose order does not matter: it is transposed.
 
         Raises:
-            ValueError: The tensor is sharded along its first dimension and along others, or it is complex.
+            ValueError: The tensor is sharded along the dimension of its units and along others, or it is complex.
         """
         dims, largest = shards
-        if (0 in dims and len(dims) > 1) or tensor.is_complex():
+        if (self.units in dims and len(dims) > 1) or tensor.is_complex():
             what = (
                 "is complex"
                 if tensor.is_complex()
                 else f"is sharded along the dimensions {' and '.join(map(str, dims))}"
             )
             raise ValueError(f"a tensor that {what} has no spectrum with reduce: global")
-        matrix = _matrix(tensor)
-        if dims and 0 not in dims:
-            return partial(_triangle, matrix.mT, math.prod(largest[1:]))
-        return partial(_triangle, matrix, largest[0] if dims else len(matrix))
+        matrix = self._matrix(tensor)
+        if self.units in dims or not (dims or self.is_of_batch):
+            return partial(_triangle, matrix, largest[self.units] if dims else len(matrix))
+        most_columns = math.prod(size for dim, size in enumerate(largest) if dim != self.units) if dims else len(matrix)
+        return partial(_triangle, matrix.mT, most_columns)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""
@@ -73,11 +104,9 @@ class Spectrum:
         return self.cells(self._of(singular[: int(np.nansum(rows))]).tolist(), None)
 
 
-def _matrix(tensor: Tensor) -> Tensor:
-    """Return a copy as a matrix in the widest dtype. The caller may change the tensor before the step ends."""
-    dense = tensor.detach().to_dense()
-    dtype = widest(dense.device)
-    return dense.to(dtype.to_complex() if dense.is_complex() else dtype, copy=True).flatten(1)
+def _wide(matrix: Tensor) -> Tensor:
+    dtype = widest(matrix.device)
+    return matrix.to(dtype.to_complex() if matrix.is_complex() else dtype)
 
 
 def _singular_values(matrix: Tensor) -> Tensor:
@@ -91,6 +120,7 @@ def _triangle(matrix: Tensor, most_rows: int) -> Tensor:
 
     float64 [min(most_rows, columns) * columns + 2]. The factor is NaN if an element is not finite.
     """
+    matrix = _wide(matrix)
     rows, columns = matrix.shape
     finite = matrix.isfinite().all()
     factor = torch.linalg.qr(torch.where(finite, matrix, 0.0), mode="r").R

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..values.dtensor import Shards
 from .distribution import distribution
@@ -17,8 +17,23 @@ Values = Sequence[float | None] | Tensor
 """Numbers, None for no value; or on the device of a tensor, NaN for no value."""
 
 
+class Call(Protocol):
+    """The call of a hook: an `instrument.Context`."""
+
+    hook: str
+    module: nn.Module
+    kind: str
+    unit_dim: int | None
+    targets: Tensor | None
+    shards: Shards
+
+
 class Measure(Protocol):
-    """Computes the cells of a table that follow the identity columns. It is equal, with the same repr, in all processes."""
+    """Computes the cells of a table that follow the identity columns. It is equal, with the same repr, in all processes.
+
+    A measure that depends on more than the values also has a method `of_call(tensor, call)`. It returns the measure of a call, or None
+    if the tensor gets no row.
+    """
 
     @property
     def size(self) -> int:
@@ -90,3 +105,9 @@ class Distributions:
         """See `Measure`."""
         sampled, *rest = merge_distributions(parts, self.quantiles, self.histogram)
         return (sampled if self.quantiles else None, list(self.quantiles) or None, *rest)
+
+
+def measure_of_call(measure: Measure, tensor: Tensor, call: Call) -> Measure | None:
+    """Return the measure of a call; None if the tensor gets no row."""
+    of_call = getattr(measure, "of_call", None)
+    return measure if of_call is None else of_call(tensor, call)

@@ -68,7 +68,7 @@ def _covers(known: str, role: str) -> bool:
 # name | family | frequency | roles | roles that an intervention can change | whether it is a gradient | what it changes
 _TABLE = """
 forward_pre | module | micro_step | input | input | no | the input
-forward | module | micro_step | output, input | output | no | the output
+forward | module | micro_step | output, input, change | output | no | the output
 full_backward_pre | module | micro_step | grad_output | grad_output | yes | the gradient that enters the module's backward pass; \
 this also changes the gradients of its weights
 full_backward | module | micro_step | grad_input, grad_output | grad_input | yes | the gradient that flows to the previous modules

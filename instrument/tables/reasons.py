@@ -32,6 +32,13 @@ INLINED = (
 SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
+NO_CHANGE = (
+    "the first tensor of the output has another shape than the first tensor of the input, or one of them is not a floating-point, "
+    "dense tensor: there is no difference of output and input"
+)
+REPLACED_INPUT = (
+    "a forward pre-hook that ran after those of instrument replaced the input: attach the hooks after it is registered"
+)
 NOT_SEEN_BY_PYTORCH = (
     "PyTorch's own hook sees only tensors that are positional arguments, and outputs that are a tensor or a tuple of tensors: without "
     "via: module, keyword arguments and nested values are recorded too"

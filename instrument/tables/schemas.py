@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import cleandoc
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..fields.field_types import Bins, Count, Levels
+from ..fields.field_types import Bins, Count, Edges, Levels
 from ..fields.registry import Registry
 from .statistics import STATISTICS
 
@@ -400,7 +400,8 @@ for _table in (
     ),
     Table(
         "spectra",
-        "the singular values of one tensor at one firing, viewed as a matrix of its first dimension and all others",
+        "the singular values of one tensor at one firing, viewed as a matrix of its units and all other dimensions: rows of a parameter; "
+        "features or channels of an activation, with its samples and positions",
         _columns(
             """
             values | list<double> | the tensor's own | the largest singular values, descending; null if an element is not
@@ -408,6 +409,8 @@ for _table in (
             spectral_norm | double | the tensor's own | the largest singular value; null without values
             stable_rank | double | | squared Frobenius norm / squared spectral norm (Rudelson and Vershynin, 2007), from 1
                 to the rank; null if the norm is 0
+            effective_rank | double | | exponential of the entropy of all singular values divided by their sum (Roy and
+                Vetterli, 2007), from 1 to the rank; null if the norm is 0
             """,
             IDENTITY,
             SHAPE,
@@ -419,9 +422,67 @@ for _table in (
                 Count | None, Field(description="Number of singular values to record: the largest ones.")
             ]
         },
-        roles=("param", "param_grad", "update"),
+        roles=("param", "param_grad", "update", "output", "input", "change", "grad_output", "grad_input"),
         least_dimensions=2,
         measured_by="instrument.stats.spectrum:Spectrum",
+    ),
+    Table(
+        "experts",
+        "the load of the experts of a mixture of experts in one call of a router",
+        _columns(
+            """
+            load | list<double> | fraction | share of the assignments of tokens to experts for each expert; their sum is 1;
+                null without an assignment
+            cv | double | | coefficient of variation of the load: population standard deviation / mean (Shazeer et al. 2017)
+            dead_experts | int64 | experts | number of experts without a token
+            router_entropy | double | nats | mean over the tokens of the entropy of softmax(logits); null for indices of experts
+            dropped_fraction | double | fraction | share of the assignments beyond the capacity of their expert, which is
+                capacity_factor * assignments / experts, rounded up (Fedus et al. 2021); null without capacity_factor
+            """,
+            IDENTITY,
+            SHAPE,
+        ),
+        is_sorted=True,
+        has_numbers=True,
+        fields={
+            "experts": Annotated[
+                Literal["module"] | Count | None,
+                Field(
+                    description="Record the load of experts from the output of a router, logits [..., experts] or indices [..., experts "
+                    "per token]. The number of experts per token, or 'module' for the module's attribute top_k or num_experts_per_tok."
+                ),
+            ],
+            "capacity_factor": Annotated[
+                float | None,
+                Field(
+                    gt=0,
+                    description="Also record the share of dropped assignments, if an expert takes at most this multiple of the mean load.",
+                ),
+            ],
+        },
+        roles=("output", "input"),
+        least_dimensions=1,
+        measured_by="instrument.stats.experts:Experts",
+    ),
+    Table(
+        "position_losses",
+        "the cross entropy of a language model by position, in one call of the module that returns its logits",
+        _columns(
+            """
+            first_positions | list<int64> | positions | first position of each bin in the sequence; a bin ends before the next one
+            losses | list<double> | nats | mean of logsumexp(logits) - logit of the target over the targets in each bin; null
+                without any
+            targets | list<int64> | targets | number of targets in each bin; those of -100, and with a loss that is not finite,
+                do not count
+            """,
+            IDENTITY,
+            SHAPE,
+        ),
+        is_sorted=True,
+        fields={"position_losses": Edges},
+        roles=("output",),
+        least_dimensions=3,
+        measured_by="instrument.stats.position_losses:PositionLosses",
     ),
     Table(
         "relations",
@@ -440,3 +501,9 @@ for _table in (
     ),
 ):
     TABLES.register(_table.name)(_table)
+
+
+def joined_table(number: str) -> str | None:
+    """Return the table whose number rules and charts read like a statistic of the same tensor; None if no table has it."""
+    tables = (table for table in TABLES.values() if table.joins_statistics and table.name != "stats")
+    return next((table.name for table in tables if number in table.numbers), None)

@@ -85,13 +85,30 @@ NOISE, SIGNAL = (
 )
 RATE = Sum("rate", function="instrument.actions.gradient_statistics:rate_of_update")
 WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
-ROWS, ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
+ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
     Sum(name, function="instrument.stats.attention_rows:row_sums")
     for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
 )
 _OF_ATTENTION = (("function", "attention"),)
+UNIT_NORMS, NORMED_UNITS = (
+    Sum(name, function="instrument.actions.measurement:norms_of_units") for name in ("unit_norms", "normed_units")
+)
+_SUMS = "instrument.actions.activation_sums"
+INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
+    Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
+)
+TOKEN_COSINES, SEQUENCES = (Sum(name, function=f"{_SUMS}:token_cosines") for name in ("token_cosines", "sequences"))
+ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = (
+    Sum(name, function=f"{_SUMS}:logit_sums") for name in ("entropies", "log_partition_squares", "logit_rows")
+)
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
+
+_CHANGE = (("forward", "change"),)
+_ACTIVATIONS = (
+    *(("forward", "output"), ("forward", "input"), ("forward_pre", "input")),
+    *(("function", "output"), ("function", "input")),
+)
 
 _STATISTICS = (
     Statistic("numel", "number of elements, including NaN and infinity", "count", lambda s: s.numel, merged="max"),
@@ -203,7 +220,7 @@ _STATISTICS = (
         "mean over rows (the last dimension) of the entropy -sum(p ln p) in nats; rows that are masked or have NaN are left out",
         "ratio",
         lambda s: s.row_entropies / s.rows,
-        needs=(ROWS, ENTROPIES),
+        needs=(ROWS, ROW_ENTROPIES),
         default=False,
         only=_OF_ATTENTION,
     ),
@@ -225,6 +242,63 @@ _STATISTICS = (
         default=False,
         only=_OF_ATTENTION,
     ),
+    Statistic(
+        "branch_ratio",
+        "l2 of the change / l2 of the module's input, over the elements at which both are finite",
+        "ratio",
+        lambda s: s.squares**0.5 * s.unit / s.input_squares**0.5,
+        needs=(INPUT_SQUARES,),
+        default=False,
+        only=_CHANGE,
+    ),
+    Statistic(
+        "input_cosine",
+        "cosine of the module's input and output, over the elements at which both are finite",
+        "ratio",
+        lambda s: s.products / s.input_squares**0.5 / s.output_squares**0.5,
+        needs=(INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS),
+        default=False,
+        only=_CHANGE,
+    ),
+    Statistic(
+        "token_cosine",
+        "mean over the samples of [N, T, D] of the mean cosine of two different tokens, (|sum of u|^2 - T) / (T (T - 1)) with "
+        "u = x / |x|; tokens that are zero or not finite do not count, padding does (rank collapse: Dong et al. 2021)",
+        "ratio",
+        lambda s: s.token_cosines / s.sequences,
+        needs=(TOKEN_COSINES, SEQUENCES),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
+    Statistic(
+        "softmax_entropy",
+        "mean over the rows (the last dimension) of the entropy of softmax(x), in nats; rows with NaN do not count",
+        "ratio",
+        lambda s: s.entropies / s.logit_rows,
+        needs=(ENTROPIES, LOGIT_ROWS),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
+    Statistic(
+        "z_loss",
+        "mean over the rows (the last dimension) of logsumexp(x)^2, without a coefficient (ST-MoE, Zoph et al. 2022; PaLM, "
+        "Chowdhery et al. 2022); rows with NaN do not count",
+        "ratio",
+        lambda s: s.log_partition_squares / s.logit_rows,
+        needs=(LOG_PARTITION_SQUARES, LOGIT_ROWS),
+        default=False,
+        only=_ACTIVATIONS,
+    ),
+    Statistic(
+        "unit_norm_cv",
+        "coefficient of variation of the l2 norms of the units, such as the rows of an embedding: population standard deviation / "
+        "mean; null for vectors, and with NaN or infinity",
+        "ratio",
+        lambda s: abs(s.squares * s.unit**2 / s.normed_units * (s.normed_units / s.unit_norms) ** 2 - 1.0) ** 0.5,
+        needs=(UNIT_NORMS, NORMED_UNITS),
+        default=False,
+        only=(("step_pre", "param"), ("step_post", "param"), ("step_post", "update")),
+    ),
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
@@ -237,6 +311,7 @@ REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
 NONNEGATIVE = (
     *("std", "rms", "abs_max", "l1", "l2", "update_ratio", "update_ratio_per_rate", "l0"),
     *("row_entropy", "row_uniformity", "first_fraction"),
+    *("branch_ratio", "softmax_entropy", "z_loss", "unit_norm_cv"),
 )
 """The statistics of values that are never negative."""
 

@@ -115,7 +115,8 @@ class SelectsTargets(Protocol):
         """Return the targets of a batch.
 
         Returns:
-            One number per sample: [samples]. For None or a tensor of another shape, `target` is null.
+            One number per sample: [samples]. For None or a tensor of another shape, `target` is null. Hooks with `position_losses`
+            also use integers [samples, positions]: the class that the logits at each position predict, -100 for none.
         """
 
 

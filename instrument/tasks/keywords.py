@@ -113,8 +113,11 @@ class HuggingFace(HasLoss):
         return number_of_terms(_DEFAULT_LOSS if self.loss is None else self.loss, labels[labels != IGNORED])
 
     def sample_targets(self, batch: Any) -> Tensor | None:
-        """Return the labels of a batch; None if it has none."""
-        return _entries(batch).get(self.labels)
+        """Return the labels of a batch at the positions whose logits predict them; None if it has none. See `SelectsTargets`."""
+        labels = _entries(batch).get(self.labels)
+        if self.shift and isinstance(labels, Tensor) and labels.dim() == 2:
+            return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        return labels
 
 
 class LossDict:

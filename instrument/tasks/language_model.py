@@ -55,6 +55,12 @@ class NextToken:
         count = counted.sum().clamp(min=1)  # If all targets are ignored, the loss is 0.
         return Outcome(total / count, len(targets), hits.sum() / count * len(targets), classified=counted.sum())
 
+    def sample_targets(self, batch: Any) -> Tensor:
+        """Return the targets of a batch, [N, T] or [N]; see `SelectsTargets`. The token after the last position is unknown."""
+        tokens, targets = _tokens_and_targets(batch)
+        aligned: Tensor = F.pad(tokens[:, 1:], (0, 1), value=IGNORED) if targets is None else targets
+        return aligned
+
     def number_of_terms(self, batch: Any) -> int:
         """Return the number of targets that are not ignored."""
         tokens, targets = _tokens_and_targets(batch)

@@ -27,7 +27,8 @@ from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_
 from ..fields.field_types import Target
 from ..fields.targets import build, locate
 from ..plan.hook_plan import is_selected
-from ..plan.modules import Layer, Layers, select_layers
+from ..plan.layer_selection import select_layers
+from ..plan.modules import Layer, Layers
 from ..plan.shape_inference import without_side_effects
 
 
@@ -43,7 +44,10 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
     for name, spec in specs.items():
         where = f"apply.{name}"
         layers = Layers.of(model)
-        order = _in_order(model, select_layers(spec, layers, where))
+        selected = select_layers(spec, layers, where)
+        if not selected:  # its structure is optional
+            continue
+        order = _in_order(model, selected)
         # A layer includes the parameters of its parametrizations.
         if isinstance(spec, InitSpec | FillSpec | FreezeSpec):
             order = [layer for layer in order if layer.parametrized not in order]

@@ -28,6 +28,7 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
+from ..probe.samples import targets_of
 from ..rules.requirements import check_rules
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
@@ -396,7 +397,7 @@ def _infer_shapes(
         trials.on_parameters()
 
     def infer(phase: str, loaded: LoadedBatch, *, is_first: bool = True) -> InferredCalls:
-        with trials.on_batch(phase, loaded.total, loaded.indices, is_first=is_first):
+        with trials.on_batch(phase, loaded.total, loaded.indices, _targets(task, loaded.batch), is_first=is_first):
             return infer_shapes(
                 model,
                 partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),
@@ -432,6 +433,14 @@ def _forward(
     if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
         return outcome.loss, None
     return outcome.loss, choice.notice(outputs[-1], outcome.loss)
+
+
+def _targets(task: Task, batch: Any) -> Tensor | None:
+    """Return the targets of a batch; None if there are none. `_check_target_selection` reports errors, after those of the model."""
+    try:
+        return targets_of(batch_with_targets(task, batch))
+    except Exception:
+        return None
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:

@@ -17,7 +17,7 @@ from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.hook_specs import HookSpec
 from ..config.modify import FunctionSpec
-from ..config.record import StatisticsSpec
+from ..config.record import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem
 from ..hooks.attached_hook import AttachedHook
@@ -89,12 +89,15 @@ class HookTrials:
         return min((size for step in steps for size in self._sizes[phase](step)), default=None)
 
     @contextmanager
-    def on_batch(self, phase: str, total: int, ids: Sequence[int], *, is_first: bool) -> Iterator[None]:
+    def on_batch(
+        self, phase: str, total: int, ids: Sequence[int], targets: Tensor | None, *, is_first: bool
+    ) -> Iterator[None]:
         """Run hooks in the forward pass of a block.
 
         Args:
             total: The number of samples of the batch, over all processes.
             ids: The indices in the dataset of the samples of this process.
+            targets: The targets of these samples; None if unknown.
             is_first: Whether it is the first batch of shape inference, on which all hooks of the phase run. On another batch, those
                 run that are scheduled for its size.
         """
@@ -105,7 +108,7 @@ class HookTrials:
             if spec.phase == phase and (is_first or total in moments):
                 moment = moments.get(total, moments.get(ANY_SIZE))
                 attached.clock.moment = moment or _first(spec)
-                attached.clock.name_samples(ids)
+                attached.clock.name_samples(ids, targets)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
                 self._active[attached] = _runs_in_trials(spec) and (has_tensors or not _is_of_run(spec))
         self._archive.substitutes_samples = True  # the samples are not those of the step
@@ -198,7 +201,7 @@ class HookTrials:
         self._done.add((attached, *tensors))
         is_gradient = spec.definition.gradient
         has_graph = not (is_gradient or attached.is_record_hook)
-        of_module = is_gradient and spec.definition.family == "module"
+        of_module = (is_gradient and spec.definition.family == "module") or spec.tensor_role == "change"
         values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
 
         def fire() -> None:
@@ -254,6 +257,8 @@ def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
 
 def _runs_in_trials(spec: HookSpec) -> bool:
     """Return whether an action runs in trials. Built-in statistics cannot fail, and functions of `call` may have side effects."""
+    if isinstance(spec, RecordSpec) and {"experts", "position_losses"} & {*spec.tables}:
+        return True
     if isinstance(spec, StatisticsSpec):
         return bool(spec.custom_statistics)
     return not isinstance(spec, CallSpec)

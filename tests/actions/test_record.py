@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import scipy.stats
 import torch
 from device_statistics import use_device_statistics
 from hook_runs import Calls, run_step, run_steps
@@ -22,13 +23,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
+from instrument.actions.base import Context, StepContext
 from instrument.actions.record import Record, select_part
 from instrument.actions.selection import Selector
 from instrument.config.parse import parse_hooks
 from instrument.probe.recorder import Recorder
 from instrument.stats.spectrum import Spectrum
 from instrument.tables.statistics import ALL, COUNTS, DEFAULT, STATISTICS
-from instrument.values.dtensor import Shards, shards_of
+from instrument.values.dtensor import NOT_SHARDED, Shards, shards_of
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -45,7 +47,13 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
     ("requested", "names"),
     [
         ("default", DEFAULT),
-        ("all", [name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs)]),
+        (
+            "all",
+            [
+                *(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs)),
+                *("softmax_entropy", "z_loss"),
+            ],
+        ),
         (["mean", "l2"], ("mean", "l2")),
         (["l2", "nan_count", "mean"], ("mean", "l2", "nan_count")),
         ("l1", ("l1",)),
@@ -342,6 +350,8 @@ def test_spectrum_is_of_the_matrix_of_the_first_dimension_and_all_others(role: s
     assert row["values"] == pytest.approx(values[:4].tolist(), rel=1e-12)
     assert row["spectral_norm"] == pytest.approx(np.linalg.norm(wide, 2), rel=1e-12)
     assert row["stable_rank"] == pytest.approx(np.linalg.norm(wide) ** 2 / np.linalg.norm(wide, 2) ** 2, rel=1e-12)
+    shares = values / values.sum()
+    assert row["effective_rank"] == pytest.approx(math.exp(scipy.stats.entropy(shares)), rel=1e-12)
     assert (row["shape"], row["role"], row["path"]) == ([6, 5, 2, 2], role, "weight")
 
 
@@ -362,15 +372,52 @@ def test_singular_values_are_computed_after_the_hooks(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("weight", "expected"),
     [
-        (torch.tensor([[1.0, math.nan], [0.0, 1.0]]), (None, None, None)),
-        (torch.tensor([[1.0, math.inf], [0.0, 1.0]]), (None, None, None)),
-        (torch.zeros(2, 2), ([0.0, 0.0], 0.0, None)),
-        (torch.zeros(0, 2), ([], None, None)),
+        (torch.tensor([[1.0, math.nan], [0.0, 1.0]]), (None, None, None, None)),
+        (torch.tensor([[1.0, math.inf], [0.0, 1.0]]), (None, None, None, None)),
+        (torch.zeros(2, 2), ([0.0, 0.0], 0.0, None, None)),
+        (torch.zeros(0, 2), ([], None, None, None)),
     ],
 )
 def test_spectrum_without_a_value_is_null(weight: Tensor, expected: tuple[Any, ...]) -> None:
     (row,) = trained(holder(weight), spectrum=2).records("spectra")
-    assert (row["values"], row["spectral_norm"], row["stable_rank"]) == expected
+    assert (row["values"], row["spectral_norm"], row["stable_rank"], row["effective_rank"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "fields", "units"),
+    [
+        (nn.Identity(), (3, 5, 4), {}, 2),
+        (nn.Identity(), (2, 4, 3, 3), {}, 1),
+        (nn.Identity(), (2, 3, 3, 4), {"unit_dim": -1}, 3),
+        (nn.Linear(3, 4), (2, 3, 3), {}, 2),
+        (nn.Identity(), (6, 4), {"samples": [0, 2, 3]}, 1),
+    ],
+)
+def test_spectrum_of_an_activation_is_of_features_and_positions(
+    module: nn.Module, shape: tuple[int, ...], fields: dict[str, Any], units: int
+) -> None:
+    torch.manual_seed(0)
+    output, probe = run_step(module, {"h": spec(spectrum=9, **fields)}, torch.randn(shape))
+    (row,) = probe.sink.records("spectra")
+    used = output.detach()[fields.get("samples", slice(None))]
+    matrix = np.moveaxis(used.double().numpy(), units, -1).reshape(-1, 4)  # [tokens, features]
+    values = np.linalg.svd(matrix, compute_uv=False)
+    assert row["values"] == pytest.approx(values.tolist(), rel=1e-12)
+    assert row["effective_rank"] == pytest.approx(math.exp(scipy.stats.entropy(values / values.sum())), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 3), (6,), (1, 0, 5)])
+def test_spectrum_of_batch_shards_is_that_of_the_batch(sizes: tuple[int, ...]) -> None:
+    full = torch.randn(sum(sizes), 2, 5)
+    context = Context("h", "forward", "output", "", nn.Identity(), "", StepContext(0, 0, 0, "train"))
+    measures = {Spectrum(9).of_call(part, context) for part in full.split(sizes)}
+    (measure,) = measures  # all processes must have the same
+    parts = np.stack([measure.part(part, NOT_SHARDED)().numpy() for part in full.split(sizes)])
+    values, norm, _, effective, _ = measure.merged(parts)
+    whole = np.linalg.svd(full.reshape(-1, 5).double().numpy(), compute_uv=False)
+    assert values == pytest.approx(whole.tolist(), rel=1e-12)
+    assert effective == pytest.approx(math.exp(scipy.stats.entropy(whole / whole.sum())), rel=1e-12)
+    assert norm == values[0]
 
 
 def test_tensors_of_one_dimension_have_no_spectrum() -> None:
@@ -388,13 +435,14 @@ def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
         largest = Shards((dim,), tuple(max(sizes) for sizes in zip(*(shard.shape for shard in shards), strict=True)))
         parts = np.stack([measure.part(shard, largest)().numpy() for shard in shards])
         assert parts.shape[1] <= max(shard.numel() for shard in shards) + 2  # no process sends more than its shard
-        values, norm, rank, shape = measure.merged(parts)
+        values, norm, rank, effective, shape = measure.merged(parts)
         whole = np.linalg.svd(full.reshape(7, 15).double().numpy(), compute_uv=False)
         assert values == pytest.approx(whole.tolist(), rel=1e-12)
         assert (norm, shape) == (values[0], None)
         assert rank == pytest.approx((whole**2).sum() / whole[0] ** 2, rel=1e-12)
+        assert effective == pytest.approx(math.exp(scipy.stats.entropy(whole / whole.sum())), rel=1e-12)
     parts[1] = math.nan  # a process that recorded nothing
-    assert measure.merged(parts) == (None, None, None, None)
+    assert measure.merged(parts) == (None, None, None, None, None)
     with pytest.raises(ValueError, match="sharded along the dimensions 0 and 2 has no spectrum"):
         measure.part(full[:4, :, :1], Shards((0, 2), (4, 5, 1)))
     with pytest.raises(ValueError, match="is complex has no spectrum"):

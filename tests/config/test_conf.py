@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from tiers import tiered
 from torch import nn
 from training_runs import compose
+from transformer_zoo import LOOKED_AT, NanoGPT
 
 from instrument import ConfigError
 from instrument.config.experiment import RunConfig
@@ -235,10 +236,13 @@ def test_every_option_sets_its_values(group: str) -> None:
         assert found == expected[name], name
 
 
+MODELS = {"transformer": NanoGPT, "moe": next(each.make for each in LOOKED_AT if each.name == "Mixtral")}
+
+
 @pytest.mark.parametrize("name", options("hooks"))
-def test_every_hooks_option_matches_the_cnn(name: str) -> None:
+def test_every_hooks_option_matches_the_cnn_or_a_transformer(name: str) -> None:
     config = config_with_option("hooks", name)
-    plan = make_plan(config.hooks, build_module(config.model, "model"))
+    plan = make_plan(config.hooks, MODELS[name]() if name in MODELS else build_module(config.model, "model"))
     assert plan.specs
     assert all(plan.of(hook) for hook in plan.specs)
 

@@ -9,7 +9,8 @@ from torch import nn
 
 from instrument.errors import ConfigError, Problem
 from instrument.fields.field_types import Selection
-from instrument.plan.modules import Layers, select_layers
+from instrument.plan.layer_selection import select_layers
+from instrument.plan.modules import Layers
 
 
 class MyConv(nn.Conv2d):

@@ -80,6 +80,8 @@ FUNCTION_KINDS = ("function", "function_grad")
 CHANGES: dict[str, dict[str, Any]] = {
     "record": {"action": "record", "stats": "all", "quantiles": True, "histogram": True},
     "spectrum": {"action": "record", "stats": "none", "spectrum": 2},
+    "experts": {"action": "record", "stats": "none", "experts": 2, "capacity_factor": 1.0},
+    "change": {"action": "record", "role": "change", "stats": "all"},
     "print": {"action": "print", "stats": "all"},
     "clip_values": {"action": "clip", "min": -0.5, "max": 0.5},
     "clip_norm": {"action": "clip", "norm": 0.1},
@@ -119,6 +121,8 @@ def tables_of(change: str) -> tuple[str, ...]:
     return {
         "record": ("stats", "distributions"),
         "spectrum": ("spectra",),
+        "experts": ("experts",),
+        "change": ("stats",),
         "heads": ("stats",),
         "print": (),
         "record_when": ("stats",),
@@ -126,8 +130,12 @@ def tables_of(change: str) -> tuple[str, ...]:
 
 
 def possible(change: str, kind: str) -> bool:
+    if change == "change":
+        return kind == "forward"
     if change == "spectrum":
-        return kind == "parameter_grad"
+        return kind != "function_grad" and "full" not in kind
+    if change == "experts":
+        return kind in ("forward", "forward_pre", "function")
     if change == "reverse":
         return kind.startswith("forward") or kind == "function"
     return not (

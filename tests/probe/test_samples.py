@@ -19,7 +19,7 @@ from training_runs import compose, train_here
 
 import instrument
 from instrument import ConfigError
-from instrument.probe.samples import SampleRows, targets_of
+from instrument.probe.samples import SampleRows, scalar_targets, targets_of
 from instrument.storage.row_batches import as_batch
 from instrument.tables.schemas import TABLES
 from instrument.training.datasets import digits
@@ -145,7 +145,11 @@ def test_batch_modified_in_place_keeps_its_values(part: str) -> None:
         ([7, 2, 7], None, r"ids: an id occurs twice[\s\S]*given +7 at the positions 0 and 2\n +fix +give each sample"),
         (torch.tensor([1, 0, 0]), None, r"given +0 at the positions 1 and 2"),
         (["a", "a"], None, r"given +'a' at the positions 0 and 1"),
-        ([0, 1], torch.zeros(2, 3), r"targets: must be scalars\n +given +shape \[2, 3\]\n +allowed +shape \[2\]"),
+        (
+            [0, 1],
+            torch.zeros(2, 3),
+            r"targets: must be scalars\n +given +shape \[2, 3\]\n +allowed +shape \[2\], or integers \[2, positions\]",
+        ),
         ([0, 1], [1, 2, 3], r"targets: one is required for each of the 2 ids\n +given +shape \[3\]\n +allowed +shape \[2\]"),
         ([0, 1], 1.0, r"targets: one is required for each of the 2 ids\n +given +shape \[\]"),
         ([0, 1], ["a", "b"], r"targets: must be numbers[\s\S]*given +\['a', 'b'\]"),
@@ -203,7 +207,7 @@ Weighted = namedtuple("Weighted", ["x", "y", "weight"])
     ],
 )
 def test_targets_of_a_batch_are_scalars_or_missing(batch: Any, expected: list[float] | None) -> None:
-    targets = targets_of(batch, 2)
+    targets = scalar_targets(targets_of(batch), 2)
     assert (None if targets is None else targets.tolist()) == expected
 
 

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_statistics import use_device_statistics
 from hook_runs import record, run_step, run_steps
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import nn
 
+import instrument
 from instrument.actions.record import Record
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
@@ -247,3 +249,40 @@ def test_budget_never_drops_the_last_output() -> None:
     lighter = both.without_most_expensive()
     assert (lighter[0].measurement.needs, lighter[1]) == ((), "dead_fraction")
     assert lighter[0].measurement.names == ("numel", "l2", "nan_count", "inf_count")
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_rows_of_an_embedding_without_a_gradient_are_dead(sparse: bool) -> None:
+    model = nn.Embedding(10, 4, sparse=sparse)
+    hooks = {"h": record("parameter_grad", stats=["dead_fraction"])}
+    _, probe = run_step(
+        model, hooks, torch.tensor([[1, 3], [3, 8]]), loss=torch.sum, optimizer=torch.optim.SGD(model.parameters(), 0.1)
+    )
+    assert [row["dead_fraction"] for row in probe.sink.records("stats")] == [0.7]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dim", [None, 1])
+def test_variation_of_the_norms_of_units(dim: int | None, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Linear(5, 7, bias=dim is None)
+    hooks = {"h": record("step_post", role="param", stats=["unit_norm_cv"], unit_dim=dim)}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    _, probe = run_step(model, hooks, torch.randn(2, 5), loss=torch.sum, optimizer=optimizer)
+    norms = np.linalg.norm(model.weight.detach().double().numpy(), axis=1 if dim is None else 0)
+    found = {row["path"]: row["unit_norm_cv"] for row in probe.sink.records("stats")}
+    assert found.pop("bias", None) is None
+    assert found == {"weight": pytest.approx(norms.std() / norms.mean(), rel=1e-6)}
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(3, 2), torch.tensor([[1.0, math.inf], [1.0, 2.0]])])
+def test_units_without_norms_have_no_variation(weight: torch.Tensor) -> None:
+    model = nn.ParameterDict({"weight": weight})
+    hooks = {"h": record("step_post", role="param", stats=["unit_norm_cv"])}
+    with instrument.attach(model, hooks, optimizer=(optimizer := torch.optim.SGD(model.parameters(), 0.0))) as probe:
+        model.weight.sum().backward()
+        optimizer.step()
+        probe.end_step()
+    assert [row["unit_norm_cv"] for row in probe.sink.records("stats")] == [None]

@@ -32,7 +32,8 @@ def sink() -> instrument.MemorySink:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     model.spare = nn.Linear(1, 1)
     model.spare.bias = model[2].bias
-    model.forward = lambda x: model[2](model[1](model[0](x)))
+    model.logits = nn.Unflatten(1, (1, 2))
+    model.forward = lambda x: model[2](model[1](model.logits(model[0](x)).flatten(1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = {"layers": "**", "kind": "forward", "action": "record"}
     specs = {
@@ -40,10 +41,12 @@ def sink() -> instrument.MemorySink:
         "c": {"layers": "0", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
         "z": {"layers": "1", "kind": "forward", "action": "modify", "fn": "zero"},
         "w": {"layers": "*", "kind": "step_post", "role": "param", "action": "record", "spectrum": 2},
+        "e": {**record, "layers": "0", "stats": "none", "experts": 1, "capacity_factor": 1.0},
+        "p": {**record, "layers": "logits", "stats": "none", "position_losses": True},
     }
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
-            probe.batch(ids=range(len(batch)), targets=batch.sum(1))
+            probe.batch(ids=range(len(batch)), targets=batch.sum(1).clamp(0, 1).long())
             loss = model(batch).sum()
             loss.backward()
             optimizer.step()
@@ -97,8 +100,9 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra", "relations"]
-    for name in ("stats", "distributions", "tensors", "effects", "spectra"):
+    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations"]
+    assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
+    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     effects = ["numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor", "held"]

@@ -50,6 +50,7 @@ hooks:
   sums:     {layers: "**", kind: post_accumulate_grad, action: record, stats: [l2]}
   moved:    {layers: "**", kind: step_post, role: update, action: record, stats: [default, update_ratio]}
   weights:  {layers: "**", kind: step_post, role: param, action: record, stats: [default, dead_fraction], spectrum: 12}
+  routed:   {layers: "layers.*", kind: forward, action: record, stats: [softmax_entropy, z_loss], spectrum: 5, experts: 2}
   tame:     {layers: "layers.1.**", kind: parameter_grad, action: clip, norm: 0.05}
   each:     {layers: "layers.2", kind: parameter_grad, action: clip, quantile: 0.9}
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
@@ -188,11 +189,24 @@ def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_spectra(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "spectra", KEYS)
-    assert {len(values) for values in both["values"]} == {10, 12}
-    for name in ("spectral_norm", "stable_rank"):
+    assert {len(values) for values in both["values"]} == {5, 10, 12}
+    for name in ("spectral_norm", "stable_rank", "effective_rank"):
         assert_close(both, name)
     for _, row in both.iterrows():
         assert row["values_there"] == pytest.approx(row["values"], rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", MERGED)
+def test_reduced_loads_of_experts(runs: Runs, variant: str) -> None:
+    both = side_by_side(runs, variant, "experts", KEYS)
+    assert {len(load) for load in both["load"]} == {32, 16, 10}
+    for name in ("cv", "router_entropy"):
+        assert_close(both, name)
+    for _, row in both.iterrows():
+        assert row["load_there"] == pytest.approx(row["load"], abs=1e-12)
+    logits = side_by_side(runs, variant, "stats", KEYS)
+    for name in ("softmax_entropy", "z_loss"):
+        assert_close(logits[logits["hook"] == "routed"], name)
 
 
 @pytest.mark.parametrize("variant", MERGED)
@@ -247,7 +261,7 @@ def test_distributed_run_has_one_folder(runs: Runs) -> None:
 def test_each_rank_records_its_own_rows(runs: Runs) -> None:
     stats = runs["apart"].stats
     scopes = stats.groupby("hook")["scope"].unique().map(list).to_dict()
-    local = ["seen", "flowing", "sums", "evaluated", "called", "arriving"]
+    local = ["seen", "flowing", "sums", "evaluated", "called", "arriving", "routed"]
     averaged = ["used", "moved", "weights"]
     assert scopes == {**{hook: ["local"] for hook in local}, **{hook: ["averaged"] for hook in averaged}}
     assert set(stats["rank"]) == {0, 1}

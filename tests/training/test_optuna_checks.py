@@ -15,7 +15,7 @@ from run_folders import write_run
 
 import instrument
 from instrument.commands.sweep import main
-from instrument.config.search_path import conf_folder
+from instrument.config.packaged import conf_folder
 from instrument.errors import ConfigError
 from instrument.training.sweeps.jobs import SweepJob
 from instrument.training.sweeps.optuna_checks import RESULTS, best_trial, check_search

@@ -1,0 +1,195 @@
+"""The hook sets `transformer` and `moe` of the package, on models of several libraries and styles, and in the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from architectures import Architecture
+from conftest import Answer
+from hook_runs import refused
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformer_zoo import (
+    EXPERTS,
+    HEADS,
+    LAYERS,
+    LENGTH,
+    LOOKED_AT,
+    SET_ASIDE,
+    VOCABULARY,
+    D,
+    Example,
+    LectureGPT,
+    NanoGPT,
+    SwitchLayer,
+    XTransformer,
+    nano_with,
+)
+
+import instrument
+from instrument.config.packaged import hook_sets
+from instrument.config.spec_file import read_specs
+
+EXAMPLES = {example.name: example for example in (*LOOKED_AT, *SET_ASIDE)}
+TOKENS = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    """Return a loss of a language model, or of an encoder of vectors."""
+    if isinstance(model, nn.TransformerEncoder):
+        return model(F.one_hot(TOKENS % D, D).float()).square().mean()
+    output = model(TOKENS) if not hasattr(model, "config") else model(input_ids=TOKENS, labels=TOKENS)
+    return output.square().mean() if isinstance(output, Tensor) else output.loss
+
+
+def train(model: nn.Module, specs: Any, steps: int = 1) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe
+
+
+def rows(probe: Any, hook: str) -> pd.DataFrame:
+    return probe.stats[probe.stats["hook"] == hook]
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2", "Llama", "BERT", "T5", "Mixtral", "nn.TransformerEncoder", "nanoGPT", "minGPT"]
+)
+def test_transformer_set_records_every_head_and_block(name: str) -> None:
+    example: Example = EXAMPLES[name]
+    probe = train(example.make(), "transformer")
+    parts, found = example.parts, probe.stats.groupby("hook").size()
+    assert found["attention"] == found["attention_scores"] == parts["attention"] * HEADS
+    assert found["residual_changes"] == parts["block"]
+    assert rows(probe, "residual_stream")["layer"].nunique() == parts["block"]
+    assert rows(probe, "norm_gains")["layer"].nunique() == parts["norm"]
+    assert found.get("logits", 0) == parts.get("head", 0)
+    assert set(rows(probe, "attention")["path"].str.rpartition(":")[2]) == {*map(str, range(HEADS))}
+    numbers = rows(probe, "attention")[["row_entropy", "row_uniformity", "first_fraction"]]
+    assert not numbers.isna().any().any()
+    assert numbers["row_uniformity"].between(0, 1 + 1e-6).all()
+
+
+def test_transformer_set_has_the_numbers_of_torch() -> None:
+    torch.manual_seed(0)
+    model = NanoGPT()
+    block = model.transformer["h"][0]
+    caught: dict[str, Tensor] = {}
+    block.attn.c_attn.register_forward_hook(lambda module, args, output: caught.update(qkv=output.detach()))
+    block.register_forward_hook(lambda module, args, output: caught.update(x=args[0].detach(), y=output.detach()))
+    model.lm_head.register_forward_hook(lambda module, args, output: caught.update(logits=output.detach()))
+    probe = train(model, "transformer")
+    q, k, _ = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in caught["qkv"].double().chunk(3, -1))
+    scores = (q @ k.mT / (D // HEADS) ** 0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(-1)
+    entropy = torch.special.entr(weights).sum(-1)
+    of_block = {
+        hook: rows(probe, hook).query("layer == 'transformer.h.0.attn'") for hook in ("attention", "attention_scores")
+    }
+    expected = {
+        "row_entropy": entropy.mean((0, 2)),
+        "row_uniformity": (entropy[..., 1:] / torch.arange(2, LENGTH + 1).log()).mean((0, 2)),
+        "first_fraction": weights[:, :, 1:, 0].mean((0, 2)),
+    }
+    for name, wanted in expected.items():
+        assert of_block["attention"][name].tolist() == pytest.approx(wanted.tolist(), rel=1e-5)
+    assert of_block["attention_scores"]["max"].tolist() == pytest.approx(scores.amax((0, 2, 3)).tolist(), rel=1e-5)
+    x, y = caught["x"].double(), caught["y"].double()
+    change = rows(probe, "residual_changes").iloc[0]
+    assert change["branch_ratio"] == pytest.approx(float((y - x).norm() / x.norm()), rel=1e-5)
+    assert change["input_cosine"] == pytest.approx(float(F.cosine_similarity(x.flatten(), y.flatten(), 0)), rel=1e-5)
+    logits = caught["logits"].double()
+    found = rows(probe, "logits").iloc[0]
+    assert found["z_loss"] == pytest.approx(float(logits.logsumexp(-1).square().mean()), rel=1e-5)
+    assert found["softmax_entropy"] == pytest.approx(
+        float(torch.special.entr(logits.softmax(-1)).sum(-1).mean()), rel=1e-5
+    )
+
+
+def test_transformer_set_leaves_out_what_a_model_lacks() -> None:
+    probe = train(XTransformer(), "transformer")  # its residual connections are in no module
+    assert set(probe.stats["hook"]) == {
+        *("attention", "attention_scores", "norm_gains", "logits", "embeddings", "embedding_gradients"),
+    }
+    messages = probe.events[probe.events["rule"] == "structure"]["message"]
+    assert [*messages] == [
+        f"hook '{hook}' is left out: the model has no block" for hook in ("residual_changes", "residual_stream")
+    ]
+
+
+def test_attention_without_a_dimension_of_heads_has_one_row_per_module() -> None:
+    probe = train(LectureGPT(), "transformer")
+    assert [*rows(probe, "attention")["path"]] == ["softmax.0:0"] * (LAYERS * HEADS)
+
+
+def test_hook_sets_do_not_change_the_training() -> None:
+    results = []
+    for specs in ({}, "transformer"):
+        torch.manual_seed(0)
+        model = EXAMPLES["GPT-2"].make()
+        if specs:
+            train(model, specs, steps=3)
+        else:
+            with pytest.warns(instrument.InstrumentWarning, match="no hook"):
+                train(model, specs, steps=3)
+        results.append((model.state_dict(), torch.get_rng_state()))
+    (bare, bare_state), (hooked, state) = results
+    assert all(torch.equal(bare[name], hooked[name]) for name in bare)
+    assert torch.equal(bare_state, state)
+
+
+def test_moe_set_records_the_load_of_the_experts() -> None:
+    model = EXAMPLES["Mixtral"].make()
+    logits: list[Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, args, output: logits.append(output[0].detach()))
+    probe = train(model, "moe")
+    loads = probe.run.experts.query("path == '0'")["load"]
+    for load, of_layer in zip(loads, logits, strict=True):
+        chosen = of_layer.topk(2, dim=-1).indices
+        assert [*load] == pytest.approx((chosen.flatten().bincount(minlength=EXPERTS) / chosen.numel()).tolist())
+    entropies = [float(torch.special.entr(each.softmax(-1)).sum(-1).mean()) for each in logits]
+    assert rows(probe, "router_logits")["softmax_entropy"].tolist() == pytest.approx(entropies, rel=1e-5)
+    assert len(rows(probe, "router_gradients")) == LAYERS
+
+
+def test_moe_set_requires_the_experts_per_token_of_a_plain_router() -> None:
+    model = nano_with(SwitchLayer)
+    specs = {name: spec.model_dump(exclude_unset=True) for name, spec in read_specs("moe").items()}
+    message = refused(model, specs)
+    assert "the number of experts per token is unknown at transformer.h.0.mlp.switch (Linear)" in message
+    specs["load"]["experts"] = 1
+    assert len(train(model, specs).run.experts) == LAYERS
+
+
+@pytest.mark.parametrize(("name", "part"), [("transformer", "attention"), ("moe", "router")])
+def test_hook_set_on_a_convolutional_network_is_an_error(name: str, part: str) -> None:
+    assert f"no {part} found" in refused(Architecture("torchvision", "resnet18").make(), name)
+
+
+def test_unknown_hook_set_lists_the_others() -> None:
+    message = refused(nn.Linear(1, 1), "transfomer")
+    assert f"a hook set: {', '.join(hook_sets())}" in message
+    assert "similar  transformer" in message
+
+
+def test_file_precedes_the_hook_set_of_its_name(workdir: Any) -> None:
+    (workdir / "moe").write_text("mine: {layers: '.', kind: forward, action: record}")
+    assert [*read_specs("moe")] == ["mine"]
+
+
+def test_transformer_set_in_the_command_line(cli: Callable[..., Answer]) -> None:
+    plan = cli("+exp=language", "hooks=transformer", "plan=true").expect(0)
+    assert "self_attn MultiheadAttention  3,168 parameters  [16, 64, 32]  attention, attention_scores" in plan.out
+    answer = cli("model=mnist_cnn", "data=digits", "hooks=transformer", "plan=true").expect(2)
+    assert "hooks.attention.structure: no attention found" in answer.err
