@@ -129,13 +129,13 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     if problems:
         raise ConfigError(*problems)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
-    if not len(table):
-        fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
-        raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:
         message = "none of the runs recorded this statistic"
         raise ConfigError(Problem(where_statistics, message, missing[0], known, similar_names(missing[0], ALL)))
+    if not known:
+        fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
+        raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))
     config = runs[0].info.get("config") or {}
     about = {
         "runs": [run.path.name for run in runs],
@@ -149,7 +149,8 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
 def _runs(given: str, where: str) -> list[RunTables]:
     """Return the runs at a path or at the paths that a pattern matches."""
     allowed = "a reference, a run, a folder of runs, or a pattern"
-    paths = sorted(glob.glob(given)) if glob.has_magic(given) and not is_address(given) else [given]
+    is_pattern = glob.has_magic(given) and not is_address(given) and not Path(given).exists()
+    paths = sorted(glob.glob(given)) if is_pattern else [given]
     if not paths:
         raise ConfigError(Problem(where, "the pattern matches nothing", given, allowed))
     try:

@@ -55,8 +55,8 @@ class Reference:
 
     def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
         self.table, self.about = table, about
-        keys = list(zip(*(table[name].to_pylist() for name in KEY), strict=True))
-        names = table["statistic"].to_pylist()
+        *columns, names = (table[name].cast(pa.string()).to_pylist() for name in (*KEY, "statistic"))
+        keys = list(zip(*columns, strict=True))
         self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
         self.statistics = tuple(dict.fromkeys(names))
         phases = phase_of(table["step"].to_numpy())
