@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from attached_runs import train_steps
+from conftest import Answer
 from rule_rows import GRADIENT, OUTPUT, Step, feed, rule_set
 from run_folders import write_run
 from scipy import stats
@@ -336,3 +337,14 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "the run recorded no location of the reference" in capsys.readouterr().err
     assert reference.main(["make", str(tmp_path / "none"), "--out", file]) == 2
     assert reference.main(["make", str(healthy), "--out", str(tmp_path / "no" / "file")]) == 2
+
+
+def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], workdir: Path) -> None:
+    run = ["model=mlp", "data=digits", "hooks=activations", "train.steps=1"]
+    rule = "+rules.same={rule: reference, from: %s, margin: 0, for: 1}"
+    assert cli(*run, "hydra.run.dir=runs/a").code == 0
+    assert cli(*run, rule % "runs/a", "hydra.run.dir=runs/b").code == 0
+    assert (workdir / "runs/b/references/same.parquet").is_file()
+    assert "same" not in set(instrument.load("runs/b").events["rule"])
+    answer = cli(*run, rule % "runs/c", "hydra.run.dir=runs/d")
+    assert (answer.code, "rules.same.from: folder not found" in answer.err) == (2, True)
