@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..rules.reference_ranges import KEY, SCHEMA, STARTS, Reference, phase_of, rounded
+from ..rules.step_rows import BoolArray, FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
 from ..tables.statistics import ALL, NONNEGATIVE, statistic_of
@@ -32,8 +33,8 @@ INDEX = [*KEY, "statistic", "phase_of_training"]
 NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
 TAIL = 1e-5  # the probability that a value of a healthy run is outside, if the differences between runs are normal
 INDEPENDENT_PHASES = 4
-FLOORS = {"ratio": np.log(1.25), "fraction": 0.1, "other": 0.25}
-FLOORS_OF_ONE_RUN = {"ratio": np.log(4.0), "fraction": 0.3, "other": 1.0}
+# The smallest factor, the smallest difference of fractions, and that of other statistics relative to their largest absolute value.
+FLOORS, FLOORS_OF_ONE_RUN = (1.25, 0.1, 0.25), (4.0, 0.3, 1.0)
 LARGEST = 80.0  # the largest logarithm of a factor, which float32 can represent
 
 
@@ -66,31 +67,33 @@ def make_reference(
     return reference
 
 
-def read_reference(given: Sequence[str], statistics: Sequence[str], where: str) -> Reference:
-    """Return the reference of a rule, from its file or from runs.
+def read_reference(
+    given: Sequence[str], statistics: Sequence[str] = (), *, where: str, where_statistics: str = ""
+) -> Reference:
+    """Return a reference, from its file or from runs.
 
     Args:
-        given: The field `from`.
-        statistics: The field `stats`.
-        where: The key of the rule.
+        given: The file, or runs as for `make_reference`.
+        statistics: Statistics that it must have. Default: any.
+        where, where_statistics: The keys of both, for messages.
 
     Raises:
         ConfigError: It is neither a reference nor healthy runs, or lacks a statistic.
     """
     file = folder_at(given[0])
     if len(given) > 1 or not file.is_file():
-        return _from_runs(given, statistics, f"{where}.from", f"{where}.stats")
+        return _from_runs(given, statistics, where, where_statistics)
     try:
         reference = Reference.parse(file.read_bytes())
     except (ValueError, OSError) as error:
         reason = f"not a reference: {error}"
         fix = "python -m instrument.reference make RUNS --out FILE"
-        raise ConfigError(Problem(f"{where}.from", reason, given[0], "a reference or healthy runs", fix=fix)) from None
+        raise ConfigError(Problem(where, reason, given[0], "a reference or healthy runs", fix=fix)) from None
     for name in statistics:
         if name not in reference.statistics:
             message, known = "the reference lacks this statistic", reference.statistics
             fix = f"python -m instrument.reference make RUNS --stats {' '.join(statistics)} --out FILE"
-            raise ConfigError(Problem(f"{where}.stats", message, name, known, similar_names(name, known), fix=fix))
+            raise ConfigError(Problem(where_statistics, message, name, known, similar_names(name, known), fix=fix))
     return reference
 
 
@@ -107,16 +110,13 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
     for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
         rows = batch.filter(pa.array(~not_finite_in(batch))).to_pandas()
         rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
-        long = rows.astype(dict.fromkeys(KEY, str)).melt([*KEY, "phase_of_training"], columns, "statistic")
-        parts.append(_extremes(long.assign(low=long["value"], high=long["value"]).dropna()))
-    rows = pd.concat([part.reset_index() for part in parts]) if parts else pd.DataFrame(columns=[*INDEX, "low", "high"])
-    return _extremes(rows)
-
-
-def _extremes(rows: pd.DataFrame) -> pd.DataFrame:
-    groups = rows.groupby(INDEX, sort=False)
-    extremes: pd.DataFrame = pd.DataFrame({"low": groups["low"].min(), "high": groups["high"].max()}).astype(float)
-    return extremes
+        groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[columns]
+        part = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
+        part["high"] = groups.max().melt()["value"]
+        parts.append(part.dropna().astype(dict.fromkeys(KEY, str)))
+    of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
+    ranges: pd.DataFrame = of_batches.agg({"low": "min", "high": "max"}).astype(float)
+    return ranges
 
 
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
@@ -182,20 +182,17 @@ def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
     """Return the rows of a reference from the ranges of each run; see `Reference`."""
     lows, highs = (pd.concat([run[name] for run in runs], axis=1) for name in ("low", "high"))
     index = lows.index.to_frame(index=False)
-    least, most = lows.min(axis=1).to_numpy(float), highs.max(axis=1).to_numpy(float)
-    spreads = _spreads(lows, highs, index["statistic"])
     columns = {
         **{name: index[name] for name in (*KEY, "statistic")},
         "step": STARTS[index["phase_of_training"].to_numpy(int)],
-        "low": rounded(least, up=False),
-        "high": rounded(most, up=True),
-        "spread": rounded(spreads, up=True),
+        "low": rounded(lows.min(axis=1).to_numpy(float), up=False),
+        "high": rounded(highs.max(axis=1).to_numpy(float), up=True),
+        "spread": rounded(_spreads(lows, highs, index["statistic"]), up=True),
     }
-    frame = pd.DataFrame(columns)
-    return pa.Table.from_pandas(frame, SCHEMA, preserve_index=False)
+    return pa.Table.from_pandas(pd.DataFrame(columns), SCHEMA, preserve_index=False)
 
 
-def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]) -> np.ndarray[Any, Any]:
+def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]) -> FloatArray:
     """Return the margin of each range; see `ReferenceRule`.
 
     Args:
@@ -206,29 +203,24 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
 
     count = lows.shape[1]
     is_ratio = statistics.isin(NONNEGATIVE).to_numpy()
-    is_fraction = np.array([statistic_of(name).unit in ("fraction", "units") for name in statistics])
-    low, high = (_scaled(values.to_numpy(float), is_ratio) for values in (lows, highs))
-    largest = np.fmax.reduce(np.abs([*lows.to_numpy(float).T, *highs.to_numpy(float).T]))
-    floors = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
-    floor = np.where(is_ratio, floors["ratio"], np.where(is_fraction, floors["fraction"], floors["other"] * largest))
+    is_fraction = np.array([statistic_of(name).unit in ("fraction", "units") for name in statistics], np.bool_)
+    largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
+    ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
+    floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
+    low, high = (_scaled(values, is_ratio) for values in (lows, highs))
     if count > 1:
-        variances = pd.Series((_variances(low) + _variances(high)) / 2, lows.index)
+        variances = (low.var(axis=1, ddof=1).fillna(0.0) + high.var(axis=1, ddof=1).fillna(0.0)) / 2
         pooled = variances.groupby(level=[*KEY, "statistic"], sort=False).transform("mean")
         t = stdtrit(INDEPENDENT_PHASES * (count - 1), 1 - TAIL)
-        widths = t * np.sqrt(np.maximum(np.asarray(variances), np.asarray(pooled)) * (1 + 1 / count))
+        widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
     else:
-        widths = np.nan_to_num(high - low)[:, 0]
-    widths = np.maximum(widths, floor)
-    return np.where(is_ratio, np.exp(np.minimum(widths, LARGEST)), widths)
+        widths = (high - low).max(axis=1)
+    spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
+    return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)
 
 
-def _scaled(values: np.ndarray[Any, Any], is_ratio: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _scaled(values: pd.DataFrame, is_ratio: BoolArray) -> pd.DataFrame:
     """Return logarithms of ratios, and other values as they are; NaN for the logarithm of zero."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = np.where(is_ratio[:, None], np.log(values), values)
-    return np.where(np.isfinite(scaled), scaled, np.nan)
-
-
-def _variances(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the sample variance of each row; 0 for fewer than two numbers."""
-    return np.nan_to_num(np.asarray(pd.DataFrame(values).var(axis=1, ddof=1), np.float64))
+    numbers = values.to_numpy(float)
+    logarithms = np.log(np.where(is_ratio[:, None] & (numbers > 0), numbers, np.nan))
+    return pd.DataFrame(np.where(is_ratio[:, None], logarithms, numbers), values.index)

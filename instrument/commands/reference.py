@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{args.out}: {_summary(reference)} ({args.out.stat().st_size / 1e3:.0f} kB)")
         return 0
     if args.command == "show":
-        show(read_reference([args.file], (), "FILE"), args.layer)
+        show(read_reference([args.file], where="FILE"), args.layer)
         return 0
     return check_run(args.run, args.reference, args.margin)
 
@@ -77,7 +77,7 @@ def show(reference: Reference, layer: str | None) -> None:
 
 def check_run(path: str, reference: str, margin: float) -> int:
     """Print where a run leaves a reference, and return the exit code."""
-    run, ranges = load(path), read_reference([reference], (), "--reference")
+    run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
     recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
     missing = [key for key in ranges.index if key not in recorded]

@@ -67,7 +67,8 @@ class ReferenceRule(PersistentRule):
         """
         # Runs are read by a folder that imports this one.
         read = resolve_name("instrument.analysis.reference:read_reference")
-        reference: Reference = read(self.from_, self.stats, f"rules.{self.name}")
+        where = f"rules.{self.name}"
+        reference: Reference = read(self.from_, self.stats, where=f"{where}.from", where_statistics=f"{where}.stats")
         return reference
 
 
