@@ -219,7 +219,7 @@ def rules_page() -> str:
     parts = [
         f"{NOTICE}\n# Rules",
         "A rule reads the rows of every step. [Act on problems](../guides/rules.md) describes how to use rules. All rules of this page "
-        "are in `rules=default`. SageMaker Debugger is the list of its built-in rules "
+        "are in `rules=default`, except `reference`. SageMaker Debugger is the list of its built-in rules "
         "(https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-rules.html), CS231n is "
         "https://cs231n.github.io/neural-networks-3/. A threshold without a source is a decision of this package.",
         "## Fields of every rule",

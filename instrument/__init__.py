@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .actions.base import Context
     from .analysis.features import Features
     from .analysis.load import Run, load
+    from .analysis.reference import make_reference
     from .comparison.diff import diff
     from .errors import (
         AlreadyAttachedError,
@@ -90,6 +91,7 @@ __all__ = [
     "diff",
     "interpret",
     "load",
+    "make_reference",
     "observe",
     "plot",
     "report",
@@ -124,6 +126,7 @@ _LAZY = {
     "attach": ".integrations.attach",
     "diff": ".comparison.diff",
     "load": ".analysis.load",
+    "make_reference": ".analysis.reference",
     "observe": ".integrations.observe",
     "statistic": ".stats.sums",
 }

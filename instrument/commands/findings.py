@@ -20,6 +20,7 @@ from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.errors import ConfigError, Problem
+from instrument.rules.rule_set import reference_file
 
 FIRED = 4
 
@@ -37,6 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     run = load(args.run)
     fired = check(run)
+    return print_findings(fired, run)
+
+
+def print_findings(fired: Sequence[Finding], run: Run) -> int:
+    """Print what rules found in a run, and other warnings about it. Return the exit code."""
     names = {finding.what for finding in fired}
     others = [
         each
@@ -49,32 +55,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if finding.advice:
             print(f"{'':<8} {finding.advice}")
     print(
-        f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {args.run}"
+        f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {run.path}"
         if fired
-        else f"no rule fired in {args.run}"
+        else f"no rule fired in {run.path}"
     )
     return FIRED if fired else 0
 
 
-def check(run: Run) -> list[Finding]:
-    """Pass the rows of a run to its rules, and return what they find.
+def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Pass the rows of a run to rules, and return what they find.
+
+    Args:
+        run: The run.
+        rules: The rules by name. Default: those of the run.
 
     Raises:
-        ConfigError: `run` contains several runs, or run.json contains an invalid rule.
+        ConfigError: `run` contains several runs, or a rule is invalid.
     """
     if len(run.folders) > 1:
         message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
         raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))
-    rules = (run.info.get("config") or {}).get("rules") or default_rules()
+    rules = rules or (run.info.get("config") or {}).get("rules") or default_rules()
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
-    again = parse_rules({name: _without_actions(entry) for name, entry in rules.items() if name not in custom})
+    again = parse_rules({name: _again(run, name, entry) for name, entry in rules.items() if name not in custom})
     events = [*rule_events(run, again), *recorded_events(run, custom)]
     return [*rule_findings(events, advice_by_rule(rules, run.info))]
 
 
-def _without_actions(entry: Any) -> Any:
-    """Return a rule that only warns: nothing can be stopped or called afterwards."""
-    return {key: value for key, value in entry.items() if key != "then"} if isinstance(entry, Mapping) else entry
+def _again(run: Run, name: str, entry: Any) -> Any:
+    """Return a rule that only warns, since nothing can be stopped or called afterwards, with the reference that it read live."""
+    if not isinstance(entry, Mapping):
+        return entry
+    again = {key: value for key, value in entry.items() if key != "then"}
+    if "from" in again and (copy := run.path / reference_file(name)).is_file():
+        again["from"] = str(copy)
+    return again
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ VERBS = {
     "Understand": {
         "report": "write one HTML page about a run or a sweep",
         "findings": "check a run with its rules",
+        "reference": "compare a run with healthy runs",
         "diff": "find the first difference between two runs",
         "replay": "repeat steps of a run with other hooks",
     },

@@ -218,10 +218,15 @@ RESERVED = frozenset([
 
 
 def default_rules() -> dict[str, dict[str, Any]]:
-    """Return the entries of `conf/rules/default.yaml`: every rule of this package, inactive without its statistics."""
+    """Return the entries of `conf/rules/default.yaml`: every rule of this package without required fields.
+
+    A rule is inactive without its statistics.
+    """
     own = [
         name
         for name in sorted(RULES)
-        if name in RULES.places and RULES[name].__module__.startswith("instrument.rules.")
+        if name in RULES.places
+        and RULES[name].__module__.startswith("instrument.rules.")
+        and not any(field.is_required() for key, field in RULES[name].fields.model_fields.items() if key != "rule")
     ]
     return {name: {"rule": name, "optional": True} for name in own}

@@ -27,7 +27,7 @@ from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
-from ..rules.requirements import check_rules
+from ..rules.requirements import check_references, check_rules
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -141,6 +141,7 @@ def attach(
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
     plan = make_plan(hooks, model)
+    check_references(judged, hooks, [(site.spec.name, site.layer.name) for site in plan.sites])
     check_parameters(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
@@ -203,6 +204,7 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) ->
     recording = run_folder.recording(has_started=lambda: probe.step > first_step, stop_reason=lambda: probe.stop_reason)
     with recording, dead_ranks if several else contextlib.nullcontext():
         run_folder.update(advice=probe.rules.custom_advice)
+        run_folder.write_files(probe.rules.files)
         if not several:
             probe.accept_changes()
         yield

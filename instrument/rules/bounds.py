@@ -41,6 +41,7 @@ class StepBounds:
         self._locations = locations
         self._resting: list[CatalogueRule[Any]] = []  # the rules that do not read the steps within the bounds
         self._left = 0  # for how many further steps the bounds hold
+        self._last = 0  # the last step for which they hold
         self._metrics: dict[str, tuple[float, float]] = {}
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
@@ -50,7 +51,9 @@ class StepBounds:
 
     def contain(self, rows: StepRows) -> bool:
         """Return whether a step is within the bounds. If it is, keep its values."""
-        if not self._left or rows.phase not in STEP_PHASES or not self._contain_metrics(rows):
+        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES:
+            return False
+        if not self._contain_metrics(rows):
             return False
         if len(rows.layout):
             if rows.numbers is None:
@@ -109,7 +112,7 @@ class StepBounds:
         self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
         self._low[-1] = math.inf
         self._high[:, [ALL.index("nan_count"), ALL.index("inf_count")]] = 0.0
-        self._resting, self._left = [], sys.maxsize
+        self._resting, self._left, self._last = [], sys.maxsize, sys.maxsize
         active = {}
         for name, rule in self._rules.items():
             if isinstance(rule, CatalogueRule) and self._narrow(rule, rows):
@@ -124,9 +127,11 @@ class StepBounds:
         """Add the bounds of a rule. Return false if the rule has none that contain the last step."""
         if isinstance(rule, LocatedRule):
             slots = rule.slots_of(self._locations.all)
-            return not (slots >= 0).any() or self._narrow_statistic(rule.bounds(), slots, rows)
+            bounds = rule.bounds()
+            each = bounds if isinstance(bounds, list) else [bounds]
+            return not (slots >= 0).any() or all(self._narrow_statistic(one, slots, rows) for one in each)
         bounds = rule.bounds()
-        if bounds is None:
+        if not isinstance(bounds, Bounds):
             return False
         value = _metric(rows, bounds.name)
         if value is not None and not bounds.low <= value <= bounds.high:
@@ -146,6 +151,7 @@ class StepBounds:
         values, at = rows.counts(bounds.name), rows.layout.numbers
         if ((values < low[at]) | (values > high[at])).any():
             return False
+        self._last = min(self._last, bounds.last)
         column = ALL.index(bounds.name)
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)

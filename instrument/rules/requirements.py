@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..config.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
+from .reference import ReferenceRule
 from .rule import LocatedRule
 from .rule_set import make_rule
 from .step_rows import Location
@@ -59,6 +61,58 @@ def check_rules(
         raise ConfigError(*problems)
 
 
+def check_references(
+    rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], layers: Iterable[tuple[str, str]]
+) -> None:
+    """Check that references concern what the hooks of a model record.
+
+    Args:
+        rules: The rules.
+        hooks: The hooks.
+        layers: The hook and the layer of each site.
+
+    Raises:
+        ConfigError: A reference has no layer of the hooks, or none of its hooks records a statistic that its rule names.
+    """
+    problems: list[Problem] = []
+    sites = {*layers}
+    for name, rule in rules.items():
+        if not isinstance(rule, ReferenceRule) or rule.is_optional:
+            continue
+        known = {key[:2] for key in rule.reference.index}
+        common = {hook for hook, _ in known & sites if not rule.hook or hook in rule.hook}
+        if not common:
+            problems.append(_foreign_reference(f"rules.{name}.from", rule, known, sites))
+            continue
+        read = [spec for hook in common if isinstance(spec := hooks[hook], RecordSpec)]
+        recorded = {
+            each for spec in read for each in (*spec.statistics, *(own.column for own in spec.custom_statistics))
+        }
+        for statistic in rule.stats or rule.reference.statistics:
+            if statistic not in recorded and (rule.stats or recorded.isdisjoint(rule.reference.statistics)):
+                message = f"the hooks of the reference do not record it: {', '.join(sorted(common))}"
+                fix = f"add {statistic} to hooks.{min(common)}.stats"
+                problems.append(Problem(f"rules.{name}.stats", message, statistic, sorted(recorded), fix=fix))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _foreign_reference(
+    where: str, rule: ReferenceRule, known: Collection[tuple[str, str]], sites: Collection[tuple[str, str]]
+) -> Problem:
+    """Return the problem that the hooks of a model record no layer of a reference."""
+    hooks = {hook for hook, _ in known}
+    if {layer for _, layer in known}.isdisjoint(layer for _, layer in sites):
+        message, fix = "the model has no recorded layer of the reference", "make a reference of runs of this model"
+    else:
+        message, fix = (
+            "no hook of the reference records this model",
+            f"record with its hooks: {', '.join(sorted(hooks))}",
+        )
+    allowed = shorten(sorted(f"{layer or '.'} ({hook})" for hook, layer in known))
+    return Problem(where, message, list(rule.from_), f"recorded are {allowed}", fix=fix)
+
+
 def turned_on_by_rules(rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec]) -> frozenset[str]:
     """Return the hooks that are off until one of these rules turns them on."""
     actions = (action for rule in rules.values() for action in rule.actions)
@@ -88,7 +142,9 @@ def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) ->
 
 def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | None:
     """Return the hooks whose rows a rule reads; None if it does not read statistics of tensors."""
-    made = None if isinstance(rule, CustomRule) else make_rule(rule)
+    if isinstance(rule, CustomRule | ReferenceRule):  # see `check_references`
+        return None
+    made = make_rule(rule)
     if not isinstance(made, LocatedRule):
         return None
     return [name for name, spec in _candidates(made, hooks).items() if {*made.statistics} <= spec.readable]

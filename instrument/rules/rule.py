@@ -85,6 +85,7 @@ class Bounds(NamedTuple):
     low: float | FloatArray = -math.inf
     high: float | FloatArray = math.inf  # the largest value
     steps: int = sys.maxsize  # for how many steps this is certain
+    last: int = sys.maxsize  # the last step for which this is certain
 
 
 class QuietSteps(NamedTuple):
@@ -134,10 +135,11 @@ class CatalogueRule(Rule, Generic[SpecT]):
         for name in self.saved:
             setattr(self, f"_{name}", _unpacked(state[name], getattr(self, f"_{name}")))
 
-    def bounds(self) -> Bounds | None:
+    def bounds(self) -> Bounds | list[Bounds] | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
 
-        These steps also have no NaN, no infinity and a finite loss. The rule does not read them; see `remember`.
+        A `LocatedRule` of several statistics returns a list. These steps also have no NaN, no infinity and a finite loss. The rule
+        does not read them; see `remember`.
         """
         return None
 

@@ -11,6 +11,7 @@ from ..config.rules import RULES, Action, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
+from .reference import ReferenceRanges
 from .rule import CatalogueRule, Firing, RelationRule, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
 from .watch import WatchMetric, WatchStatistic
@@ -128,6 +129,14 @@ class RuleSet:
         return {name: text for name, rule in custom.items() if (text := getattr(rule, "advice", ""))}
 
     @property
+    def files(self) -> dict[str, bytes]:
+        """The files of the run with which `python -m instrument.findings` decides as these rules, by their names in its folder."""
+        rules = self._rules.items()
+        return {
+            reference_file(name): rule.reference.content() for name, rule in rules if isinstance(rule, ReferenceRanges)
+        }
+
+    @property
     def rules(self) -> Sequence[Rule]:
         """The rules."""
         return list(self._rules.values())
@@ -183,6 +192,11 @@ class RuleSet:
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
         self._bounds = StepBounds(self._rules, self._locations)
+
+
+def reference_file(rule: str) -> str:
+    """Return the name of the file with the reference of a rule in the folder of a run."""
+    return f"references/{rule}.parquet"
 
 
 def make_rule(spec: RuleBase) -> Rule:

@@ -204,6 +204,17 @@ class RunFolder:
         if not self._lock.is_inherited:
             self._write()
 
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write further files, by their names relative to the folder. Raise SinkError as for run.json."""
+        for name, content in files.items():
+            file = self.path / name
+            try:
+                file.parent.mkdir(exist_ok=True)
+                file.write_bytes(content)
+            except OSError as error:
+                if self.on_error == "stop":
+                    raise SinkError(f"{file} cannot be written: {error.strerror}") from error
+
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock, unless the run has ended.
 
@@ -288,3 +299,6 @@ class WorkerRunFolder:
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Do nothing, because rank 0 writes the files."""

@@ -29,7 +29,7 @@ from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
 from ..probe.samples import targets_of
-from ..rules.requirements import check_rules
+from ..rules.requirements import check_references, check_rules
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.model_output import LossOutput, OutputNotice, OutputUnit, captured_outputs, last_output
@@ -252,6 +252,7 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
         evaluations=evaluations if config.mode == "train" else 0,
         steps=length.steps,
     )
+    check_references(config.rules, plan.specs, [(site.spec.name, site.layer.name) for site in plan.sites])
 
 
 def _check_loss(config: RunConfig, task: Task) -> None:

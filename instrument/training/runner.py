@@ -116,6 +116,7 @@ def run(
                         run_folder.update(replay=source.entry())
                 training = _Training(experiment, folder, terminal, raw, copy, source)
                 run_folder.update(advice=training.probe.rules.custom_advice)
+                run_folder.write_files(training.probe.rules.files)
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()

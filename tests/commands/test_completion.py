@@ -20,10 +20,11 @@ echo ${#COMPREPLY[@]}
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 CASES = {
-    "instrument re": ["report", "replay", "recover"],
+    "instrument re": ["report", "reference", "replay", "recover"],
     "instrument diff runs/a runs/b --st": ["--steps"],
     "instrument export runs/a --to te": ["tensorboard"],
     "instrument report runs/a ": [],  # the shell completes files
+    "instrument reference ": ["make", "show", "check"],
     "instrument completion ": ["bash", "zsh", "fish"],
     "instrument +exp=mnist_ho": ["+exp=mnist_hooks"],
     "instrument plan model=mlp +exp=mnist_ho": ["+exp=mnist_hooks"],

@@ -154,7 +154,7 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
 
 
 def test_every_rule_has_a_case_and_an_advice() -> None:
-    assert CASES.keys() == RULES.keys() == default_rules().keys()
+    assert CASES.keys() == RULES.keys() - {"reference"} == default_rules().keys()  # see test_reference.py
     for name, rule in RULES.items():
         assert rule.what, name
         assert ": " not in rule.what, name
@@ -163,7 +163,7 @@ def test_every_rule_has_a_case_and_an_advice() -> None:
 
 
 def test_registered_rule_is_parsed_fires_and_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(RULES) == len(CASES)
+    assert len(RULES) == len(CASES) + 1
     for state in ("_entries", "places"):
         monkeypatch.setattr(RULES, state, {**getattr(RULES, state)})
 

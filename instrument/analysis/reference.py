@@ -1,0 +1,226 @@
+"""References: the ranges of statistics in healthy runs, for the rule `reference`."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
+from ..rules.reference_ranges import KEY, SCHEMA, STARTS, Reference, phase_of, rounded
+from ..rules.step_rows import BoolArray, FloatArray
+from ..storage.remote_folder import folder_at, is_address
+from ..storage.run_search import NoRunError, find_runs
+from ..tables.statistics import ALL, NONNEGATIVE, statistic_of
+from .finite import REQUIRED_COLUMNS, not_finite_in
+from .run_tables import RunTables
+
+DEFAULT_STATISTICS = (
+    "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "saturated_fraction", "update_ratio",
+)  # fmt: skip
+"""The statistics of a reference. Those with a sign depend too much on the seed: many have a mean of zero."""
+SECTIONS = ("model", "data", "task", "optimizer", "scheduler", "train", "apply")
+"""The sections of the configuration that decide how a model trains."""
+
+INDEX = [*KEY, "statistic", "phase_of_training"]
+NEEDED = [name for name in REQUIRED_COLUMNS if name not in KEY]
+TAIL = 1e-5  # the probability that a value of a healthy run is outside, if the differences between runs are normal
+INDEPENDENT_PHASES = 4
+# The smallest factor, the smallest difference of fractions, and that of other statistics relative to their largest absolute value.
+FLOORS, FLOORS_OF_ONE_RUN = (1.25, 0.1, 0.25), (4.0, 0.3, 1.0)
+LARGEST = 80.0  # the largest logarithm of a factor, which float32 can represent
+
+
+def make_reference(
+    runs: str | Path | Iterable[str | Path], statistics: Sequence[str] = (), *, out: str | Path | None = None
+) -> Reference:
+    """Compute the ranges of statistics in healthy runs; see the rule `reference`.
+
+    Args:
+        runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
+        statistics: The names of the statistics, also custom ones. Default: those of `rms`, `std`, `abs_max`, `zero_fraction`,
+            `dead_fraction`, `saturated_fraction` and `update_ratio` that the runs recorded.
+        out: The file to write. Default: None, no file.
+
+    Returns:
+        The reference.
+
+    Raises:
+        ConfigError: There is no run, a run is not healthy (its status is not `done`, or its loss became NaN or infinite), no run
+            recorded a statistic, or the file cannot be written.
+    """
+    given = (str(runs),) if isinstance(runs, str | Path) else tuple(str(each) for each in runs)
+    reference = _from_runs(given, tuple(statistics), "runs", "statistics")
+    if out is not None:
+        try:
+            Path(out).write_bytes(reference.content())
+        except OSError as error:
+            message = f"the file cannot be written: {error.strerror}"
+            raise ConfigError(Problem("out", message, given=str(out))) from None
+    return reference
+
+
+def read_reference(
+    given: Sequence[str], statistics: Sequence[str] = (), *, where: str, where_statistics: str = ""
+) -> Reference:
+    """Return a reference, from its file or from runs.
+
+    Args:
+        given: The file, or runs as for `make_reference`.
+        statistics: Statistics that it must have. Default: any.
+        where, where_statistics: The keys of both, for messages.
+
+    Raises:
+        ConfigError: It is neither a reference nor healthy runs, or lacks a statistic.
+    """
+    file = folder_at(given[0])
+    if len(given) > 1 or not file.is_file():
+        return _from_runs(given, statistics, where, where_statistics)
+    try:
+        reference = Reference.parse(file.read_bytes())
+    except (ValueError, OSError) as error:
+        reason = f"not a reference: {error}"
+        fix = "python -m instrument.reference make RUNS --out FILE"
+        raise ConfigError(Problem(where, reason, given[0], "a reference or healthy runs", fix=fix)) from None
+    for name in statistics:
+        if name not in reference.statistics:
+            message, known = "the reference lacks this statistic", reference.statistics
+            fix = f"python -m instrument.reference make RUNS --stats {' '.join(statistics)} --out FILE"
+            raise ConfigError(Problem(where_statistics, message, name, known, similar_names(name, known), fix=fix))
+    return reference
+
+
+def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
+    """Return the smallest and the largest value of statistics in each phase of training of one run.
+
+    Non-finite rows and recomputed ones are left out, as rules do not read them.
+
+    Returns:
+        The columns `low` and `high`, with the index `KEY`, `statistic` and `phase_of_training`.
+    """
+    columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
+    parts: list[pd.DataFrame] = []
+    for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
+        rows = batch.filter(pa.array(~not_finite_in(batch))).to_pandas()
+        rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
+        groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[columns]
+        part = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
+        part["high"] = groups.max().melt()["value"]
+        parts.append(part.dropna().astype(dict.fromkeys(KEY, str)))
+    of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
+    ranges: pd.DataFrame = of_batches.agg({"low": "min", "high": "max"}).astype(float)
+    return ranges
+
+
+def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
+    runs = [run for each in given for run in _runs(each, where)]
+    problems = [
+        Problem(where, f"the run is not healthy: {reason}", str(run.path), fix="leave it out, or complete it")
+        for run in runs
+        if (reason := _why_unhealthy(run))
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
+    known = table["statistic"].unique().to_pylist()
+    if missing := [name for name in statistics if name not in known]:
+        message = "none of the runs recorded this statistic"
+        raise ConfigError(Problem(where_statistics, message, missing[0], known, similar_names(missing[0], ALL)))
+    if not known:
+        fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
+        raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))
+    config = runs[0].info.get("config") or {}
+    about = {
+        "runs": [run.path.name for run in runs],
+        "last_step": max(_last_step(run) for run in runs),
+        "versions": runs[0].info.get("versions") or {},
+        "config": {name: config[name] for name in SECTIONS if name in config},
+    }
+    return Reference(table, about)
+
+
+def _runs(given: str, where: str) -> list[RunTables]:
+    """Return the runs at a path or at the paths that a pattern matches."""
+    allowed = "a reference, a run, a folder of runs, or a pattern"
+    is_pattern = glob.has_magic(given) and not is_address(given) and not Path(given).exists()
+    paths = sorted(glob.glob(given)) if is_pattern else [given]
+    if not paths:
+        raise ConfigError(Problem(where, "the pattern matches nothing", given, allowed))
+    try:
+        opened = [RunTables(*find_runs(path)) for path in paths]
+    except NoRunError as error:
+        raise ConfigError(Problem(where, str(error), given, allowed)) from None
+    return [run.single(index) for run in opened for index in range(len(run.folders))]
+
+
+def _why_unhealthy(run: RunTables) -> str:
+    """Return why a run cannot be in a reference; empty if it can."""
+    if run.info["status"] != "done":
+        return f"its status is {run.info['status']}"
+    training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
+    for batch in run.scan("metrics", ["step", "loss"], training):
+        lost = ~np.isfinite(batch["loss"].to_numpy())
+        if lost.any():
+            return f"its loss is not finite at step {batch['step'].to_numpy()[lost][0]}"
+    return ""
+
+
+def _last_step(run: RunTables) -> int:
+    """Return the last step of a run with statistics."""
+    batches = (batch["step"].to_numpy().max(initial=0) for batch in run.scan("stats", ["step"]))
+    return max((int(step) for step in batches), default=0)
+
+
+def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
+    """Return the rows of a reference from the ranges of each run; see `Reference`."""
+    lows, highs = (pd.concat([run[name] for run in runs], axis=1) for name in ("low", "high"))
+    index = lows.index.to_frame(index=False)
+    columns = {
+        **{name: index[name] for name in (*KEY, "statistic")},
+        "step": STARTS[index["phase_of_training"].to_numpy(int)],
+        "low": rounded(lows.min(axis=1).to_numpy(float), up=False),
+        "high": rounded(highs.max(axis=1).to_numpy(float), up=True),
+        "spread": rounded(_spreads(lows, highs, index["statistic"]), up=True),
+    }
+    return pa.Table.from_pandas(pd.DataFrame(columns), SCHEMA, preserve_index=False)
+
+
+def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]) -> FloatArray:
+    """Return the margin of each range; see `ReferenceRule`.
+
+    Args:
+        lows, highs: The smallest and largest values, [ranges, runs], with the index of `ranges_of`.
+        statistics: The statistic of each range, [ranges].
+    """
+    from scipy.special import stdtrit
+
+    count = lows.shape[1]
+    is_ratio = statistics.isin(NONNEGATIVE).to_numpy()
+    is_fraction = np.array([statistic_of(name).unit in ("fraction", "units") for name in statistics], np.bool_)
+    largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
+    ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
+    floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
+    low, high = (_scaled(values, is_ratio) for values in (lows, highs))
+    if count > 1:
+        variances = (low.var(axis=1, ddof=1).fillna(0.0) + high.var(axis=1, ddof=1).fillna(0.0)) / 2
+        pooled = variances.groupby(level=[*KEY, "statistic"], sort=False).transform("mean")
+        t = stdtrit(INDEPENDENT_PHASES * (count - 1), 1 - TAIL)
+        widths = t * np.sqrt(np.fmax(variances, pooled) * (1 + 1 / count))
+    else:
+        widths = (high - low).max(axis=1)
+    spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
+    return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)
+
+
+def _scaled(values: pd.DataFrame, is_ratio: BoolArray) -> pd.DataFrame:
+    """Return logarithms of ratios, and other values as they are; NaN for the logarithm of zero."""
+    numbers = values.to_numpy(float)
+    logarithms = np.log(np.where(is_ratio[:, None] & (numbers > 0), numbers, np.nan))
+    return pd.DataFrame(np.where(is_ratio[:, None], logarithms, numbers), values.index)

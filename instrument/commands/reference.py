@@ -1,0 +1,101 @@
+"""`python -m instrument.reference`: make, show and use a reference, which has the ranges of statistics in healthy runs.
+
+`make RUNS... --out FILE` computes it from healthy runs. `show FILE` prints its ranges. `check RUN --reference FILE` passes the rows of
+a run to the rule `reference`.
+
+Exit codes: 0, done, or the run stays within the reference; 2, the arguments are invalid, or the run has nothing in common with the
+reference; 4, the run leaves the reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from instrument.analysis.load import load
+from instrument.analysis.reference import make_reference, ranges_of, read_reference
+from instrument.commands.findings import check, print_findings
+from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.errors import ConfigError, Problem
+from instrument.fields.globs import matches
+from instrument.formatting import shorten
+from instrument.rules.reference_ranges import KEY, STARTS, Reference
+from instrument.rules.step_rows import location_name
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("reference")
+    verbs = parser.add_subparsers(dest="command", required=True, metavar="make | show | check")
+    make = verbs.add_parser("make", help="compute a reference from healthy runs")
+    make.add_argument("runs", metavar="RUNS", nargs="+", help="runs, folders of runs such as a sweep, or patterns")
+    make.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
+    make.add_argument("--stats", metavar="NAME", nargs="+", default=[], help="the statistics, also custom ones")
+    show = verbs.add_parser("show", help="print the ranges of a reference")
+    show.add_argument("file", metavar="FILE", help="the reference")
+    show.add_argument("--layer", metavar="GLOB", help="only these layers")
+    checked = verbs.add_parser("check", help="check whether a run stays within a reference")
+    checked.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
+    checked.add_argument("--reference", metavar="FILE", required=True, help="the reference, or healthy runs")
+    checked.add_argument("--margin", metavar="X", type=float, default=1.0, help="how many times the margin is used")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    if args.command == "make":
+        reference = make_reference(args.runs, args.stats, out=args.out)
+        print(f"{args.out}: {_summary(reference)} ({args.out.stat().st_size / 1e3:.0f} kB)")
+        return 0
+    if args.command == "show":
+        show(read_reference([args.file], where="FILE"), args.layer)
+        return 0
+    return check_run(args.run, args.reference, args.margin)
+
+
+def show(reference: Reference, layer: str | None) -> None:
+    """Print the ranges of a reference, with the margin, at its first, middle and last phase of training."""
+    print(_summary(reference))
+    for name, value in (("runs", reference.about["runs"]), ("versions", reference.about["versions"])):
+        print(f"{name}: {shorten([f'{key} {value[key]}' for key in value] if isinstance(value, dict) else value)}")
+    lows, highs = reference.limits(reference.statistics, 1.0)
+    for key, at in reference.index.items():
+        _, name, kind, role, path, _ = key
+        if layer is not None and not matches(layer, name):
+            continue
+        for statistic, low, high in zip(reference.statistics, lows[at], highs[at], strict=True):
+            known = (high < float("inf")).nonzero()[0]
+            phases = dict.fromkeys(int(known[each]) for each in (0, len(known) // 2, -1)) if len(known) else ()
+            ranges = (f"step {STARTS[phase]}: {low[phase]:.3g} to {high[phase]:.3g}" for phase in phases)
+            if phases:
+                print(f"{location_name(name, path, kind)} {role} ({key[0]}) {statistic}: {', '.join(ranges)}")
+
+
+def check_run(path: str, reference: str, margin: float) -> int:
+    """Print where a run leaves a reference, and return the exit code."""
+    run, ranges = load(path), read_reference([reference], where="--reference")
+    fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
+    recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
+    missing = [key for key in ranges.index if key not in recorded]
+    names = shorten(list(dict.fromkeys(f"{location_name(key[1], key[4], key[2])} ({key[0]})" for key in missing)))
+    if len(missing) == len(ranges.index):
+        message = "the run recorded no location of the reference"
+        fix = "compare runs of the same model, recorded with hooks of the same names"
+        raise ConfigError(Problem("--reference", message, reference, names, fix=fix))
+    if missing:
+        print(f"{len(missing)} of {len(ranges.index)} locations of the reference were not recorded: {names}")
+    return print_findings(fired, run)
+
+
+def _summary(reference: Reference) -> str:
+    runs, last = len(reference.about["runs"]), reference.about["last_step"]
+    statistics = ", ".join(reference.statistics)
+    return f"{runs} run{'s' * (runs > 1)}, steps 0 to {last}, {len(reference.index)} locations, {statistics}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""The ranges of statistics in healthy runs, by location and phase of training, and their file."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..tables.statistics import NONNEGATIVE
+from .step_rows import FloatArray, IndexArray, Location
+
+KEY = ("hook", "layer", "kind", "role", "path", "phase")
+"""The columns that identify a location in a reference."""
+SCHEMA = pa.schema(
+    [
+        *((name, pa.dictionary(pa.int32(), pa.string())) for name in (*KEY, "statistic")),
+        ("step", pa.int64()),
+        *((name, pa.float32()) for name in ("low", "high", "spread")),
+    ]
+)
+METADATA = b"instrument_reference"
+FORMAT = 1
+STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
+"""The first step of each phase of training, int64 [phases]: 0, 1, 2, 3, 4, 6, 8, 12, 16, 23, ..., two in each octave.
+
+A training changes in proportion to the logarithm of the step: fast at first, slowly later.
+"""
+BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
+
+
+def phase_of(step: int | IndexArray) -> Any:
+    """Return the index in `STARTS` of the phase of training of each step."""
+    return np.searchsorted(STARTS, step, side="right") - 1
+
+
+class Reference:
+    """The ranges of statistics in healthy runs.
+
+    Args:
+        table: One row for each location, statistic and phase of training, with the columns of `SCHEMA`: the first step of the phase,
+            the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
+            difference.
+        about: The entries `runs` (the names of the runs), `last_step`, `versions` and `config`.
+
+    Attributes:
+        statistics: The names of the statistics.
+        index: The index of each location, given as the values of `KEY`.
+    """
+
+    def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
+        self.table, self.about = table, about
+        *columns, names = (table[name].cast(pa.string()).to_pylist() for name in (*KEY, "statistic"))
+        keys = list(zip(*columns, strict=True))
+        self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
+        self.statistics = tuple(dict.fromkeys(names))
+        phases = phase_of(table["step"].to_numpy())
+        at = [self.index[key] for key in keys], [self.statistics.index(name) for name in names], phases
+        self._ranges = np.full((3, len(self.index), len(self.statistics), phases.max(initial=0) + 1), np.nan)
+        for numbers, name in zip(self._ranges, ("low", "high", "spread"), strict=True):
+            numbers[at] = table[name].to_numpy()
+
+    @classmethod
+    def parse(cls, content: bytes) -> Reference:
+        """Read the content of a file.
+
+        Raises:
+            ValueError: It is not a reference.
+        """
+        try:
+            table = pq.read_table(io.BytesIO(content))
+            about = json.loads(table.schema.metadata[METADATA])
+            if about["format"] != FORMAT:
+                raise ValueError(f"its format {about['format']} is not supported: it was made by a later version")
+            return cls(table.cast(SCHEMA), about)
+        except (pa.ArrowException, KeyError, TypeError) as error:
+            raise ValueError("it was not made by python -m instrument.reference") from error
+
+    def content(self) -> bytes:
+        """Return the content of the file."""
+        about = json.dumps({"format": FORMAT, **self.about}, default=str)
+        stream = io.BytesIO()
+        packed = ["low", "high", "spread"]
+        options: dict[str, Any] = {"use_dictionary": [*KEY, "statistic", "step"], "use_byte_stream_split": packed}
+        pq.write_table(self.table.replace_schema_metadata({METADATA: about}), stream, compression="zstd", **options)
+        return stream.getvalue()
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of the ranges and their names."""
+        digest = hashlib.sha256(repr((list(self.index), self.statistics, self._ranges.shape)).encode())
+        digest.update(self._ranges.tobytes())
+        return digest.hexdigest()[:16]
+
+    def ranges(self, statistics: Sequence[str]) -> tuple[FloatArray, FloatArray]:
+        """Return the smallest and largest values, float64 [locations, statistics, phases]; NaN for no range."""
+        low, high, _ = self._ranges[:, :, [self.statistics.index(name) for name in statistics]]
+        return low, high
+
+    def limits(self, statistics: Sequence[str], margin: float) -> tuple[FloatArray, FloatArray]:
+        """Return the ranges with their margin, multiplied by a factor: float64 [locations, statistics, phases + 1].
+
+        Infinite for no range, as in the last phase, which follows the last step of the runs.
+        """
+        at = [self.statistics.index(name) for name in statistics]
+        low, high, spread = np.pad(self._ranges[:, :, at], [(0, 0)] * 3 + [(0, 1)], constant_values=np.nan)
+        is_ratio = np.array([name in NONNEGATIVE for name in statistics])[:, None]
+        low = np.where(is_ratio, low / spread**margin, low - margin * spread)
+        high = np.where(is_ratio, high * spread**margin, high + margin * spread)
+        return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def key_of(location: Location) -> tuple[str, ...]:
+    """Return the values of `KEY` of a location."""
+    return tuple(getattr(location, name) for name in KEY)
+
+
+def rounded(values: FloatArray, *, up: bool) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Round numbers to `BITS` significant bits, which compress well."""
+    mantissas, exponents = np.frexp(values)
+    whole = (np.ceil if up else np.floor)(mantissas * 2**BITS)
+    result: np.ndarray[Any, np.dtype[np.float32]] = np.ldexp(whole, exponents - BITS).astype(np.float32)
+    return result

@@ -1,0 +1,350 @@
+"""Rules on the ranges of healthy runs: the ranges, their margins and file, decisions, and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from attached_runs import train_steps
+from conftest import Answer
+from rule_rows import GRADIENT, OUTPUT, Step, feed, rule_set
+from run_folders import write_run
+from scipy import stats
+from torch import nn
+
+import instrument
+from instrument import ConfigError
+from instrument.analysis.reference import make_reference
+from instrument.commands import findings, reference
+from instrument.integrations.attached_probe import AttachedProbe
+from instrument.rules.reference_ranges import STARTS, Reference, phase_of
+from instrument.rules.rule_set import RuleEvent
+
+ROUNDING = 2 / 2**8  # of the numbers of a reference, on the safe side
+HOOKS = {
+    "outputs": {"layers": "**", "kind": "forward", "action": "record"},
+    "updates": {"layers": "**", "kind": "step_post", "role": "update", "action": "record"},
+}
+
+
+def write_values(folder: Path, values: Mapping[str, Sequence[float | None]], every: int = 1, **options: Any) -> Path:
+    """Write a run with values of statistics at one location, one for each step."""
+    count = len(next(iter(values.values())))
+    rows = [
+        {"step": every * at, "numel": 9, "nan_count": 0, "inf_count": 0, **{name: values[name][at] for name in values}}
+        for at in range(count)
+    ]
+    return write_run(folder, rows={"stats": rows}, **options)
+
+
+def write_healthy(folder: Path, numbers: Sequence[Sequence[float]], statistic: str = "rms") -> Path:
+    for at, values in enumerate(numbers):
+        write_values(folder / str(at), {statistic: values})
+    return folder
+
+
+def table_of(made: Reference) -> pd.DataFrame:
+    return made.table.to_pandas().set_index("step")
+
+
+def stepped(values: Sequence[float | None], statistic: str = "rms", every: int = 1, **about: Any) -> list[Step]:
+    row = {**OUTPUT, "numel": 9, "nan_count": 0, "inf_count": 0, **about}
+    return [Step(rows=[{**row, statistic: value}], step=every * at, loss=1.0) for at, value in enumerate(values)]
+
+
+def fired(entry: Mapping[str, Any], steps: Sequence[Step], *, with_numbers: bool = True) -> list[RuleEvent]:
+    events: list[RuleEvent] = []
+    feed(rule_set({"r": {"rule": "reference", **entry}}, events), steps, with_numbers=with_numbers)
+    return events
+
+
+def test_phases_of_training_are_two_in_each_octave() -> None:
+    assert [*STARTS[:12]] == [0, 1, 2, 3, 4, 6, 8, 12, 16, 23, 32, 46]
+    assert [*phase_of(np.array([0, 1, 5, 6, 45, 46, 10**12]))] == [0, 1, 4, 5, 10, 11, len(STARTS) - 1]
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int) -> None:
+    random = np.random.default_rng(count)
+    runs = np.exp(random.normal(size=(count, 1)) + random.normal(scale=0.1, size=(count, 8)))
+    table = table_of(make_reference(write_healthy(tmp_path, runs.tolist())))
+    phases = {0: [0], 1: [1], 2: [2], 3: [3], 4: [4, 5], 6: [6, 7]}
+    assert [*table.index] == [*phases]
+    variances = {
+        start: np.mean([np.log(edge(runs[:, steps], axis=1)).var(ddof=1) for edge in (np.min, np.max)])
+        for start, steps in phases.items()
+    }
+    t = stats.t.ppf(1 - 1e-5, 4 * (count - 1))
+    for start, steps in phases.items():
+        low, high, spread = table.loc[start, ["low", "high", "spread"]]
+        assert low == pytest.approx(runs[:, steps].min(), rel=ROUNDING)
+        assert low <= runs[:, steps].min()
+        assert high == pytest.approx(runs[:, steps].max(), rel=ROUNDING)
+        assert high >= runs[:, steps].max()
+        variance = max(variances[start], np.mean([*variances.values()]))
+        assert spread == pytest.approx(np.exp(t * np.sqrt(variance * (1 + 1 / count))), rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "runs", "spread"),
+    [
+        ("rms", [[2.0], [2.0]], 1.25),
+        ("zero_fraction", [[0.5], [0.5]], 0.1),
+        ("mean", [[-2.0], [-2.0]], 0.5),
+        ("rms", [[2.0]], 4.0),
+        ("rms", [[2.0] * 4 + [1.0, 9.0]], 9.0),
+        ("zero_fraction", [[0.5]], 0.3),
+        ("mean", [[-2.0]], 2.0),
+        ("rms", [[0.0], [0.0]], 1.25),
+    ],
+)
+def test_margin_has_a_floor(tmp_path: Path, statistic: str, runs: list[list[float]], spread: float) -> None:
+    made = make_reference(write_healthy(tmp_path, runs, statistic), [statistic])
+    assert table_of(made)["spread"].iloc[-1] == pytest.approx(spread, rel=ROUNDING)
+
+
+def test_rule_fires_outside_of_the_range_and_its_margin(tmp_path: Path) -> None:
+    entry = {"from": str(write_healthy(tmp_path, [[1.0] * 8, [2.0] * 8]))}
+    _, high = make_reference(tmp_path).limits(["rms"], 1.0)
+    limit = float(high[0, 0, 0])
+    assert fired(entry, stepped([limit * 0.99] * 8)) == []
+    (event,) = fired(entry, stepped([1.0, 1.0, limit * 1.01, 1.0, limit * 1.01, limit * 1.1, 1.0]))
+    assert (event.step, event.layer, event.severity) == (5, "a", "warning")
+    assert event.value == limit * 1.1
+    assert event.threshold == pytest.approx(limit)
+    assert event.message.endswith("1 to 2 in 2 healthy runs")
+    (event,) = fired({**entry, "margin": 0, "for": 1}, stepped([1.0, 2.1, 1.0]))
+    assert (event.step, event.threshold) == (1, 2.0)
+    (event,) = fired({**entry, "margin": 0, "for": 1}, stepped([1.0, 0.5, 1.0]))
+    assert (event.step, event.threshold) == (1, 1.0)
+
+
+def test_rule_compares_by_step_and_ends_with_the_reference(tmp_path: Path) -> None:
+    write_values(tmp_path / "a", {"rms": [1.0, 2.0, 4.0]}, every=10)  # steps 0, 10 and 20, until step 22
+    entry = {"from": str(tmp_path), "margin": 0, "for": 1}
+    assert fired(entry, stepped([1.0] + [9.0] * 7 + [2.0] * 4 + [9.0] * 4 + [4.0] * 7 + [9.0] * 40)) == []
+    assert [event.step for event in fired(entry, stepped([1.0, 3.0], every=20))] == [20]
+
+
+def test_rule_reads_other_locations_of_no_reference(tmp_path: Path) -> None:
+    entry = {"from": str(write_healthy(tmp_path, [[1.0] * 4])), "for": 1}
+    assert fired(entry, stepped([99.0] * 4, layer="b") + stepped([99.0], **GRADIENT)) == []
+    assert fired({**entry, "hook": "other"}, stepped([99.0])) == []
+    assert len(fired(entry, stepped([99.0], module_type="Other"))) == 1
+
+
+def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
+    write_values(tmp_path / "a", {"rms": [1.0, 1.0], "std": [None, 1.0], "kurtosis": [1.0, 2.0]})
+    assert make_reference(tmp_path).statistics == ("rms", "std")
+    assert make_reference(tmp_path, ["kurtosis"]).statistics == ("kurtosis",)
+    assert fired({"from": str(tmp_path), "for": 1}, stepped([99.0], "std")) == []
+    (event,) = fired({"from": str(tmp_path), "for": 1}, stepped([1.0, 99.0], "std"))
+    assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
+
+
+def test_rule_decides_the_same_with_bounds_and_when_resumed(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    file = tmp_path / "reference.parquet"
+    make_reference(write_healthy(tmp_path / "runs", random.uniform(1, 2, (3, 40)).tolist()), out=file)
+    entry = {"from": str(file), "margin": 0.1}
+    for fraction in (0.02, 0.3):
+        values = np.where(random.random(60) < fraction, random.uniform(0, 9, 60), 1.5)
+        steps = [step for number, step in enumerate(stepped(values.tolist())) if number % 2 or number < 20]
+        expected = fired(entry, steps, with_numbers=False)
+        events: list[RuleEvent] = []
+        first, second = (rule_set({"r": {"rule": "reference", **entry}}, events) for _ in range(2))
+        feed(first, steps[:25], with_numbers=True)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        feed(second, steps[25:], with_numbers=True)
+        assert events == expected
+    assert expected
+
+
+def test_rule_does_not_read_steps_within_the_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = rule_set({"r": {"rule": "reference", "from": str(write_healthy(tmp_path, [[1.0] * 100] * 2))}}, [])
+    (rule,) = rules.rules
+    read: list[int] = []
+    update = rule.update
+    monkeypatch.setattr(rule, "update", lambda rows: (read.append(rows.step), update(rows))[1])
+    feed(rules, stepped([1.0] * 150), with_numbers=True)
+    assert read == [*STARTS[STARTS < 100], 128]  # the first step of each phase, and of the time after the reference
+
+
+def test_changed_reference_is_refused_when_resumed(tmp_path: Path) -> None:
+    first = rule_set({"r": {"rule": "reference", "from": str(write_healthy(tmp_path, [[1.0]]))}}, [])
+    write_values(tmp_path / "more", {"rms": [2.0]})
+    second = rule_set({"r": {"rule": "reference", "from": str(tmp_path)}}, [])
+    with pytest.raises(ConfigError, match=r"rules\.r\.from: the reference has changed since the run stopped"):
+        second.load_state_dict(first.state_dict())
+
+
+def test_reference_that_was_never_read_is_reported(tmp_path: Path) -> None:
+    rules = rule_set({"r": {"rule": "reference", "from": str(write_healthy(tmp_path, [[1.0] * 4]))}}, [])
+    feed(rules, stepped([1.0], "std"))
+    assert not rules.unread
+    late = rule_set({"r": {"rule": "reference", "from": str(tmp_path)}}, [])
+    feed(late, [Step(step=number, rows=stepped([1.0])[0]["rows"]) for number in (50, 60)])
+    assert "rules.r.from: the run recorded no statistic at a location and in a phase" in late.unread[0]
+    assert "allowed  steps 0 to 3" in late.unread[0]
+
+
+def train(seed: int, out: Path | None, *, lr: float = 0.1, scale: float = 1.0, **options: Any) -> AttachedProbe:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    with torch.no_grad():
+        model[2].weight.mul_(scale)
+        model[2].bias.mul_(scale)
+    return train_steps(model, HOOKS, torch.randn(12, 16, 4), lr=lr, out=out, **options)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    for seed in range(3):
+        train(seed, folder / str(seed), rules=None)
+    return folder
+
+
+def test_run_decides_live_as_afterwards_without_the_healthy_runs(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "reference.parquet"
+    made = make_reference(healthy, out=file)
+    assert (made.about["last_step"], made.about["runs"]) == (11, ["0", "1", "2"])
+    with pytest.warns(instrument.InstrumentWarning, match="outside of the reference: at step 1 in 2 output"):
+        probe = train(7, tmp_path / "run", scale=0.01, rules={"same": {"rule": "reference", "from": file}})
+    events = probe.events[probe.events["rule"] == "same"]
+    assert events["layer"].iloc[0] == "2"
+    file.unlink()
+    assert findings.main([str(tmp_path / "run")]) == findings.FIRED
+    message = events["message"].iloc[0].partition("in 2 output")[2]
+    assert f"step 1: 2 output{message} ({len(events) - 1} more)" in capsys.readouterr().out
+
+
+def test_healthy_run_with_another_seed_has_no_event(healthy: Path) -> None:
+    probe = train(8, None, rules={"same": {"rule": "reference", "from": healthy}})
+    assert "same" not in set(probe.events["rule"])
+
+
+def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) -> None:
+    made = make_reference([healthy / "0", str(healthy / "[12]")], out=tmp_path / "r.parquet")
+    read = Reference.parse((tmp_path / "r.parquet").read_bytes())
+    assert (read.digest, read.about) == (made.digest, {**made.about, "format": 1})
+    assert pd.read_parquet(tmp_path / "r.parquet")["statistic"].nunique() == 4
+    random = np.random.default_rng(0)
+    count = 500 * 10 * 20
+    rows = pd.DataFrame(np.exp(random.normal(size=(count, 3)) * 3), columns=["low", "high", "spread"])
+    frame = made.table.to_pandas().iloc[np.zeros(count, int)].reset_index(drop=True)
+    frame["layer"] = [f"transformer.h.{at // 200}.mlp" for at in range(count)]
+    frame["statistic"] = [f"statistic {at // 20 % 10}" for at in range(count)]
+    frame["step"] = STARTS[np.arange(count) % 20]
+    frame[rows.columns] = (np.floor(rows * 256) / 256).astype(np.float32)
+    table = type(made.table).from_pandas(frame, made.table.schema, preserve_index=False)
+    assert len(Reference(table, {}).content()) < 10**6
+
+
+@pytest.mark.parametrize(
+    ("given", "parts"),
+    [
+        ("missing", ["rules.same.from: folder not found", "given    missing"]),
+        ("missing*", ["rules.same.from: the pattern matches nothing"]),
+        ("empty", ["rules.same.from: no run.json in or below empty"]),
+        ("text.parquet", ["not a reference: it was not made by", "fix      python -m instrument.reference make"]),
+        ("frame.parquet", ["not a reference: it was not made by"]),
+        ("failed", ["the run is not healthy: its status is failed", "given    failed/b", "fix      leave it out"]),
+        ("diverged", ["the run is not healthy: its loss is not finite at step 1"]),
+        ("bare", ["the runs recorded no statistics"]),
+        (["run", "missing"], ["folder not found: missing"]),
+        (
+            "run",
+            ["the model has no recorded layer of the reference", "recorded are a (seen)", "make a reference of runs"],
+        ),
+        ("other_hook", ["no hook of the reference records this model", "fix      record with its hooks: other"]),
+    ],
+)
+def test_problem_of_a_reference_is_named_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any, parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("text.parquet").write_text("no")
+    pd.DataFrame({"a": [1]}).to_parquet("frame.parquet")
+    write_values(Path("failed/a"), {"rms": [1.0]})
+    write_values(Path("failed/b"), {"rms": [1.0]}, status="failed")
+    write_run(Path("diverged"), rows={"metrics": [{"step": 0, "loss": 1.0}, {"step": 1, "loss": np.inf}]})
+    write_run(Path("bare"))
+    write_values(Path("run"), {"rms": [1.0]})
+    write_run(Path("other_hook"), rows={"stats": [{"hook": "other", "layer": "0", "numel": 9, "rms": 1.0}]})
+    with pytest.raises(ConfigError) as error:
+        train(0, tmp_path / "new", rules={"same": {"rule": "reference", "from": given}})
+    for part in parts:
+        assert part in str(error.value)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("stats", "parts"),
+    [
+        ("rmss", ["rules.same.stats: none of the runs recorded this statistic", "given    rmss", "similar  rms"]),
+        ("kurtosis", ["rules.same.stats: none of the runs recorded this statistic"]),
+    ],
+)
+def test_statistic_that_no_healthy_run_recorded_is_named(healthy: Path, stats: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        train(0, None, rules={"same": {"rule": "reference", "from": healthy, "stats": stats}})
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_statistic_of_the_reference_that_no_hook_records_is_named(healthy: Path, tmp_path: Path) -> None:
+    hooks = {"outputs": {**HOOKS["outputs"], "stats": ["mean"]}}
+    with pytest.raises(ConfigError, match=r"rules\.same\.stats: the hooks of the reference do not record it: outputs"):
+        train_steps(nn.Linear(4, 2), {"outputs": {**hooks["outputs"], "layers": "."}}, [], rules={
+            "same": {"rule": "reference", "from": str(write_root(tmp_path))}
+        })  # fmt: skip
+    make_reference(healthy, ["rms"], out=tmp_path / "rms.parquet")
+    with pytest.raises(ConfigError, match=r"rules\.same\.stats: the reference lacks this statistic"):
+        train(0, None, rules={"same": {"rule": "reference", "from": tmp_path / "rms.parquet", "stats": "std"}})
+
+
+def write_root(folder: Path) -> Path:
+    return write_run(folder / "root", rows={"stats": [{"hook": "outputs", "layer": "", "numel": 9, "rms": 1.0}]})
+
+
+def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "reference.parquet")
+    assert reference.main(["make", str(healthy), "--out", file]) == 0
+    assert "3 runs, steps 0 to 11, 12 locations, rms, std, abs_max, zero_fraction" in capsys.readouterr().out
+    assert reference.main(["show", file, "--layer", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 output (outputs) rms: step 0:" in out
+    assert "2.weight update (updates) abs_max: step 0:" in out
+    assert "4 output" not in out
+    train(9, tmp_path / "good", rules=None)
+    assert reference.main(["check", str(tmp_path / "good"), "--reference", file]) == 0
+    assert "no rule fired" in capsys.readouterr().out
+    train(9, tmp_path / "bad", scale=0.01, rules=None)
+    assert reference.main(["check", str(tmp_path / "bad"), "--reference", file]) == findings.FIRED
+    assert "outside of the reference: step 1: 2 output (outputs): rms" in capsys.readouterr().out
+    write_values(tmp_path / "other", {"rms": [1.0]})
+    assert reference.main(["check", str(tmp_path / "other"), "--reference", file]) == 2
+    assert "the run recorded no location of the reference" in capsys.readouterr().err
+    assert reference.main(["make", str(tmp_path / "none"), "--out", file]) == 2
+    assert reference.main(["make", str(healthy), "--out", str(tmp_path / "no" / "file")]) == 2
+
+
+def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], workdir: Path) -> None:
+    run = ["model=mlp", "data=digits", "hooks=activations", "train.steps=1"]
+    rule = "+rules.same={rule: reference, from: %s, margin: 0, for: 1}"
+    assert cli(*run, "hydra.run.dir=runs/a").code == 0
+    assert cli(*run, rule % "runs/a", "hydra.run.dir=runs/b").code == 0
+    assert (workdir / "runs/b/references/same.parquet").is_file()
+    assert "same" not in set(instrument.load("runs/b").events["rule"])
+    answer = cli(*run, rule % "runs/c", "hydra.run.dir=runs/d")
+    assert (answer.code, "rules.same.from: folder not found" in answer.err) == (2, True)
