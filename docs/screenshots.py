@@ -54,7 +54,8 @@ BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
-CHECKED = ["model=mlp", "data=digits", "hooks=[inputs,activations,gradients,parameters,dead_relu]", "train.steps=200"]
+SETS = "hooks=[inputs,activations,gradients,parameters,dead_relu]"
+CHECKED = ["model=mlp", "data=digits", SETS, "train.steps=200", "train.eval_every=50"]
 RUNS = {
     "healthy": CHECKED,
     "diverging": [*CHECKED, "optimizer.lr=30"],

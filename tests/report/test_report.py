@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import re
 import runpy
 import sys
 import warnings
