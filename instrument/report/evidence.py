@@ -21,7 +21,7 @@ def evidence(history: RunHistory, finding: Finding) -> str:
 
     Missing values, such as those of a tensor that is not finite, are gaps.
     """
-    curve = _curve(history, finding)
+    curve = curve_of(history, finding)
     if curve is None or finding.when is None:
         return ""
     steps, values = curve
@@ -62,8 +62,8 @@ def evidence(history: RunHistory, finding: Finding) -> str:
     )
 
 
-def _curve(history: RunHistory, finding: Finding) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the first step of each group and the values; None if they were not recorded."""
+def curve_of(history: RunHistory, finding: Finding) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first step of each group, int64 [groups], and the values, float64 [groups]; None if they were not recorded."""
     metrics = history.metrics.get("train")
     if metrics is not None and finding.statistic in metrics.statistics:
         return _values(metrics, finding.statistic, 0)

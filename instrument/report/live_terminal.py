@@ -17,7 +17,7 @@ from rich.text import Text
 from ..analysis.diagnosis import diagnoses
 from ..analysis.plot_data import RecordedSeries
 from ..config.schedule import STEP_PHASES
-from .evidence import WIDE
+from .evidence import WIDE, curve_of
 from .live_run import LiveRun
 from .numbers import format_number
 from .run_history import METRICS
@@ -31,7 +31,7 @@ SPARKLINE_WIDTH = 24
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
 MAX_FINDINGS, FEWEST_LAYERS = 6, 5
-OTHER_LINES = 13  # of a frame: headings, empty lines, advice, progress and metrics of an evaluation
+OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progress and metrics of an evaluation
 
 
 class LocationView(NamedTuple):
@@ -75,7 +75,10 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         parts.append(table)
         if len(findings) > len(shown):
             parts.append(Text(f"{len(findings) - len(shown)} more findings", style="dim"))
-        parts += [Text(f"Next: {each.lead.advice}") for each in diagnoses(findings)[:1] if each.lead.advice]
+        for diagnosis in diagnoses(findings)[:1]:
+            lead, curve = diagnosis.lead, curve_of(live, diagnosis.lead)
+            parts += [] if curve is None else [Text(f"{lead.statistic} over the steps: {sparkline(curve[1])}")]
+            parts += [Text(f"Next: {lead.advice}")] if lead.advice else []
         parts.append(Text())
     if live.series:
         room = None if height is None else max(FEWEST_LAYERS, height - OTHER_LINES - len(SHOWN_METRICS) - len(shown))

@@ -87,13 +87,15 @@ def test_consequences_are_below_their_cause_and_its_advice_follows(
     units = {**spike, "rule": "units", "layer": "a", "location": "a output (seen)"}
     units["message"] = "dead units: at step 9 in a output (seen): 60.0%"
     config = {"rules": {"units": {"rule": "dead_units", "for": 1}, "spike": {"rule": "loss_spike"}}}
-    rows = {"events": [{**units, "step": 9}, {**spike, "step": 4}]}
+    losses = [{"step": step, "loss": loss} for step, loss in enumerate((1.0, 1.0, 1.0, 1.0, 40.0, 2.0))]
+    rows = {"events": [{**units, "step": 9}, {**spike, "step": 4}], "metrics": losses}
     assert watch.main([str(write_run(tmp_path / "run", config=config, rows=rows)), "--once"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     start = lines.index("Findings")
     assert lines[start + 2].split() == ["loss", "spike", "training", "4", "40"]
     assert lines[start + 3].startswith("  dead units")
-    assert lines[start + 4] == f"Next: {RULES['loss_spike'].advice}"
+    assert lines[start + 4] == "loss over the steps: ▁▁▁▁█▁"
+    assert lines[start + 5] == f"Next: {RULES['loss_spike'].advice}"
 
 
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
