@@ -24,6 +24,8 @@ Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 FAR = 1000
 """Steps without a problem after which the next one has another cause: what the second moment of Adam remembers, 1 / (1 - 0.999)."""
+FORWARD, LOSS, BACKWARD, UPDATE = range(4)
+"""The parts of a training step, in their order."""
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """Stages that cause no problem of another one, in their order, except that values that are not finite end all learning."""
 TRAINING = "training"
@@ -211,14 +213,14 @@ class _Timeline:
         return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
-        """Return the position in the order of a training step."""
+        """Return the position in the order of a training step: its part, and the one within this part."""
         if event.location is None:
-            return 1, 0
+            return LOSS, 0
         role = event.location.rpartition(" (")[0].rpartition(" ")[2]
         rank = self._rank(event.layer or "")
         if role in ("param", "update"):
-            return 3, rank
-        return (2, -rank) if "grad" in role else (0, rank)
+            return UPDATE, rank
+        return (BACKWARD, -rank) if "grad" in role else (FORWARD, rank)
 
     def episodes(self, events: Iterable[RuleEvent]) -> list[_Events]:
         """Return events by rule, those after a long time without any apart. The leading event of a rule is its first."""
@@ -230,12 +232,18 @@ class _Timeline:
             last = event.step
             episodes[-1].setdefault((event.rule, event.location is None), []).append(event)
         for group in (group for episode in episodes for group in episode.values()):
-            first = [event for event in group if event.step == group[0].step]
-            # Rows of gradients of parameters are not in the order of the backward pass; all other rows are in their order.
-            lead = min(first, key=lambda event: (phase := self.position(event))[:1] + (phase[1],) * (phase[0] == 2))
+            lead = min(group, key=self._order_in_rule)
             group.remove(lead)
             group.insert(0, lead)
         return episodes
+
+    def _order_in_rule(self, event: RuleEvent) -> tuple[int, int, int]:
+        """Return the sort key of an event among those of its rule, which are in the order of their rows except for gradients.
+
+        Rows of the gradients of parameters are in the order of the parameters, not of the backward pass.
+        """
+        part, rank = self.position(event)
+        return event.step, part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
