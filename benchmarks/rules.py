@@ -7,6 +7,7 @@ python benchmarks/rules.py --only GAN --seeds 0
 The trainings are in `faults.py`. Each runs for 300 steps with the ready-made hook sets of the guide "Debug a network that does not
 learn" and the default rules. A fault counts as found if a warning names the right layer or cause. Only warnings count: the first
 event of a rule, which the terminal and the findings show. Warnings of other kinds, such as those of hooks that did not fire, do not count.
+`leads` counts the trainings in which the leading finding names it.
 """
 
 from __future__ import annotations
@@ -66,12 +67,14 @@ class Result:
         seed: The seed.
         findings: Its warnings, in the order in which they appeared.
         found: The indices in `findings` of those that name the fault.
+        leads: Whether the leading finding, which `run.findings` lists first, names the fault.
         losses: The first and the last training loss.
     """
 
     seed: int
     findings: Sequence[Finding]
     found: Sequence[int]
+    leads: bool
     losses: tuple[float, float]
 
 
@@ -123,7 +126,13 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
         for event in events.itertuples()
     ]
     found = [index for index, finding in enumerate(findings) if _accepts(case, layer, finding)]
-    return Result(seed, findings, found, (losses[0], losses[-1]))
+    lead = next(probe.run.findings.query("rule in @RULES").itertuples(), None)
+    leads = lead is not None and any(
+        _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.when, ""))
+        for event in probe.run.events.query("rule == @lead.rule and step == @lead.when").itertuples()
+        if lead.where == (event.location if isinstance(event.location, str) else "training")
+    )
+    return Result(seed, findings, found, leads, (losses[0], losses[-1]))
 
 
 def _accepts(case: Case, layer: str, finding: Finding) -> bool:
@@ -183,19 +192,22 @@ def main() -> None:
         return [case for case in cases if arguments.only in f"{case.architecture} {case.name}"]
 
     print(f"{machine()}\nseeds {', '.join(map(str, seeds))}; {STEPS} steps\n")
-    print("| architecture | fault | found | by | other warnings |\n|---|---|---|---|---|")
-    found = runs = 0
+    print("| architecture | fault | found | leads | by | other warnings |\n|---|---|---|---|---|---|")
+    found = runs = leading = first = 0
     for case, results in run_all(chosen(FAULTS), seeds, arguments.processes):
         hits = [str(result.findings[index]) for result in results for index in result.found]
         others = [str(f) for result in results for i, f in enumerate(result.findings) if i not in result.found]
-        count = sum(bool(result.found) for result in results)
-        found, runs = found + count, runs + len(results)
+        count, leads = sum(bool(result.found) for result in results), sum(result.leads for result in results)
+        found, runs, leading = found + count, runs + len(results), leading + leads
+        first += sum(0 in result.found for result in results)
+        numbers = f"{count} of {len(results)} | {leads}"
         print(
-            f"| {case.architecture} | {case.name} | {count} of {len(results)} | {_unique(hits)} | {_unique(others)} |",
+            f"| {case.architecture} | {case.name} | {numbers} | {_unique(hits)} | {_unique(others)} |",
             flush=True,
         )
         _print_messages(results, arguments.messages)
-    print(f"\nRecall: {found} of {runs} ({found / max(runs, 1):.3f})\n")
+    print(f"\nRecall: {found} of {runs} ({found / max(runs, 1):.3f})")
+    print(f"The leading finding names the fault: {leading} of {runs}; the first warning: {first} of {runs}\n")
     print("| architecture | healthy training | warnings |\n|---|---|---|")
     alarms = runs = 0
     for case, results in run_all(chosen(HEALTHY), seeds, arguments.processes):

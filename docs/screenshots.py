@@ -1,6 +1,6 @@
 """Create the pictures in docs/images: screenshots of reports, and figures of the guides and the gallery.
 
-The script repeats the runs of docs/report.md and opens their reports, and runs the code of the pages in FIGURES.
+The script repeats the runs of docs/report.md and docs/guides/healthy.md, opens their reports, and runs the code of the pages in FIGURES.
 
     python docs/screenshots.py
 
@@ -54,7 +54,11 @@ BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
+SETS = "hooks=[inputs,activations,gradients,parameters,dead_relu]"
+CHECKED = ["model=mlp", "data=digits", SETS, "train.steps=200", "train.eval_every=50"]
 RUNS = {
+    "healthy": CHECKED,
+    "diverging": [*CHECKED, "optimizer.lr=30"],
     "mnist_hooks": ["+exp=mnist_hooks"],
     "bad_init": ["-m", "+exp=bad_init", "apply.init.std=0.02,0.18"],
     "dying_relu": ["-m", "+exp=dying_relu", "optimizer.lr=0.1,4"],
@@ -95,13 +99,20 @@ SHOTS = (
     Shot("dying-relu-training.png", "dying_relu/1", "#training", choices=(("training-scale", "log"),)),
     Shot("dying-relu-units.png", "dying_relu/1", "#units"),
     Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-location", "layers.3.0"),)),
+    Shot("healthy-training.png", "healthy", "#training"),
+    Shot("healthy-layers.png", "healthy", "#heatmap-chart", choices=(("heatmap-statistic", "std"),)),
+    Shot("healthy-flow.png", "healthy", "#flow"),
+    Shot("healthy-units.png", "healthy", "#units"),
+    Shot("healthy-diverging.png", "diverging", "#findings", width=1000),
+    Shot("healthy-bad-init.png", "bad_init/0", "#findings", width=1000),
+    Shot("healthy-dying-relu.png", "dying_relu/1", "#findings", width=1000),
     Shot("clipping-training.png", "clipping", "#training"),
     Shot("clipping-effects.png", "clipping", "#effects > .scroll"),
 )
 
 
 def make_runs(folder: Path) -> None:
-    """Make all runs of docs/report.md."""
+    """Make all runs of docs/report.md and docs/guides/healthy.md."""
     environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     for name, arguments in RUNS.items():
         folder_key = "hydra.sweep.dir" if "-m" in arguments else "hydra.run.dir"

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,23 +21,20 @@ import pyarrow.dataset as ds
 
 from ..config.description import describe_action
 from ..config.parse import parse_rules
-from ..config.rules import RULES, default_rules
+from ..config.rules import default_rules
 from ..errors import InstrumentError
 from ..rules.dead_units import DeadUnits
-from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule_set import RuleEvent
 from ..rules.saturated_activation import SaturatedActivation
-from ..rules.step_rows import location_name
-from ..rules.watch import ADVICE as WATCH_ADVICE
+from ..rules.step_rows import location_label, location_name
 from ..tables.kinds import KINDS
 from ..tables.reasons import is_incomplete
 from .config_comparison import hooks_of
+from .diagnosis import SEVERITIES, Finding, findings_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .rule_events import rule_events
 from .run_tables import RunTables
 from .summary import changed
-
-Severity = Literal["info", "warning", "error"]
 
 FEW = 0.0005  # fraction of elements below which the count is shown instead of the fraction
 MAX_NAMES = 4
@@ -49,35 +46,15 @@ RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
 _RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One observation about a run.
-
-    Attributes:
-        when: The step; None if the observation is about the run as a whole.
-        severity: `info`, `warning`, or `error` if the training is unusable.
-        number: The value as a number, if it is numeric.
-        advice: What to do next, in one sentence; empty for an observation that is not a problem.
-    """
-
-    what: str
-    where: str
-    when: int | None
-    value: str
-    severity: Severity = "info"
-    number: float | None = None
-    advice: str = ""
-
-
 def findings(run: RunTables) -> list[Finding]:
-    """Return the findings of one run in any state, the most severe ones first.
+    """Return the findings of one run in any state: those of rules grouped by cause, then the others, the most severe ones first.
 
     Raises:
         InstrumentError: `run` contains several runs.
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
-    judged = [*_rules(run)]
+    judged = _rules(run)
     fired = {finding.what for finding in judged}
     largest = _largest(run)
     sources = (
@@ -88,61 +65,27 @@ def findings(run: RunTables) -> list[Finding]:
         ("", _not_fired(run)),
         ("", _interventions(run)),
     )
-    all_findings = judged + [finding for what, source in sources if what not in fired for finding in source]
-    return most_severe_first(all_findings)
+    others = [finding for what, source in sources if what not in fired for finding in source]
+    return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def most_severe_first(all_findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings with the most severe ones first. Findings of the same severity keep their order."""
-    return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
-
-
-def _rules(run: RunTables) -> Iterator[Finding]:
+def _rules(run: RunTables) -> list[Finding]:
     """Return the findings of the rules."""
     config = run.info.get("config") or {}
-    if "rules" in config:
-        rules = config["rules"] or {}
-        return rule_findings(recorded_events(run, rules), advice_by_rule(rules, run.info))
-    return rule_findings(rule_events(run, parse_rules(default_rules())), advice_by_rule(default_rules(), run.info))
+    rules = (config["rules"] or {}) if "rules" in config else default_rules()
+    events = recorded_events(run, rules) if "rules" in config else rule_events(run, parse_rules(rules))
+    return findings_of(events, rules, run.info, layers_of(run))
+
+
+def layers_of(run: RunTables) -> list[str]:
+    """Return the names of the modules in the order of the table `layers`."""
+    return [name for batch in run.scan("layers", ["layer"]) for name in batch["layer"].to_pylist()]
 
 
 def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
     """Return the events that rules wrote during the run, in order."""
     fired = ds.field("rule").isin(pa.array([*names], pa.string())) & ds.field("value").is_valid()
     return [RuleEvent(**row) for batch in run.scan("events", RULE_EVENT_COLUMNS, fired) for row in batch.to_pylist()]
-
-
-def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield one finding for each rule that fired: its first event, and how many more there are."""
-    groups: dict[tuple[str, bool], list[RuleEvent]] = {}
-    for event in events:
-        if event.value is not None:
-            groups.setdefault((event.rule, event.location is None), []).append(event)
-    for group in groups.values():
-        event = group[0]
-        what, _, value = event.message.split(": ", 2)
-        more = f" ({len(group) - 1} more)" if len(group) > 1 else ""
-        lost = what == LOSS_NOT_FINITE
-        severity: Severity = "error" if lost else "warning" if event.severity == "warning" else "info"
-        yield Finding(
-            what,
-            event.location or event.layer or "training",
-            event.step,
-            f"{value}{more}",
-            severity,
-            event.value,
-            advice.get(event.rule, ""),
-        )
-
-
-def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
-    """Return what to do next if a rule fires, by its name."""
-    entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
-    of_catalogue = {
-        name: RULES[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in RULES
-    }
-    of_watch = {name: WATCH_ADVICE for name, entry in entries.items() if "watch" in entry}
-    return {**of_catalogue, **of_watch, **(info.get("advice") or {})}
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:
@@ -226,8 +169,7 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
 
 
 def _where(row: _Row) -> str:
-    phase = "" if row["phase"] == "train" else f", {row['phase']}"
-    return f"{location_name(row['layer'], row['path'], row['kind'])} {row['role']} ({row['hook']}{phase})"
+    return location_label(location_name(row["layer"], row["path"], row["kind"]), row["role"], row["hook"], row["phase"])
 
 
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from instrument.analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
+from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
+from instrument.analysis.findings import findings, layers_of, recorded_events
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
 from instrument.commands.verbs import parser_of, with_exit_codes
@@ -43,23 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def print_findings(fired: Sequence[Finding], run: Run) -> int:
     """Print what rules found in a run, and other warnings about it. Return the exit code."""
-    names = {finding.what for finding in fired}
-    others = [
-        each
-        for each in findings(run)
-        if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
-    ]
-    for finding in [*fired, *others]:
-        step = "" if finding.when is None else f"step {finding.when}: "
-        print(f"{finding.severity:<8} {finding.what}: {step}{finding.where}: {finding.value}")
-        if finding.advice:
-            print(f"{'':<8} {finding.advice}")
+    for diagnosis in diagnoses(fired):
+        _print(diagnosis.lead)
+        for finding in diagnosis.consequences:
+            print(f"{finding.severity:<8} consequence: {_line(finding)}")
+    for finding in findings(run):
+        if finding.severity != "info" and not finding.rule:
+            _print(finding)
     print(
         f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {run.path}"
         if fired
         else f"no rule fired in {run.path}"
     )
     return FIRED if fired else 0
+
+
+def _print(finding: Finding) -> None:
+    print(f"{finding.severity:<8} {_line(finding)}")
+    if finding.advice:
+        print(f"{'':<8} {finding.advice}")
+
+
+def _line(finding: Finding) -> str:
+    step = "" if finding.when is None else f"step {finding.when}: "
+    return f"{finding.what}: {step}{finding.where}: {finding.value}"
 
 
 def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
@@ -79,7 +87,7 @@ def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
     again = parse_rules({name: _again(run, name, entry) for name, entry in rules.items() if name not in custom})
     events = [*rule_events(run, again), *recorded_events(run, custom)]
-    return [*rule_findings(events, advice_by_rule(rules, run.info))]
+    return findings_of(events, rules, run.info, layers_of(run))
 
 
 def _again(run: Run, name: str, entry: Any) -> Any:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..analysis.findings import Finding, advice_by_rule, most_severe_first, rule_findings
+from ..analysis.diagnosis import SEVERITIES, Finding, findings_of
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..errors import InstrumentError, InstrumentWarning
 from ..storage.remote_folder import is_address, moved_to
@@ -77,10 +77,11 @@ class LiveRun(RunHistory):
         return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
     def findings(self) -> list[Finding]:
-        """Return the findings of rules, as in a report, and the other warnings and errors; the most severe ones first."""
+        """Return the findings of rules, as in a report, and the other warnings and errors, the most severe ones first."""
         rules = (self.info.get("config") or {}).get("rules") or {}
-        fired = sorted((event for event in self.fired if event.rule in rules), key=lambda event: event.step)
-        findings = [*rule_findings(fired, advice_by_rule(rules, self.info))]
+        fired = [event for event in self.fired if event.rule in rules]
+        judged = findings_of(fired, rules, self.info, [row["layer"] for row in self.layers])
+        others = []
         first: dict[tuple[str, str, str | None], dict[str, Any]] = {}
         for event in self.events:
             if event["rule"] not in rules and event["severity"] in ("error", "warning"):
@@ -89,8 +90,8 @@ class LiveRun(RunHistory):
             count = self.event_counts[key]
             message = event["message"] + (f" ({count:,} events)" if count > 1 else "")
             where = event["layer"] or ""
-            findings.append(Finding(event["rule"], where, event["step"], message, event["severity"], float(count)))
-        return most_severe_first(findings)
+            others.append(Finding(event["rule"], where, event["step"], message, event["severity"], float(count)))
+        return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Read new rows.

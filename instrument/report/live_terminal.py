@@ -14,8 +14,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.diagnosis import diagnoses
 from ..analysis.plot_data import RecordedSeries
 from ..config.schedule import STEP_PHASES
+from .evidence import WIDE, curve_of
 from .live_run import LiveRun
 from .numbers import format_number
 from .run_history import METRICS
@@ -27,10 +29,9 @@ LEVELS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 SPARKLINE_WIDTH = 24
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
-WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
 SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
 MAX_FINDINGS, FEWEST_LAYERS = 6, 5
-OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
+OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progress and metrics of an evaluation
 
 
 class LocationView(NamedTuple):
@@ -68,11 +69,16 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         table = _table("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
         for finding in shown:
             step = "" if finding.when is None else f"{finding.when:,}"
-            cells = (Text(finding.what), _Name(finding.where), Text(step), Text(finding.value))
+            what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
+            cells = (Text(what), _Name(finding.where), Text(step), Text(finding.value))
             table.add_row(*cells, style=COLOURS[finding.severity])
         parts.append(table)
         if len(findings) > len(shown):
             parts.append(Text(f"{len(findings) - len(shown)} more findings", style="dim"))
+        for diagnosis in diagnoses(findings)[:1]:
+            lead, curve = diagnosis.lead, curve_of(live, diagnosis.lead)
+            parts += [] if curve is None else [Text(f"{lead.statistic} over the steps: {sparkline(curve[1])}")]
+            parts += [Text(f"Next: {lead.advice}")] if lead.advice else []
         parts.append(Text())
     if live.series:
         room = None if height is None else max(FEWEST_LAYERS, height - OTHER_LINES - len(SHOWN_METRICS) - len(shown))

@@ -12,13 +12,15 @@ from typing import Any
 
 import yaml
 
-from ..analysis.findings import Finding, findings
+from ..analysis.diagnosis import Finding, diagnoses
+from ..analysis.findings import findings
 from ..analysis.load import Run
 from ..config.description import describe_forward
 from ..config.experiment import ForwardConfig
 from ..plot.style import CATEGORIES
 from ..rules.step_rows import location_name
 from .charts import charts, rule_names
+from .evidence import evidence
 from .numbers import format_number
 from .panels import RUN_PANELS, Panel, panels
 from .pictures import maps
@@ -79,7 +81,8 @@ def values(
         "title": info.get("name") or history.folder.name,
         "status": info["status"],
         "facts": _facts(history),
-        "findings": all_findings,
+        "diagnoses": [(each, evidence(history, each.lead)) for each in diagnoses(all_findings)],
+        "findings": [finding for finding in all_findings if not finding.rule],
         "interventions": bool(numbers["acted"]),
         "has_alerts": bool(numbers["alerts"]),
         "coverage": _coverage(history.coverage),

@@ -27,6 +27,7 @@ class AllZeroRule(PersistentRule):
 class AllZero(PersistentLocatedRule[AllZeroRule]):
     fields = AllZeroRule
     what = "all zero"
+    stage = "units"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."
     requires = "an output or a gradient with the statistic zero_fraction, such as hooks=activations"
     statistics = ("zero_fraction",)

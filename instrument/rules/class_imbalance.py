@@ -35,6 +35,7 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
     source = "targets"
     saved = ("counts", "done")
     what = "class imbalance"
+    stage = "targets"
     advice = "Sample the classes evenly with data.sampler, or weight the loss."
     requires = "the targets of samples: set data.ids=all, or record tensors"
 

@@ -24,6 +24,7 @@ class DeadUnitsRule(FractionRule):
 class DeadUnits(BoundsRule[DeadUnitsRule]):
     fields = DeadUnitsRule
     what = "dead units"
+    stage = "units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."
     requires = "an output (kind: forward) with the statistic dead_fraction, such as hooks=dead_relu"
     statistics = ("dead_fraction",)

@@ -34,6 +34,8 @@ class DoubleSoftmaxRule(PersistentRule):
 class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
     fields = DoubleSoftmaxRule
     what = "softmax applied twice"
+    stage = "setup"
+    evidence = "rms"
     advice = "Remove this layer, and pass its input to the loss function, which expects logits."
     requires = (
         "the outputs (kind: forward) of Softmax or Sigmoid layers and their gradients (kind: full_backward, role: grad_output) with the "

@@ -19,6 +19,7 @@ class ExplodingActivationRule(GrowthFields):
 class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
     fields = ExplodingActivationRule
     what = "exploding activation"
+    stage = "divergence"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."
     requires = "an output (kind: forward) with the statistic abs_max, such as hooks=activations"
     statistics = ("abs_max",)

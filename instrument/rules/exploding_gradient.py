@@ -23,6 +23,7 @@ class ExplodingGradientRule(GrowthFields):
 class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
     fields = ExplodingGradientRule
     what = "exploding gradient"
+    stage = "divergence"
     advice = "Clip gradients with an action clip, or lower the learning rate."
     requires = "a gradient with the statistic l2, such as hooks=gradients"
     statistics = ("l2",)

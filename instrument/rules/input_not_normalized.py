@@ -28,6 +28,8 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
     fields = InputNotNormalizedRule
     saved = ("done",)
     what = "input not normalized"
+    stage = "setup"
+    evidence = "std"
     advice = "Subtract the mean of the data and divide by its standard deviation."
     requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std, such as hooks=inputs"
     statistics = ("mean", "std")

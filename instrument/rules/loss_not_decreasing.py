@@ -38,6 +38,8 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
     fields = LossNotDecreasingRule
     saved = ("sums", "count", "first", "last")
     what = "loss not decreasing"
+    stage = "learning"
+    evidence = "loss"
     advice = (
         "Check the labels, the loss function and the learning rate; see the guide Debug a network that does not learn."
     )

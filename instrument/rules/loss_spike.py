@@ -44,6 +44,8 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
     fields = LossSpikeRule
     saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
+    stage = "divergence"
+    evidence = "loss"
     advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
     requires = "the loss, which the loop passes to end_step"
 

@@ -33,6 +33,8 @@ class NonFinite(LocatedRule[NonFiniteRule]):
 
     fields = NonFiniteRule
     what = "non-finite value"
+    stage = "non_finite"
+    evidence = "abs_max"
     advice = (
         "Look at the first location in the order of the step: its inputs were finite; see the guide Find a NaN, and lower the "
         "learning rate if the loss grew before."

@@ -38,6 +38,7 @@ class Overfit(CatalogueRule[OverfitRule]):
     source = "evaluations"
     saved = ("sum", "count", "lowest", "first", "times")
     what = "overfitting"
+    stage = "learning"
     advice = "Stop earlier, use more data or augmentation, or increase the weight decay."
     requires = "evaluations: set train.eval_every"
 

@@ -32,6 +32,7 @@ class Overtraining(CatalogueRule[OvertrainingRule]):
     source = "evaluations"
     saved = ("lowest", "at", "first", "times")
     what = "overtraining"
+    stage = "learning"
     advice = "Stop earlier: use the checkpoint of the lowest evaluation loss."
     requires = "evaluations: set train.eval_every"
 

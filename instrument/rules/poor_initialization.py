@@ -37,6 +37,8 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
     fields = PoorInitializationRule
     saved = ("done",)
     what = "poor initialization"
+    stage = "setup"
+    evidence = "std"
     advice = "Initialize with apply: {action: init, fn: kaiming_normal_}, or add normalization layers."
     requires = (
         "the outputs (kind: forward) of layers with weights with the statistics mean and std, such as hooks=activations"

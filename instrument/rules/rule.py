@@ -17,6 +17,21 @@ import numpy as np
 from ..config.rules import PersistentRule, RuleBase
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
+Stage = Literal["setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning"]
+"""Where a problem arises: in the data or the configuration, in the targets, in the size of updates, ..., or in what is learned."""
+
+CAUSES: Mapping[Stage, tuple[Stage, ...]] = {
+    "setup": (),
+    "targets": (),
+    "updates": ("setup", "targets", "updates", "divergence", "units", "gradients"),
+    "divergence": ("setup", "updates", "divergence"),
+    "units": ("setup", "targets", "updates", "divergence", "units", "gradients"),
+    "gradients": ("setup", "targets", "updates", "divergence", "units", "gradients"),
+    "non_finite": ("setup", "updates", "divergence", "non_finite"),
+    "learning": ("setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning"),
+}
+"""The stages whose problems can cause a problem of each stage."""
+
 TARGETS, RELATIONS = "targets", "relations"
 """The names of the numbers of targets and of rows of relations of a step, next to the metrics."""
 
@@ -115,6 +130,12 @@ class CatalogueRule(Rule, Generic[SpecT]):
     source: ClassVar[Literal["steps", "targets", "evaluations"]] = "steps"
     """What it reads: rows of steps, the targets of samples, or evaluations."""
 
+    stage: ClassVar[Stage | None] = None
+    """Where its problem arises, from which its causes follow; None for a problem that neither is nor has a cause."""
+
+    evidence: ClassVar[str] = ""
+    """The statistic or the metric that shows its problem. Default: the first one of `statistics`, to which its threshold refers."""
+
     saved: ClassVar[tuple[str, ...]] = ()
     """The attributes that a checkpoint keeps, without the underscore."""
 
@@ -155,6 +176,7 @@ class RelationRule(CatalogueRule[RuleBase]):
     """A rule that fires where a relation does not hold. `instrument/relations/` checks the relation with the name of the rule."""
 
     relation: ClassVar[str]
+    stage = "setup"
     requires = "nothing: the relation is checked without hooks, where it applies"
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
@@ -257,7 +279,13 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
 
 
 class BoundsRule(PersistentLocatedRule[PersistentT]):
-    """A statistic that may not exceed `above` or be below `below`; None for no bound."""
+    """A statistic that may not exceed `above` or be below `below`; None for no bound.
+
+    `too_large` and `too_small` are what it reports then. Default: `what`.
+    """
+
+    too_large: ClassVar[str] = ""
+    too_small: ClassVar[str] = ""
 
     def __init__(self, spec: PersistentT) -> None:
         super().__init__(spec)
@@ -289,7 +317,8 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
         times = f", {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
         side = "above" if bound == self.above else "below"
         text = f"{self.describe(value)}, {side} {bound:g}{times}"
-        return Firing(text, value, bound, chosen.locations[at])
+        what = self.too_large if side == "above" else self.too_small
+        return Firing(text, value, bound, chosen.locations[at], what)
 
 
 def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.ndarray[Any, Any]:

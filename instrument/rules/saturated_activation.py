@@ -25,6 +25,7 @@ class SaturatedActivationRule(FractionRule):
 class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
     fields = SaturatedActivationRule
     what = "saturated activation"
+    stage = "units"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."
     requires = "an output (kind: forward) with the statistic saturated_fraction, such as hooks=dead_relu"
     statistics = ("saturated_fraction",)

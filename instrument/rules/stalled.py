@@ -23,6 +23,7 @@ class StalledRule(RuleBase):
 class Stalled(CatalogueRule[StalledRule]):
     fields = StalledRule
     what = "stalled step"
+    evidence = "seconds"
     advice = "Check the data loader, the file system and the other processes at this time."
     requires = "the duration of steps, which is always recorded"
 

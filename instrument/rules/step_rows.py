@@ -46,6 +46,11 @@ def location_name(layer: str, path: str, kind: str) -> str:
     return f"{name}[{path}]"
 
 
+def location_label(name: str, role: str, hook: str, phase: str) -> str:
+    """Return a location with its tensor, such as `encoder.0 output (activations)`; `name` is a `location_name`."""
+    return f"{name} {role} ({hook}{'' if phase == 'train' else f', {phase}'})"
+
+
 class Location(NamedTuple):
     """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps."""
 
@@ -58,8 +63,7 @@ class Location(NamedTuple):
     phase: str
 
     def __str__(self) -> str:
-        phase = "" if self.phase == "train" else f", {self.phase}"
-        return f"{location_name(self.layer, self.path, self.kind)} {self.role} ({self.hook}{phase})"
+        return location_label(location_name(self.layer, self.path, self.kind), self.role, self.hook, self.phase)
 
     @property
     def is_gradient(self) -> bool:

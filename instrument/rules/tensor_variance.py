@@ -32,6 +32,9 @@ class TensorVarianceRule(RangeRule):
 class TensorVariance(BoundsRule[TensorVarianceRule]):
     fields = TensorVarianceRule
     what = "variance of an output"
+    too_large, too_small = "huge output", "constant output"
+    stage = "units"
+    evidence = "std"
     advice = "Check the initialization and the learning rate of this layer, and whether its inputs differ."
     requires = "an output (kind: forward) of a layer with weights with the statistic std, such as hooks=activations"
     statistics = ("std",)

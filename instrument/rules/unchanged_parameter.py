@@ -36,6 +36,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     fields = UnchangedParameterRule
     saved = ("counts", "previous")
     what = "unchanged parameter"
+    stage = "gradients"
     advice = "Check that the optimizer holds it, that it is used in the loss, and that its gradient is not zero."
     requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"
     statistics = ("mean", "l2")

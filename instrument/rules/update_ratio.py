@@ -36,6 +36,8 @@ class UpdateRatioRule(RangeRule):
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
     fields = UpdateRatioRule
     what = "update ratio"
+    too_large, too_small = "updates too large", "updates too small"
+    stage = "updates"
     advice = "Change the learning rate of this parameter: an update of about 0.1% of the weight is usual."
     requires = "updates (kind: step_post, role: update) with the statistic update_ratio, such as hooks=parameters"
     statistics = ("update_ratio",)
@@ -54,7 +56,7 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
             at = int(np.flatnonzero(replaced)[0])
             text = f"the first update replaces {replaced.sum()} of {len(values)} weights: update_ratio {values[at]:.4g}"
-            yield Firing(text, float(values[at]), REPLACED, chosen.locations[at])
+            yield Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):

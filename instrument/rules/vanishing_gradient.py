@@ -35,6 +35,7 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
     fields = VanishingGradientRule
     saved = ("counts", "first_loss")
     what = "vanishing gradient"
+    stage = "gradients"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
     requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"
     statistics = ("rms",)

@@ -30,6 +30,8 @@ class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
     fields = ZeroLearningRateRule
     saved = ("times",)
     what = "zero learning rate"
+    stage = "setup"
+    evidence = "lr"
     advice = "Check the learning rate of the optimizer and the schedule; a schedule may count epochs instead of steps."
     requires = "the learning rate: pass optimizer= to attach, or lr= to end_step"
 

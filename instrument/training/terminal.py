@@ -17,7 +17,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.findings import Finding, findings
+from ..analysis.diagnosis import Finding, diagnoses
+from ..analysis.findings import findings
 from ..analysis.load import Run, load
 from ..analysis.summary import recorded
 from ..config.description import describe_forward
@@ -226,10 +227,11 @@ class Terminal:
                 if table.row_count:
                     self.console.print(table)
                     self.console.print()
-            advice = {finding.advice: finding.what for finding in entries if finding.advice}
-            for text, what in advice.items():
-                self.console.print(f"[bold]{escape(what)}[/]: {escape(text)}", soft_wrap=True)
-            if advice:
+            for diagnosis in diagnoses(entries):
+                style = COLOURS[diagnosis.severity]
+                self.console.print(Text(f"{diagnosis}", style=style), soft_wrap=True)
+                if diagnosis.lead.advice:
+                    self.console.print(Text(diagnosis.lead.advice, style="bold"), soft_wrap=True)
                 self.console.print()
         for message in new_messages:
             self._warn_at_once(message)
@@ -292,6 +294,7 @@ def _findings_table(entries: Sequence[Finding]) -> Table:
     table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
     for finding in entries:
         step = "" if finding.when is None else f"{finding.when:,}"
-        cells = (finding.what, finding.where, step, finding.value)
+        what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
+        cells = (what, finding.where, step, finding.value)
         table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
     return table

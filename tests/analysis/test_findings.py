@@ -11,7 +11,8 @@ import pytest
 from run_folders import write_run, write_steps
 
 import instrument
-from instrument.analysis.findings import Finding, findings
+from instrument.analysis.diagnosis import Finding
+from instrument.analysis.findings import findings
 from instrument.commands.findings import main
 from instrument.tables.reasons import NEVER_DUE, NO_INPUT_GRAPH
 
@@ -69,13 +70,15 @@ def test_findings_of_a_sweep_are_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert f"choose one, such as {tmp_path / '0'}" in capsys.readouterr().err
 
 
-def test_findings_are_ordered_by_severity(made: Make) -> None:
+def test_causes_precede_consequences_and_other_findings(made: Make) -> None:
     run = made(
         metrics=[{"step": 0, "loss": 1.0, "grad_norm": 2.0}, {"step": 1, "loss": math.nan}],
         stats=[{"step": 1, "nan_count": 1}],
     )
-    assert [finding.severity for finding in findings(run)] == ["error", "warning", "info", "info"]
-    assert names_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
+    assert [finding.severity for finding in findings(run)] == ["warning", "error", "info", "info"]
+    assert names_of(run) == ["first recorded non-finite value", "loss not finite", "loss", "largest gradient norm"]
+    assert run.findings["cause"].tolist() == ["", "non_finite", "", ""]
+    assert run.findings["rule"].tolist() == ["non_finite", "non_finite", "", ""]
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -181,7 +184,7 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
         {**mine, "rule": "budget"},
     ]
     run = made(config={"rules": {"mine": {"_target_": "m.Mine"}}}, events=events, stats=[{"nan_count": 1}])
-    assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0)]
+    assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine")]
     (row,) = run.findings.to_dict("records")
     assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 
@@ -288,6 +291,6 @@ def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(run), "scan", counted)
     monkeypatch.setattr(type(run), "_frame", None)
     assert names_of(run) == ["largest gradient norm", "changed"]
-    assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events"}
+    assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events", "layers"}
     assert max(count for _, count in scanned) <= 15
-    assert len(scanned) == 6, "the statistics are read twice, the other tables once"
+    assert len(scanned) == 7, "the statistics are read twice, the other tables once"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import re
 import runpy
 import sys
 import warnings
@@ -214,6 +215,9 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     assert acts["statistics"]["nan_count"][0][3:] == [0, 8 * 36, 8 * 5 * 36]
     head = page.html[: page.html.index("<details")]
     assert "non_finite" not in head  # it is among the findings, once
+    (diagnosis,) = re.findall('<article class="diagnosis error">(.*?)</article>', page.html, re.S)
+    assert diagnosis.index("First recorded non-finite value in") < diagnosis.index("<figcaption>abs_max")
+    assert "1 consequence: loss not finite at step 4" in diagnosis
     fired = next(alert for alert in data["alerts"] if alert["rule"] == "non_finite")
     assert (fired["step"], fired["lane"]) == (4, "rules")
 

@@ -186,6 +186,18 @@ def test_values_change_without_a_reload(training: Training, address: str, browse
     page.close()
 
 
+def test_opened_consequences_stay_open_in_an_update(address: str, browser: Browser) -> None:
+    page, errors = open_address(browser, address)
+    show = """() => setPart("findings", ["a", "b"].map((of) => `<details data-of="${of}"><summary>${of}</summary></details>`).join(""))"""
+    page.evaluate(show)
+    page.click("#findings details[data-of=b] summary")
+    wait_until(lambda: page.evaluate("opened.has('b')"))
+    page.evaluate(show)
+    assert page.locator("#findings details[open]").inner_text() == "b"
+    assert errors == []
+    page.close()
+
+
 def test_data_are_those_of_the_report(own_training: Training) -> None:
     own_training.step(8)
     own_training.attached.close()

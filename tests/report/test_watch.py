@@ -15,6 +15,7 @@ from torch import nn
 
 import instrument
 from instrument.commands import watch
+from instrument.config.rules import RULES
 from instrument.report.live_pages import LivePage
 from instrument.report.live_run import LiveRun
 from instrument.report.live_sweep import LiveSweep
@@ -77,6 +78,24 @@ def test_page_shows_how_many_steps_follow(running: Path) -> None:
     live = LiveRun(running)
     live.refresh()
     assert "<dt>steps</dt><dd>8 of 20</dd>" in LivePage(live).html()
+
+
+def test_consequences_are_below_their_cause_and_its_advice_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spike = {"rule": "spike", "layer": "", "message": "loss spike: at step 4: 40", "severity": "warning", "value": 40.0}
+    units = {**spike, "rule": "units", "layer": "a", "location": "a output (seen)"}
+    units["message"] = "dead units: at step 9 in a output (seen): 60.0%"
+    config = {"rules": {"units": {"rule": "dead_units", "for": 1}, "spike": {"rule": "loss_spike"}}}
+    losses = [{"step": step, "loss": loss} for step, loss in enumerate((1.0, 1.0, 1.0, 1.0, 40.0, 2.0))]
+    rows = {"events": [{**units, "step": 9}, {**spike, "step": 4}], "metrics": losses}
+    assert watch.main([str(write_run(tmp_path / "run", config=config, rows=rows)), "--once"]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    start = lines.index("Findings")
+    assert lines[start + 2].split() == ["loss", "spike", "training", "4", "40"]
+    assert lines[start + 3].startswith("  dead units")
+    assert lines[start + 4] == "loss over the steps: ▁▁▁▁█▁"
+    assert lines[start + 5] == f"Next: {RULES['loss_spike'].advice}"
 
 
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:

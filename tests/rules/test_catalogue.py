@@ -193,6 +193,14 @@ def test_registered_rule_is_parsed_fires_and_is_no_default(monkeypatch: pytest.M
         RULES.register("mine")(int)
 
 
+WHAT = {
+    "non_finite": "first recorded non-finite value",
+    "update_ratio": "updates too large",
+    "tensor_variance": "constant output",
+}
+"""What a rule reports in `CASES`, if it is not the `what` of the rule."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rule_fires_once_on_its_fault_only(name: str) -> None:
     faulty, healthy, step, value = CASES[name]
@@ -200,7 +208,7 @@ def test_rule_fires_once_on_its_fault_only(name: str) -> None:
     (event,) = fired(name, faulty)
     assert (event.rule, event.step, event.severity) == ("r", step, "warning")
     assert event.value == pytest.approx(value)
-    assert event.message.startswith(f"{'first recorded ' * (name == 'non_finite')}{RULES[name].what}: ")
+    assert event.message.startswith(f"{WHAT.get(name, RULES[name].what)}: ")
     assert (event.location is None) == (event.layer is None) == ("rows" not in faulty[0])
 
 
@@ -330,12 +338,25 @@ def test_frozen_layers_and_biases_may_be_unchanged() -> None:
     assert fired("unchanged_parameter", bias) == []
 
 
+@pytest.mark.parametrize(
+    ("rule", "steps", "what"),
+    [
+        ("update_ratio", values(UPDATE, "update_ratio", [1e-9] * 40), "updates too small"),
+        ("tensor_variance", values(CONV, "std", [1e4] * 6), "huge output"),
+    ],
+)
+def test_rule_with_two_bounds_names_the_one_that_is_exceeded(rule: str, steps: list[Step], what: str) -> None:
+    (event,) = fired(rule, steps)
+    assert event.message.startswith(f"{what}: at step ")
+
+
 def test_first_update_that_replaces_the_weights_is_reported() -> None:
     def first(*ratios: float) -> list[Step]:
         return [Step(rows=[{**UPDATE, "layer": str(i), "numel": 9, "update_ratio": r} for i, r in enumerate(ratios)])]
 
     (event,) = fired("update_ratio", first(0.02, 0.97, 0.9))
     assert (event.layer, event.value, event.threshold) == ("1", 0.97, 0.5)
+    assert event.message.startswith("updates too large: ")
     assert fired("update_ratio", first(0.02, 1.0, 1.0)) == []  # these weights start at zero
     assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
 

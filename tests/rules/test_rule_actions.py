@@ -312,8 +312,8 @@ def test_stopped_run_has_its_status_and_can_be_resumed(cli: Cli, capfd: pytest.C
     capfd.readouterr()
     assert main(["out"]) == 4
     found = capfd.readouterr().out
-    assert "error    loss not finite: step 3: training: nan" in found
-    assert "warning  first recorded non-finite value: step 3: layers" in found
+    assert found.startswith("warning  first recorded non-finite value: step 3: layers")
+    assert "error    consequence: loss not finite: step 3: training: nan" in found
     assert cli("resume=out", "quiet=true").code == 0  # the rule has fired already
     assert instrument.load("out").metrics.query("phase == 'train'")["step"].tolist() == [*range(9)]
 
@@ -359,7 +359,7 @@ def test_custom_rule_stops_and_its_advice_is_a_finding(cli: Cli, capfd: pytest.C
     kept = "+hooks.kept={layers: layers.0, kind: forward, action: record, tensors: true, keep: 2, when: late}"
     answer = cli(*TINY, rule, kept, "train.steps=4", "train.checkpoint.every=2", "hydra.run.dir=out", "rules=none")
     assert answer.code == 3, answer.err
-    assert "late: Do nothing." in answer.out
+    assert "Late at step 2: hit.\nDo nothing.\n" in answer.out
     capfd.readouterr()
     assert main(["out"]) == 4
     found = "warning  late: step 2: training: hit\n         Do nothing.\n1 finding of rules in out\n"

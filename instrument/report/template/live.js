@@ -2,6 +2,9 @@
 
 const ORIGINAL = Object.fromEntries(["main", "nav"].map((name) => [name, document.querySelector(name).cloneNode(true)]));
 const texts = {}; // the received HTML of parts of the page, by id
+const opened = new Set(); // the findings whose consequences are shown
+
+document.addEventListener("toggle", ({ target }) => opened[target.open ? "add" : "delete"](target.dataset.of), true);
 
 function follow(report) {
   const parameters = new URLSearchParams(location.search);
@@ -19,7 +22,7 @@ function update(report, changes) {
   report.version = changes.version;
   for (const [id, html] of Object.entries(changes.html)) {
     texts[id] = html;
-    document.getElementById(id).innerHTML = html;
+    setPart(id, html);
   }
   if (changes.whole) {
     const { colours, ...numbers } = changes.whole; // the colors of the page are unchanged
@@ -37,6 +40,13 @@ function update(report, changes) {
     redraws.forEach((draw) => draw());
   }
   document.documentElement.dataset.version = report.version;
+}
+
+/** Replace the content of a part of the page. Opened consequences stay open. */
+function setPart(id, html) {
+  const part = document.getElementById(id);
+  part.innerHTML = html;
+  part.querySelectorAll("details").forEach((each) => { each.open = opened.has(each.dataset.of); });
 }
 
 /** Insert or replace groups of steps of a part of the data. */
@@ -59,7 +69,7 @@ function rebuild(report) {
   const chosen = [...document.querySelectorAll("select")].map(({ id, selectedOptions }) => [id, selectedOptions[0]?.text]);
   document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.purge(chart));
   for (const [name, element] of Object.entries(ORIGINAL)) document.querySelector(name).replaceWith(element.cloneNode(true));
-  for (const [id, html] of Object.entries(texts)) document.getElementById(id).innerHTML = html;
+  for (const [id, html] of Object.entries(texts)) setPart(id, html);
   redraws.length = 0;
   const position = scrollY;
   drawAll(report);

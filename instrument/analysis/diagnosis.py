@@ -1,0 +1,262 @@
+"""What the rules of a run found, grouped by cause: the first problem leads, and its consequences follow.
+
+The order of causes follows the published catalogues of faults in trainings: DeepLocalize (Wardat et al. 2021,
+https://arxiv.org/abs/2103.03376) names the first layer in the order of the step whose values are wrong; UMLAUT (Schoop et al. 2021,
+https://doi.org/10.1145/3411764.3445538) checks data and configuration before the loss; AutoTrainer (Zhang et al. 2021,
+https://doi.org/10.1109/ICSE43902.2021.00043) treats vanishing and exploding gradients, dead units, oscillating and slow losses apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from ..config.rules import RULES
+from ..rules.non_finite import LOSS_NOT_FINITE
+from ..rules.rule import CAUSES, CatalogueRule, Stage
+from ..rules.rule_set import RuleEvent
+from ..rules.watch import ADVICE as WATCH_ADVICE
+from .config_comparison import hooks_of
+from .plot_data import in_forward_order, rank_in
+
+Severity = Literal["info", "warning", "error"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+FAR = 1000
+"""Steps without a problem after which the next one has another cause: what the second moment of Adam remembers, 1 / (1 - 0.999)."""
+FORWARD, LOSS, BACKWARD, UPDATE = range(4)
+"""The parts of a training step, in their order."""
+LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
+"""Stages that cause no problem of another one, in their order, except that values that are not finite end all learning."""
+TRAINING = "training"
+"""Where a problem is that concerns the run as a whole."""
+MAX_NAMED = 4  # consequences in a sentence
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One observation about a run.
+
+    Attributes:
+        when: The step; None if the observation is about the run as a whole.
+        severity: `info`, `warning`, or `error` if the training is unusable.
+        number: The value as a number, if it is numeric.
+        advice: What to do next, in one sentence; empty for an observation that is not a problem.
+        rule: The name of the rule; empty for an observation without a rule.
+        cause: The name of the rule of which this is a consequence; empty for a problem without a known cause.
+        statistic: The statistic or the metric that the rule reads; empty if a single one does not show the problem.
+        threshold: The threshold of `statistic`; None if the rule has none.
+    """
+
+    what: str
+    where: str
+    when: int | None
+    value: str
+    severity: Severity = "info"
+    number: float | None = None
+    advice: str = ""
+    rule: str = ""
+    cause: str = ""
+    statistic: str = ""
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A problem without a known cause, and its consequences in the order in which they began.
+
+    Its text is one sentence, such as `Input not normalized in linear0 input (inputs) at step 0: std 96, above 10; 2 consequences:
+    loss spike at step 4, dead units at step 50.`
+    """
+
+    lead: Finding
+    consequences: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.lead.value}{self.summary and f'; {self.summary}'}."
+
+    @property
+    def title(self) -> str:
+        """What is wrong, where and when."""
+        where = "" if self.lead.where == TRAINING else f" in {self.lead.where}"
+        return f"{self.lead.what[0].upper()}{self.lead.what[1:]}{where} at step {self.lead.when:,}"
+
+    @property
+    def summary(self) -> str:
+        """The consequences in words; empty if there are none."""
+        count = len(self.consequences)
+        named = ", ".join(f"{each.what} at step {each.when:,}" for each in self.consequences[:MAX_NAMED])
+        more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
+        return f"{count} consequence{'s' * (count > 1)}: {named}{more}" if count else ""
+
+    @property
+    def severity(self) -> Severity:
+        """The severity of the most severe of its findings."""
+        return min((each.severity for each in (self.lead, *self.consequences)), key=SEVERITIES.index)
+
+
+def diagnoses(findings: Iterable[Finding]) -> list[Diagnosis]:
+    """Return the findings of rules as diagnoses, in their order: the first one is the most important."""
+    groups: list[list[Finding]] = []
+    for finding in findings:
+        if finding.rule and not finding.cause:
+            groups.append([finding])
+        elif finding.rule:
+            groups[-1].append(finding)
+    return [Diagnosis(group[0], tuple(group[1:])) for group in groups]
+
+
+def findings_of(
+    events: Sequence[RuleEvent], rules: Mapping[str, Any], info: Mapping[str, Any], layers: Sequence[str]
+) -> list[Finding]:
+    """Return one finding for each rule that fired and each cause: its first event, and how many more there are.
+
+    A problem with consequences is followed by them. Causes with an error come first, then those that began first.
+
+    Args:
+        events: Events of rules. Notes, which have no value, do not count.
+        rules: The entries of the rules in the configuration.
+        info: The content of run.json.
+        layers: The names of the modules in the order of the table `layers`.
+    """
+    facts = _facts(rules, info)
+    timeline = _Timeline(facts, info, layers)
+    found: dict[_Key, dict[_Key, list[RuleEvent]]] = {}  # events of each finding by the leading finding
+    for episode in timeline.episodes(events):
+        leads = timeline.leads(episode)
+        for key, lead in leads.items():
+            found.setdefault(lead, {}).setdefault(key, []).extend(episode[key])
+    warns = {(event.rule, event.location is None) for event in events if event.severity == "warning"}
+    groups = []
+    for lead, members in found.items():
+        made = [_finding(events, facts.get(key[0], NO_FACTS), key in warns) for key, events in members.items()]
+        groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
+    groups.sort(key=lambda group: SEVERITIES.index(group.severity))
+    return [finding for group in groups for finding in (group.lead, *group.consequences)]
+
+
+def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Finding:
+    event = events[0]
+    what, _, value = event.message.split(": ", 2)
+    more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
+    return Finding(
+        what,
+        event.location or event.layer or TRAINING,
+        event.step,
+        f"{value}{more}",
+        "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info",
+        event.value,
+        facts.advice,
+        event.rule,
+        statistic=facts.statistic if event.location or facts.is_of_metric else "loss",
+        threshold=event.threshold if facts.has_threshold else None,
+    )
+
+
+class RuleFacts(NamedTuple):
+    """What is known about a rule without its events."""
+
+    advice: str = ""
+    stage: Stage | None = None
+    times: int = 1  # how often in succession its condition has to hold
+    statistic: str = ""
+    is_of_metric: bool = True  # whether `statistic` is a metric
+    has_threshold: bool = False  # whether the threshold of an event is one of `statistic`
+
+
+NO_FACTS = RuleFacts()
+
+
+def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleFacts]:
+    """Return what is known about each rule, by its name."""
+    facts = {name: RuleFacts(advice) for name, advice in (info.get("advice") or {}).items()}  # of custom rules
+    for name, entry in rules.items():
+        if not isinstance(entry, Mapping):
+            continue
+        if (kind := str(entry.get("rule"))) in RULES:
+            rule: type[CatalogueRule[Any]] = RULES[kind]
+            field = rule.fields.model_fields.get("for_")
+            times = entry.get("for", 1 if field is None else field.default)
+            statistics = getattr(rule, "statistics", ())
+            statistic = rule.evidence or next(iter(statistics), "")
+            facts[name] = RuleFacts(
+                rule.advice, rule.stage, times, statistic, not statistics, rule.evidence not in statistics
+            )
+        elif "watch" in entry:
+            is_of_metric = entry["watch"] == "metrics"
+            facts[name] = RuleFacts(WATCH_ADVICE, None, entry.get("for", 1), str(entry.get("stat")), is_of_metric, True)
+    return facts
+
+
+_Key = tuple[str, bool]  # the name of a rule, and whether its events are about the run as a whole
+_Events = dict[_Key, list[RuleEvent]]  # the first one leads
+
+
+class _Timeline:
+    """The causal order of events: by time, then by the order of a training step.
+
+    A step calls the layers forward, computes the loss, calls the layers backward, and updates the parameters. What comes first can
+    cause what follows, if `CAUSES` allows it.
+    """
+
+    def __init__(self, facts: Mapping[str, RuleFacts], info: Mapping[str, Any], layers: Sequence[str]) -> None:
+        self._facts = facts
+        self._interval = {name: spec.every or 1 for name, spec in (hooks_of(info) or {}).items()}
+        self._rank = rank_in(in_forward_order(layers, []))
+
+    def onset(self, event: RuleEvent) -> int:
+        """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
+        if event.location is None:
+            return event.step
+        hook = event.location.rpartition(" (")[2].rstrip(")").partition(",")[0]
+        interval, times = self._interval.get(hook, 1), self._facts.get(event.rule, NO_FACTS).times
+        return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
+
+    def position(self, event: RuleEvent) -> tuple[int, int]:
+        """Return the position in the order of a training step: its part, and the one within this part."""
+        if event.location is None:
+            return LOSS, 0
+        role = event.location.rpartition(" (")[0].rpartition(" ")[2]
+        rank = self._rank(event.layer or "")
+        if role in ("param", "update"):
+            return UPDATE, rank
+        return (BACKWARD, -rank) if "grad" in role else (FORWARD, rank)
+
+    def episodes(self, events: Iterable[RuleEvent]) -> list[_Events]:
+        """Return events by rule, those after a long time without any apart. The leading event of a rule is its first."""
+        episodes: list[_Events] = []
+        last = 0
+        for event in sorted((each for each in events if each.value is not None), key=lambda each: each.step):
+            if not episodes or self.onset(event) - last > FAR:
+                episodes.append({})
+            last = event.step
+            episodes[-1].setdefault((event.rule, event.location is None), []).append(event)
+        for group in (group for episode in episodes for group in episode.values()):
+            lead = min(group, key=self._order_in_rule)
+            group.remove(lead)
+            group.insert(0, lead)
+        return episodes
+
+    def _order_in_rule(self, event: RuleEvent) -> tuple[int, int, int]:
+        """Return the sort key of an event among those of its rule, which are in the order of their rows except for gradients.
+
+        Rows of the gradients of parameters are in the order of the parameters, not of the backward pass.
+        """
+        part, rank = self.position(event)
+        return event.step, part, rank if part == BACKWARD else 0
+
+    def leads(self, episode: _Events) -> dict[_Key, _Key]:
+        """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
+        leads: dict[_Key, _Key] = {}
+        for key in sorted(episode, key=lambda key: self._order(episode[key][0])):
+            stage, step = self._facts.get(key[0], NO_FACTS).stage, episode[key][0].step
+            causes = CAUSES[stage] if stage else ()
+            known = (each for each in leads if self._facts.get(each[0], NO_FACTS).stage in causes)
+            cause = next((each for each in known if self.onset(episode[each][0]) <= step), None)
+            leads[key] = key if cause is None else leads[cause]
+        return leads
+
+    def _order(self, event: RuleEvent) -> tuple[int, int, tuple[int, int]]:
+        stage = self._facts.get(event.rule, NO_FACTS).stage
+        first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
+        return first, self.onset(event), self.position(event)

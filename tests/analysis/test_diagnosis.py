@@ -1,0 +1,153 @@
+"""Findings of constructed events, grouped by cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from instrument.analysis.diagnosis import FAR, Finding, diagnoses, findings_of
+from instrument.config.rules import RULES, default_rules
+from instrument.rules.rule import CAUSES
+from instrument.rules.rule_set import RuleEvent
+
+LAYERS = ["", "linear0", "act0", "linear1", "act1"]
+RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+EVERY_10 = {"config": {"hooks": {"hook": {**RECORD, "every": 10}}}}
+
+
+def event(rule: str, step: int, where: str = "", severity: str = "warning", what: str = "") -> RuleEvent:
+    """Return an event; `where` is a layer and a role, such as `act0 output`, or empty for the run as a whole."""
+    location = f"{where} (hook)" if where else None
+    layer = where.split(" ", maxsplit=1)[0].removesuffix(".weight") if where else None
+    at = f" in {location}" if location else ""
+    return RuleEvent(rule, step, f"{what or rule}: at step {step}{at}: value", severity, layer, location, 2.0, 1.0)
+
+
+def grouped(*events: RuleEvent, info: Mapping[str, Any] | None = None) -> list[list[str]]:
+    """Return the names of the rules, and of the layers if there are any, by group."""
+    found = findings_of(events, default_rules(), info or {}, LAYERS)
+    return [
+        [
+            each.rule + ("" if each.where == "training" else f"@{each.where.split(' ')[0]}")
+            for each in (group.lead, *group.consequences)
+        ]
+        for group in diagnoses(found)
+    ]
+
+
+def test_setup_precedes_the_divergence_and_its_consequences() -> None:
+    events = (
+        event("input_not_normalized", 0, "linear0 input"),
+        event("loss_spike", 4),
+        event("dead_units", 50, "act0 output"),
+        event("loss_not_decreasing", 199),
+    )
+    assert grouped(*reversed(events)) == [
+        ["input_not_normalized@linear0", "loss_spike", "dead_units@act0", "loss_not_decreasing"]
+    ]
+    assert grouped(*events[1:]) == [["loss_spike", "dead_units@act0", "loss_not_decreasing"]]
+
+
+@pytest.mark.parametrize(
+    ("cause", "effect"), [("class_imbalance", "non_finite"), ("unchanged_parameter", "exploding_activation")]
+)
+def test_problem_that_cannot_cause_another_one_does_not_lead_it(cause: str, effect: str) -> None:
+    assert grouped(event(cause, 0), event(effect, 1, "act0 output")) == [[cause], [f"{effect}@act0"]]
+
+
+def test_learning_rate_of_zero_does_not_cause_earlier_problems() -> None:
+    events = (
+        event("dead_units", 50, "act0 output"),
+        event("zero_learning_rate", 60),
+        event("unchanged_parameter", 70, "linear0.weight param"),
+    )
+    assert grouped(*events) == [["zero_learning_rate", "unchanged_parameter@linear0.weight"], ["dead_units@act0"]]
+
+
+@pytest.mark.parametrize(
+    ("places", "first"),
+    [
+        (["act1 output", "act0 output"], "act0"),  # the earlier layer
+        (["linear0.weight param_grad", "linear1.weight param_grad"], "linear1.weight"),  # the later one: backward
+        (["linear0.weight param_grad", "act1 output"], "act1"),  # forward precedes backward
+        (["linear0.weight update", "linear1.weight param_grad"], "linear1.weight"),  # backward precedes the update
+        ([" grad_output", "act1 grad_output"], ""),  # the root returns last
+    ],
+)
+def test_order_of_a_training_step_decides_within_a_step(places: list[str], first: str) -> None:
+    rules = "exploding_activation", "exploding_gradient"
+    (group,) = grouped(*(event(rule, 3, place) for rule, place in zip(rules, places, strict=True)))
+    assert group[0].endswith(f"@{first}")
+
+
+def test_first_gradient_of_a_rule_is_that_of_the_last_layer() -> None:
+    """The rows of the gradients of parameters are in the order of the parameters."""
+    places = ("linear0.weight param_grad", "linear1.weight param_grad")
+    events = [
+        event("vanishing_gradient", 20, place, severity)
+        for place, severity in zip(places, ("warning", "info"), strict=True)
+    ]
+    (found,) = findings_of(events, default_rules(), {}, LAYERS)
+    assert (found.where, found.severity, found.value) == (
+        "linear1.weight param_grad (hook)",
+        "warning",
+        "value (1 more)",
+    )
+
+
+def test_problem_began_after_the_last_recorded_step() -> None:
+    """A hook that records each 10th step finds NaN at step 10, 8 steps after the loss. `dead_units` needs 5 steps in succession."""
+    events = event("non_finite", 2, what="loss not finite"), event("non_finite", 10, "linear0 output")
+    assert grouped(*events, info=EVERY_10) == [["non_finite@linear0", "non_finite"]]
+    assert grouped(*events) == [["non_finite", "non_finite@linear0"]]
+    units = event("dead_units", 40, "act0 output"), event("loss_spike", 10)
+    assert grouped(*units, info=EVERY_10) == [["dead_units@act0"], ["loss_spike"]]
+    assert grouped(*units) == [["loss_spike", "dead_units@act0"]]
+
+
+def test_events_far_apart_have_separate_causes() -> None:
+    first, second = event("loss_spike", 10), event("non_finite", 11 + FAR, "act0 output")
+    assert grouped(first, second) == [["loss_spike"], ["non_finite@act0"]]
+    assert grouped(first, event("non_finite", 10 + FAR, "act0 output")) == [["loss_spike", "non_finite@act0"]]
+    again = event("loss_spike", 9000, severity="info"), event("exploding_gradient", 9001, "act0 grad_output")
+    found = findings_of([first, *again], default_rules(), {}, LAYERS)
+    assert [(each.rule, each.when, each.value, each.cause) for each in found] == [
+        ("loss_spike", 10, "value (1 more)", ""),
+        ("exploding_gradient", 9001, "value", "loss_spike"),
+    ]
+
+
+def test_unusable_training_comes_first() -> None:
+    events = event("class_imbalance", 0), event("non_finite", 9, what="loss not finite")
+    assert grouped(*events) == [["non_finite"], ["class_imbalance"]]
+    assert [each.severity for each in findings_of(events, default_rules(), {}, [])] == ["error", "warning"]
+
+
+def test_custom_rule_neither_has_nor_is_a_cause() -> None:
+    rules = {**default_rules(), "mine": {"_target_": "m.Mine"}, "far": {"watch": "hook", "stat": "l2", "above": 1}}
+    events = [event("mine", 0), event("far", 1, "act0 output"), event("loss_spike", 2)]
+    found = findings_of(events, rules, {"advice": {"mine": "Do nothing."}}, LAYERS)
+    assert [(each.rule, each.cause, each.statistic, each.threshold) for each in found] == [
+        ("mine", "", "", None),
+        ("far", "", "l2", 1.0),
+        ("loss_spike", "", "loss", 1.0),
+    ]
+    assert found[0].advice == "Do nothing."
+
+
+def test_diagnosis_is_one_sentence() -> None:
+    consequences = [Finding(f"effect {i}", "a", 10 * i, "", "info", rule="b", cause="a") for i in range(1, 7)]
+    lead = Finding("loss spike", "training", 1_234, "40, 20 times its median 2", "warning", rule="a")
+    (full,) = diagnoses([lead, *consequences, Finding("loss", "training", None, "2 -> 1")])
+    named = "effect 1 at step 10, effect 2 at step 20, effect 3 at step 30, effect 4 at step 40"
+    assert str(full) == f"Loss spike at step 1,234: 40, 20 times its median 2; 6 consequences: {named} and 2 more."
+    (short,) = diagnoses([lead, *consequences[:1]])
+    assert short.summary == "1 consequence: effect 1 at step 10"
+    assert str(diagnoses([lead])[0]) == "Loss spike at step 1,234: 40, 20 times its median 2."
+
+
+def test_every_rule_of_problems_states_its_stage() -> None:
+    assert {name for name, rule in RULES.items() if rule.stage is None} == {"stalled"}
+    assert {rule.stage for rule in RULES.values()} - {None} == {*CAUSES}
