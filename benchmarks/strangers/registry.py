@@ -208,7 +208,7 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Attache
                     {"rule": event.rule, "layer": layer, "step": int(event.step), "message": event.message}
                 )
     metrics = probe.run.metrics
-    RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].dropna().astype(float))
+    RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].astype(float))
 
 
 def in_two_processes(worker: Callable[..., None], *arguments: Any) -> None:

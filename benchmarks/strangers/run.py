@@ -178,20 +178,20 @@ def changes_loss(faulty: Sequence[Result], healthy: Sequence[Result]) -> bool:
     return min(losses) > max(base) + margin or max(losses) < min(base) - margin
 
 
-def report(jobs: Sequence[tuple[Program, str, int]], results: Sequence[Result]) -> None:
-    """Print the tables of the results."""
-    ended = defaultdict(list)
-    for (program, fault, _), result in zip(jobs, results, strict=True):
-        ended[program.name, fault].append(result)
+Runs = Mapping[tuple[str, str], Sequence[Result]]  # the results of all seeds, by program and fault
+
+
+def report_faults(runs: Runs) -> None:
+    """Print which faults were found, and the sums of each group."""
     print("\n| group | fault | found | by | wrong causes | loss | loss of the twin |\n|---|---|---|---|---|---|---|")
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong_rules: Counter[str] = Counter()
-    for (name, fault_name), all_seeds in ended.items():
+    for (name, fault_name), results in runs.items():
         program = PROGRAMS[name]
-        pairs = [(r, t) for r, t in zip(all_seeds, ended[name, ""], strict=True) if r.error is None and t.error is None]
+        pairs = [(r, t) for r, t in zip(results, runs[name, ""], strict=True) if r.error is None and t.error is None]
         if not fault_name or not pairs:
             continue
-        fault = next(fault for fault in program.faults if fault.name == fault_name)
+        (fault,) = (fault for fault in program.faults if fault.name == fault_name)
         verdicts = [judge(fault, result, twin) for result, twin in pairs]
         found = sum(bool(right) for right, _ in verdicts)
         changed = changes_loss([result for result, _ in pairs], [twin for _, twin in pairs])
@@ -211,24 +211,25 @@ def report(jobs: Sequence[tuple[Program, str, int]], results: Sequence[Result]) 
         count = counts[key]
         print(
             f"| {key} | {count['found']} of {count['runs']} | {count['found_of_changed']} of {count['changed']} "
-            f"| {count['wrong']} |"
+            f"| {count['wrong']} of {count['runs']} |"
         )
-    print("\nWrong causes:", ", ".join(f"{rule} ({number})" for rule, number in wrong_rules.most_common()) or "none")
-    healthy = [(name, result) for (name, fault), all_seeds in ended.items() if not fault for result in all_seeds]
-    healthy = [(name, result) for name, result in healthy if result.error is None]
+    print("\nWrong causes:", _numbers(wrong_rules))
+
+
+def report_healthy(runs: Runs) -> None:
+    """Print which rules warn in healthy programs."""
+    results = [(name, result) for (name, fault), group in runs.items() if not fault for result in group]
+    healthy = [(name, result) for name, result in results if result.error is None]
     warned = [(name, Counter(event["rule"] for event in result.events)) for name, result in healthy if result.events]
-    print(f"\nHealthy programs with a warning: {len(warned)} of {len(healthy)}\n")
-    if warned:
-        print("| group | healthy program | warnings |\n|---|---|---|")
+    print(f"\nHealthy programs with a warning: {len(warned)} of {len(healthy)}")
+    print("Of these, by rule:", _numbers(Counter(rule for _, rules in warned for rule in rules)))
+    print("\n| group | healthy program | warnings |\n|---|---|---|")
     for name, rules in warned:
-        warnings_of_rules = ", ".join(f"{rule} ({number})" for rule, number in rules.items())
-        print(f"| {PROGRAMS[name].group} | {name} | {warnings_of_rules} |")
-    per_rule = Counter(rule for _, rules in warned for rule in rules)
-    print("\nHealthy programs per rule:", ", ".join(f"{r} ({n})" for r, n in per_rule.most_common()) or "none")
-    failed = [result for result in results if result.error is not None]
-    print(f"\nPrograms that failed: {len(failed)} of {len(results)}")
-    for result in failed:
-        print(f"    {result.name}, seed {result.seed}: {(result.error or '').strip().splitlines()[-1]}")
+        print(f"| {PROGRAMS[name].group} | {name} | {_numbers(rules)} |")
+
+
+def _numbers(rules: Counter[str]) -> str:
+    return ", ".join(f"{rule} ({number})" for rule, number in rules.most_common()) or "none"
 
 
 def main() -> None:
@@ -240,7 +241,7 @@ def main() -> None:
     )
     parser.add_argument("--no-rules", action="store_true", help="only losses, without rules")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="programs that run at the same time")
-    parser.add_argument("--out", type=Path, help="a JSON file for the results")
+    parser.add_argument("--out", type=Path, default="outputs/strangers.json", help="a JSON file for the results")
     arguments = parser.parse_args()
     programs = [program for program in PROGRAMS.values() if program.half == arguments.half]
     jobs = list(jobs_of(programs, arguments.only, arguments.seeds))
@@ -254,9 +255,19 @@ def main() -> None:
             results.append(result)
             state = "failed" if result.error else f"loss {result.loss:.4g}, {result.steps} steps"
             print(f"{result.name}, seed {result.seed}: {state}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(result) for result in results], indent=1))
-    report(jobs, results)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    runs = defaultdict(list)
+    for (program, fault, _), result in zip(jobs, results, strict=True):
+        runs[program.name, fault].append(result)
+    if not arguments.no_rules:
+        report_faults(runs)
+        report_healthy(runs)
+    failed = [result for result in results if result.error is not None]
+    print(f"\nPrograms that failed: {len(failed)} of {len(results)}")
+    for result in failed:
+        print(f"    {result.name}, seed {result.seed}: {(result.error or '').strip().splitlines()[-1]}")
+    print(f"Processor time: {sum(result.seconds for result in results):.0f} s")
 
 
 if __name__ == "__main__":
