@@ -53,7 +53,7 @@ class Result:
         name: The name of the program, or of the fault.
         seed: The seed.
         loss: The final loss; NaN if the program failed.
-        steps: The number of steps.
+        losses: The training loss of each step.
         seconds: The processor time, with that of its processes.
         events: The warnings of the rules.
         error: The exception or the reason why it did not end; None if it ended.
@@ -62,7 +62,7 @@ class Result:
     name: str
     seed: int
     loss: float
-    steps: int
+    losses: Sequence[float]
     seconds: float
     events: Sequence[Mapping[str, Any]]
     error: str | None = None
@@ -89,7 +89,7 @@ def train(program: Program, fault: str, seed: int) -> Result:
     except Exception:
         error = traceback.format_exc()
     seconds = sum(os.times()[:4]) - started
-    return Result(fault or program.name, seed, loss, len(RECORDING.losses), seconds, RECORDING.events, error)
+    return Result(fault or program.name, seed, loss, RECORDING.losses, seconds, RECORDING.events, error)
 
 
 def _run(name: str, fault: str, seed: int, rules: bool, writer: Any) -> None:
@@ -113,7 +113,7 @@ def run(job: tuple[Program, str, int], rules: bool) -> Result:
     process = context.Process(target=_run, args=(program.name, fault, seed, rules, writer))
     process.start()
     writer.close()
-    failed = partial(Result, fault or program.name, seed, math.nan, 0, 0.0, ())
+    failed = partial(Result, fault or program.name, seed, math.nan, (), 0.0, ())
     try:
         return Result(**reader.recv()) if reader.poll(LIMIT) else failed(f"not finished after {LIMIT} s")
     except EOFError:
@@ -253,7 +253,7 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.processes) as pool:
         for result in pool.map(partial(run, rules=not arguments.no_rules), jobs):
             results.append(result)
-            state = "failed" if result.error else f"loss {result.loss:.4g}, {result.steps} steps"
+            state = "failed" if result.error else f"loss {result.loss:.4g}, {len(result.losses)} steps"
             print(f"{result.name}, seed {result.seed}: {state}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps([asdict(result) for result in results], indent=1))

@@ -68,7 +68,7 @@ def test_halves_of_each_group_are_equal(strangers: ModuleType) -> None:
 
 def result(strangers: ModuleType, loss: float = 1.0, events: Sequence[tuple[str, str | None, int]] = ()) -> Any:
     rows = [{"rule": rule, "layer": layer, "step": step, "message": ""} for rule, layer, step in events]
-    return strangers.Result("program", 0, loss, 100, 1.0, rows)
+    return strangers.Result("program", 0, loss, [loss], 1.0, rows)
 
 
 @pytest.mark.parametrize(
