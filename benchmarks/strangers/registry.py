@@ -1,0 +1,254 @@
+"""The registry of the programs, and the hooks and rules with which each of them runs.
+
+A program is a function that trains a model in a plain loop. Its faults are variants of it: the same function, called with the name of
+the fault. The healthy twin of a fault is the function without that name.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor, nn
+
+import instrument
+from instrument.config.rules import default_rules
+from instrument.integrations.attached_probe import AttachedProbe
+
+HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")
+EVERY = 10  # the hook sets record one step of ten
+WITHIN = 20  # recorded steps after the start of its effect in which a fault must be found
+GROUPS = ("healthy", "silent errors", "transformers", "keras")
+# Names in diagnoses for which the package had no rule when the programs were written.
+MISSING_RULES = frozenset(
+    {
+        "accumulation_divides",
+        "autocast_in_effect",
+        "batch_too_small",
+        "distinct_data",
+        "gradients_zeroed",
+        "labels_shifted",
+        "looks_ahead",
+        "loss_broadcasts",
+        "loss_scale",
+        "missing_activation",
+        "missing_softmax",
+        "mode_of_phase",
+        "narrow_layer",
+        "padding_attended",
+        "padding_in_loss",
+        "parameters_follow_gradients",
+        "rate_in_effect",
+        "replicas_equal",
+        "samples_vary",
+        "tied_weights",
+        "unused_outputs",
+        "weights_loaded",
+        "wrong_loss",
+        "wrong_range_of_loss",
+    }
+)
+
+# A program and all its faults are in the same half. In each group, the programs were sorted by the SHA-256 hash of their names, and
+# every second one was held out, before the rules ran on any of them. Rules must not be changed to suit these programs.
+HELD_OUT = frozenset(
+    {
+        "accumulated_gradients",
+        "augmenting_workers",
+        "averaged_weights",
+        "bert_classifier",
+        "bert_masked_words",
+        "blobs_perceptron",
+        "clipped_policy",
+        "digits_convnet",
+        "distillation",
+        "evaluated_classifier",
+        "forward_forward",
+        "full_batch_regression",
+        "gpt2_lines",
+        "graph_convolution",
+        "housing_regression",
+        "imagenet_resnet",
+        "low_rank_adaptation",
+        "masked_autoencoder",
+        "mixed_precision",
+        "mnist_cnn",
+        "padded_language_model",
+        "reinforce",
+        "scaled_mixed_precision",
+        "scheduled_rate",
+        "t5_summarization",
+        "time_sequence_prediction",
+        "translation_transformer",
+        "two_arrays",
+        "vision_transformer",
+        "wasserstein_gan",
+        "weight_tied_model",
+    }
+)
+
+Loss = float | Tensor | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A variant of a program with an error that raises no exception.
+
+    Attributes:
+        name: The name.
+        category: What the error concerns.
+        source: The collection of faults after which it was written: title and year.
+        causes: The rules whose warning is a correct diagnosis; `rule@pattern` if the warning must be at a matching layer,
+            and `@pattern` for all rules at a matching layer.
+        since: The first step in which the error has an effect.
+    """
+
+    name: str
+    category: str
+    source: str
+    causes: tuple[str, ...]
+    since: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A healthy program, the twin of its faults.
+
+    Attributes:
+        name: The name.
+        group: One of `GROUPS`.
+        source: The published program after which it was written.
+        train: Trains with the fault of a name, or without one. It returns a final loss that is computed in the same way in all
+            variants, or None if that is the mean of the last training losses.
+        faults: Its faults.
+    """
+
+    name: str
+    group: str
+    source: str
+    train: Callable[[str], Loss]
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def half(self) -> Literal["build", "held out"]:
+        """The half of the benchmark to which the program and its faults belong."""
+        return "held out" if self.name in HELD_OUT else "build"
+
+
+@dataclass
+class Recording:
+    """What the runs of this process recorded.
+
+    Attributes:
+        rules: The rules: the default ones, or None for none.
+        events: The warnings of rules: rule, layer, step and message.
+        losses: The training losses of the process that is measured.
+    """
+
+    rules: Literal["default"] | None = "default"
+    events: list[dict[str, Any]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+PROGRAMS: dict[str, Program] = {}
+RECORDING = Recording()
+
+
+def program(group: str, source: str, *faults: Fault) -> Callable[[Callable[..., Loss]], Callable[..., Loss]]:
+    """Register a function as a program. A function without faults has no argument.
+
+    Args:
+        group: One of `GROUPS`.
+        source: The published program after which it was written.
+        faults: Its faults.
+    """
+
+    def register(train: Callable[..., Loss]) -> Callable[..., Loss]:
+        name = train.__name__
+        PROGRAMS[name] = Program(name, group, source, train if faults else lambda _: train(), faults)
+        return train
+
+    return register
+
+
+def hooks(model: nn.Module) -> dict[str, Any]:
+    """Return the hook specs of the packaged sets, without those of which the model has no layers."""
+    folder = Path(__file__).parents[2] / "conf" / "hooks"
+    specs = [yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in HOOK_SETS]
+    types = {type(module).__name__ for module in model.modules()}
+    return {n: spec for each in specs for n, spec in each.items() if not types.isdisjoint(spec.get("types", types))}
+
+
+@contextmanager
+def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[AttachedProbe]:
+    """Attach the packaged hook sets with the default rules, and add the results to `RECORDING` at the end.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizers.
+        options: Further arguments of `instrument.attach`.
+    """
+    with instrument.attach(model, hooks(model), optimizer=optimizer, rules=RECORDING.rules, **options) as probe:
+        yield probe
+    events, rules = probe.run.events, default_rules()
+    if RECORDING.rules is not None:
+        for event in events[events.severity == "warning"].itertuples():
+            if event.rule in rules:
+                layer = event.layer if isinstance(event.layer, str) else None
+                RECORDING.events.append(
+                    {"rule": event.rule, "layer": layer, "step": int(event.step), "message": event.message}
+                )
+    metrics = probe.run.metrics
+    RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].astype(float))
+
+
+def in_two_processes(worker: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in two processes with a gloo process group, and collect what both recorded.
+
+    The losses are those of rank 0.
+
+    Args:
+        worker: The function; its first argument is the rank.
+        arguments: Its further arguments.
+    """
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        processes = [
+            context.Process(target=_run_rank, args=(rank, folder, pipes[rank][1], worker, arguments))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.start()
+        for _, writer in pipes:
+            writer.close()
+        recordings: list[Mapping[str, Any]] = [reader.recv() for reader, _ in pipes]
+        for process in processes:
+            process.join()
+    RECORDING.losses.extend(recordings[0]["losses"])
+    for recording in recordings:
+        RECORDING.events.extend(event for event in recording["events"] if event not in RECORDING.events)
+
+
+def _run_rank(rank: int, folder: str, writer: Any, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    worker(rank, *arguments)
+    writer.send({"events": RECORDING.events, "losses": RECORDING.losses})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seed_of(text: str, seed: int) -> None:
+    """Seed the random numbers of PyTorch, for a program and a seed."""
+    torch.manual_seed(sum(text.encode()) * 1000 + seed)

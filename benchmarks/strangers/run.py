@@ -1,0 +1,274 @@
+"""The default rules on programs after published ones: which errors they find, and in which healthy programs they warn.
+
+python benchmarks/strangers/run.py --half build --seeds 1
+python benchmarks/strangers/run.py --half build --seeds 3 --only gpt2
+python benchmarks/strangers/run.py --half "held out" --no-rules    # whether each program runs to its end
+
+Each program runs in a new process with one thread. A fault counts as found if a rule that names its cause warns within 20 recorded
+steps of the start of its effect, and its healthy twin has no such warning. Other warnings that the twin does not have are wrong causes.
+A fault that does not change the final loss is no miss: it is counted separately. The loss is changed if the losses of all seeds of the
+fault are above, or all below, those of its twin, by more than 5 percent of the twin's loss.
+
+Do not change a rule because of a program of the half `held out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from registry import EVERY, GROUPS, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
+
+MODULES = ("healthy", "silent_errors", "transformer_faults", "keras_faults")
+LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
+LAST_LOSSES = 20  # the final loss is the mean of so many training losses, unless the program returns one
+
+for module in MODULES:
+    importlib.import_module(module)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished program.
+
+    Attributes:
+        name: The name of the program, or of the fault.
+        seed: The seed.
+        loss: The final loss; NaN if the program failed.
+        losses: The training loss of each step.
+        seconds: The processor time, with that of its processes.
+        events: The warnings of the rules.
+        error: The exception or the reason why it did not end; None if it ended.
+    """
+
+    name: str
+    seed: int
+    loss: float
+    losses: Sequence[float]
+    seconds: float
+    events: Sequence[Mapping[str, Any]]
+    error: str | None = None
+
+
+def train(program: Program, fault: str, seed: int) -> Result:
+    """Run a program in this process.
+
+    Args:
+        program: The program.
+        fault: The name of its fault; empty for the healthy program.
+        seed: The seed.
+    """
+    error = None
+    loss = math.nan
+    started = sum(os.times()[:4])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seed_of(program.name, seed)
+            final = program.train(fault)
+        last = RECORDING.losses[-LAST_LOSSES:]
+        loss = float(sum(last) / len(last) if final is None else final)
+    except Exception:
+        error = traceback.format_exc()
+    seconds = sum(os.times()[:4]) - started
+    return Result(fault or program.name, seed, loss, RECORDING.losses, seconds, RECORDING.events, error)
+
+
+def _run(name: str, fault: str, seed: int, rules: bool, writer: Any) -> None:
+    os.setpgid(0, 0)  # so that a program with several processes can be ended as a whole
+    torch.set_num_threads(1)
+    if not rules:
+        RECORDING.rules = None
+    writer.send(asdict(train(PROGRAMS[name], fault, seed)))
+
+
+def run(job: tuple[Program, str, int], rules: bool) -> Result:
+    """Run a program in a new process.
+
+    Args:
+        job: The program, the name of its fault or an empty string, and the seed.
+        rules: Whether the default rules read its rows.
+    """
+    program, fault, seed = job
+    context = get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(program.name, fault, seed, rules, writer))
+    process.start()
+    writer.close()
+    failed = partial(Result, fault or program.name, seed, math.nan, (), 0.0, ())
+    try:
+        return Result(**reader.recv()) if reader.poll(LIMIT) else failed(f"not finished after {LIMIT} s")
+    except EOFError:
+        process.join()
+        return failed(f"exit code {process.exitcode}")
+    finally:
+        if process.pid is not None and process.is_alive():
+            process.join(2)
+            if process.is_alive():
+                os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+
+
+def jobs_of(programs: Sequence[Program], only: Sequence[str], seeds: int) -> Iterator[tuple[Program, str, int]]:
+    """Yield the runs of some programs: the healthy one and those of its faults.
+
+    Args:
+        programs: The programs.
+        only: Parts of the names of the programs or faults to run; a fault runs with its twin.
+        seeds: The number of seeds.
+    """
+
+    def chosen(name: str) -> bool:
+        return any(part in name for part in only)
+
+    for program in programs:
+        faults = [fault.name for fault in program.faults if chosen(fault.name) or chosen(program.name)]
+        if faults or chosen(program.name):
+            yield from product([program], ["", *faults], range(seeds))
+
+
+def names_cause(fault: Fault, event: Mapping[str, Any]) -> bool:
+    """Return whether a warning is a correct diagnosis of a fault."""
+    for cause in fault.causes:
+        rule, _, pattern = cause.partition("@")
+        if rule in ("", event["rule"]) and (not pattern or fnmatchcase(event["layer"] or "", pattern)):
+            return True
+    return False
+
+
+def judge(fault: Fault, result: Result, twin: Result) -> tuple[list[str], list[str]]:
+    """Return the warnings that name the cause of a fault in time, and the rules that warn of something else.
+
+    Warnings of the same rule at the same layer as in the twin count as neither.
+    """
+    same = {(event["rule"], event["layer"]) for event in twin.events}
+    new = [event for event in result.events if (event["rule"], event["layer"]) not in same]
+    right = [
+        f"{event['rule']} @ {event['layer'] or 'run'}"
+        for event in new
+        if names_cause(fault, event) and fault.since <= event["step"] <= fault.since + WITHIN * EVERY
+    ]
+    return right, list(dict.fromkeys(event["rule"] for event in new if not names_cause(fault, event)))
+
+
+def changes_loss(faulty: Sequence[Result], healthy: Sequence[Result]) -> bool:
+    """Return whether a fault changes the final loss, over all seeds."""
+    losses, base = [result.loss for result in faulty], [result.loss for result in healthy]
+    if not all(map(math.isfinite, losses)):
+        return True
+    margin = 0.05 * abs(sum(base) / len(base))
+    return min(losses) > max(base) + margin or max(losses) < min(base) - margin
+
+
+Runs = Mapping[tuple[str, str], Sequence[Result]]  # the results of all seeds, by program and fault
+
+
+def report_faults(runs: Runs) -> None:
+    """Print which faults were found, and the sums of each group."""
+    print("\n| group | fault | found | by | wrong causes | loss | loss of the twin |\n|---|---|---|---|---|---|---|")
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    wrong_rules: Counter[str] = Counter()
+    for (name, fault_name), results in runs.items():
+        program = PROGRAMS[name]
+        pairs = [(r, t) for r, t in zip(results, runs[name, ""], strict=True) if r.error is None and t.error is None]
+        if not fault_name or not pairs:
+            continue
+        (fault,) = (fault for fault in program.faults if fault.name == fault_name)
+        verdicts = [judge(fault, result, twin) for result, twin in pairs]
+        found = sum(bool(right) for right, _ in verdicts)
+        changed = changes_loss([result for result, _ in pairs], [twin for _, twin in pairs])
+        wrong = Counter(rule for _, rules in verdicts for rule in rules)
+        wrong_rules += wrong
+        for key in (program.group, "all"):
+            counts[key].update(runs=len(pairs), found=found, wrong=sum(bool(rules) for _, rules in verdicts))
+            counts[key].update(changed=changed * len(pairs), found_of_changed=changed * found)
+        by = ", ".join(dict.fromkeys(right[0] for right, _ in verdicts if right))
+        losses = [sum(pair[side].loss for pair in pairs) / len(pairs) for side in (0, 1)]
+        print(
+            f"| {program.group} | {fault_name} ({name}) | {found} of {len(pairs)} | {by} | {', '.join(wrong)} "
+            f"| {losses[0]:.4g}{'' if changed else ' (not changed)'} | {losses[1]:.4g} |"
+        )
+    print("\n| group | faults found | of those that change the loss | with a wrong cause |\n|---|---|---|---|")
+    for key in [group for group in (*GROUPS, "all") if group in counts]:
+        count = counts[key]
+        print(
+            f"| {key} | {count['found']} of {count['runs']} | {count['found_of_changed']} of {count['changed']} "
+            f"| {count['wrong']} of {count['runs']} |"
+        )
+    print("\nWrong causes:", _numbers(wrong_rules))
+
+
+def report_healthy(runs: Runs) -> None:
+    """Print which rules warn in healthy programs."""
+    results = [(name, result) for (name, fault), group in runs.items() if not fault for result in group]
+    healthy = [(name, result) for name, result in results if result.error is None]
+    warned = [(name, Counter(event["rule"] for event in result.events)) for name, result in healthy if result.events]
+    print(f"\nHealthy programs with a warning: {len(warned)} of {len(healthy)}")
+    print("Of these, by rule:", _numbers(Counter(rule for _, rules in warned for rule in rules)))
+    print("\n| group | healthy program | warnings |\n|---|---|---|")
+    for name, rules in warned:
+        print(f"| {PROGRAMS[name].group} | {name} | {_numbers(rules)} |")
+
+
+def _numbers(rules: Counter[str]) -> str:
+    return ", ".join(f"{rule} ({number})" for rule, number in rules.most_common()) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("build", "held out"), default="build")
+    parser.add_argument("--seeds", type=int, default=1, help="the number of seeds")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="only programs and faults whose name contains one of these"
+    )
+    parser.add_argument("--no-rules", action="store_true", help="only losses, without rules")
+    parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="programs that run at the same time")
+    parser.add_argument("--out", type=Path, default="outputs/strangers.json", help="a JSON file for the results")
+    arguments = parser.parse_args()
+    programs = [program for program in PROGRAMS.values() if program.half == arguments.half]
+    jobs = list(jobs_of(programs, arguments.only, arguments.seeds))
+    # The server from which the programs are forked imports the modules of this folder, with PyTorch.
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
+    get_context("forkserver").set_forkserver_preload(list(MODULES))
+    results = []
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for result in pool.map(partial(run, rules=not arguments.no_rules), jobs):
+            results.append(result)
+            state = "failed" if result.error else f"loss {result.loss:.4g}, {len(result.losses)} steps"
+            print(f"{result.name}, seed {result.seed}: {state}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps([asdict(result) for result in results], indent=1))
+    runs = defaultdict(list)
+    for (program, fault, _), result in zip(jobs, results, strict=True):
+        runs[program.name, fault].append(result)
+    if not arguments.no_rules:
+        report_faults(runs)
+        report_healthy(runs)
+    failed = [result for result in results if result.error is not None]
+    print(f"\nPrograms that failed: {len(failed)} of {len(results)}")
+    for result in failed:
+        print(f"    {result.name}, seed {result.seed}: {(result.error or '').strip().splitlines()[-1]}")
+    print(f"Processor time: {sum(result.seconds for result in results):.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The programs of `benchmarks/strangers/`: what is registered about them, their halves, and the counting of results."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from instrument.config.rules import default_rules
+
+STRANGERS = Path(__file__).parents[2] / "benchmarks" / "strangers"
+
+
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the module that registers all programs."""
+    monkeypatch.syspath_prepend(str(STRANGERS))
+    import run
+
+    return run
+
+
+def test_each_fault_has_a_source_a_cause_and_a_twin(strangers: ModuleType) -> None:
+    import registry
+
+    programs = registry.PROGRAMS.values()
+    names = [name for program in programs for name in (program.name, *(fault.name for fault in program.faults))]
+    assert len({*names}) == len(names)
+    for program in programs:
+        assert program.group in registry.GROUPS
+        assert program.source
+        for fault in program.faults:
+            assert re.search(r"\w, 20[12]\d$", fault.source), fault.name
+            assert fault.category
+            assert {cause.partition("@")[0] for cause in fault.causes} <= {
+                "",
+                *default_rules(),
+                *registry.MISSING_RULES,
+            }, fault.name
+            assert fault.causes
+            # The program that is registered as the twin distinguishes the fault.
+            module = inspect.getmodule(program.train)
+            assert module is not None
+            assert inspect.getsource(module).count(f'"{fault.name}"') >= 2, fault.name
+
+
+def test_halves_of_each_group_are_equal(strangers: ModuleType) -> None:
+    import registry
+
+    assert {*registry.PROGRAMS} >= registry.HELD_OUT
+    for group in registry.GROUPS:
+        programs = [program for program in registry.PROGRAMS.values() if program.group == group]
+        for sizes in (
+            [sum(program.half == half for program in programs) for half in ("build", "held out")],
+            [
+                sum(len(program.faults) for program in programs if program.half == half)
+                for half in ("build", "held out")
+            ],
+        ):
+            assert abs(sizes[0] - sizes[1]) <= 3, (group, sizes)
+
+
+def result(strangers: ModuleType, loss: float = 1.0, events: Sequence[tuple[str, str | None, int]] = ()) -> Any:
+    rows = [{"rule": rule, "layer": layer, "step": step, "message": ""} for rule, layer, step in events]
+    return strangers.Result("program", 0, loss, [loss], 1.0, rows)
+
+
+@pytest.mark.parametrize(
+    ("event", "right", "wrong"),
+    [
+        (("all_zero", "fc1", 40), ["all_zero @ fc1"], []),
+        (("all_zero", "fc1", 30), [], []),  # before its effect
+        (("all_zero", "fc1", 241), [], []),  # too late
+        (("all_zero", "head", 40), [], ["all_zero"]),
+        (("overfit", "conv", 50), ["overfit @ conv"], []),  # each rule at this layer
+        (("overfit", None, 50), [], ["overfit"]),
+        (("dead_units", "fc1", 50), [], []),  # its twin warns, too
+    ],
+)
+def test_warnings_are_compared_with_causes_and_twin(
+    strangers: ModuleType, event: tuple[str, str | None, int], right: list[str], wrong: list[str]
+) -> None:
+    fault = strangers.Fault("fault", "data", "source", ("all_zero@fc*", "dead_units", "@conv"), since=40)
+    twin = result(strangers, events=[("dead_units", "fc1", 90)])
+    assert strangers.judge(fault, result(strangers, events=[event]), twin) == (right, wrong)
+
+
+@pytest.mark.parametrize(
+    ("losses", "changed"),
+    [([1.0, 1.2], False), ([1.26, 1.3], True), ([1.24, 1.3], False), ([0.8, 0.9], True), ([math.nan, 1.0], True)],
+)
+def test_changed_loss_is_outside_the_losses_of_the_twin(
+    strangers: ModuleType, losses: Sequence[float], changed: bool
+) -> None:
+    twins = [result(strangers, loss) for loss in (1.0, 1.2)]  # the margin is 0.055
+    assert strangers.changes_loss([result(strangers, loss) for loss in losses], twins) is changed
+
+
+def test_fault_runs_with_its_twin(strangers: ModuleType) -> None:
+    program = strangers.PROGRAMS["causal_attention"]
+    jobs = list(strangers.jobs_of(strangers.PROGRAMS.values(), ["attention_looks_ahead"], 2))
+    assert jobs == [(program, fault, seed) for fault in ("", "attention_looks_ahead") for seed in (0, 1)]
