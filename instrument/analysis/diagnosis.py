@@ -1,9 +1,9 @@
 """What the rules of a run found, grouped by cause: the first problem leads, and its consequences follow.
 
-The order of causes follows the published catalogues of faults in trainings: DeepLocalize (Wardat et al. 2021,
-https://arxiv.org/abs/2103.03376) names the first layer in the order of the step whose values are wrong; UMLAUT (Schoop et al. 2021,
-https://doi.org/10.1145/3411764.3445538) checks data and configuration before the loss; AutoTrainer (Zhang et al. 2021,
-https://doi.org/10.1109/ICSE43902.2021.00043) treats vanishing and exploding gradients, dead units, oscillating and slow losses apart.
+The order of causes follows published tools: DeepLocalize (Wardat et al. 2021, https://arxiv.org/abs/2103.03376) reports the first
+layer whose values are wrong, forward or backward; UMLAUT (Schoop et al. 2021, https://doi.org/10.1145/3411764.3445538) separates checks of
+the program and its data from those of the behavior of the model; AutoTrainer (Zhang et al., ICSE 2021) distinguishes vanishing and
+exploding gradients, dead units, and losses that oscillate or hardly decrease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FAR = 1000
 FORWARD, LOSS, BACKWARD, UPDATE = range(4)
 """The parts of a training step, in their order."""
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
-"""Stages that cause no problem of another one, in their order, except that values that are not finite end all learning."""
+"""The order of the stages that come after all others: their problems cause none of earlier stages."""
 TRAINING = "training"
 """Where a problem is that concerns the run as a whole."""
 MAX_NAMED = 4  # consequences in a sentence

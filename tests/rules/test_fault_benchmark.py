@@ -46,6 +46,7 @@ def test_fault_is_found(benchmark: ModuleType, name: str, found: str) -> None:
     with torch.random.fork_rng():
         result = benchmark.run(case, seed=0, steps=31)
     assert result.found
+    assert result.leads
     assert str(result.findings[result.found[0]]).startswith(found)
 
 
