@@ -311,13 +311,13 @@ def scaled_mixed_precision(fault: str = "") -> None:
 @program(
     "silent errors",
     "pytorch/examples, imagenet, with a step schedule",
-    Fault("scheduler_of_stale_optimizer", "schedule", TRAINCHECK, ("rate_in_effect",), since=1),
+    Fault("scheduler_of_stale_optimizer", "schedule", TRAINCHECK, ("rate_in_effect",), since=88),
     Fault(
         "scheduler_stepped_per_batch",
         "schedule",
         TAXONOMY,
         ("rate_in_effect", "zero_learning_rate", "update_ratio"),
-        since=10,
+        since=2,
     ),
 )
 def scheduled_rate(fault: str = "") -> None:
@@ -329,7 +329,7 @@ def scheduled_rate(fault: str = "") -> None:
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = StepLR(optimizer, step_size=2, gamma=0.1)
     if fault == "scheduler_of_stale_optimizer":
-        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     with attach(model, optimizer) as probe:
         for _ in range(5):
             for data, wanted in DataLoader(train_data, 32, shuffle=True):

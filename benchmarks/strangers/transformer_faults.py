@@ -340,7 +340,7 @@ def bert_masked_words(fault: str = "") -> Tensor:
         OPTIMIZER,
         DEFAULT,
         ("zero_learning_rate", "rate_in_effect", "unchanged_parameter"),
-        since=10,
+        since=1,
     ),
     Fault("bert_unscaled_float16", PRECISION, DEFAULT, ("loss_scale", "all_zero", "vanishing_gradient")),
     Fault("bert_softmax_in_head", SCALE, DEFAULT, ("double_softmax",)),
