@@ -302,9 +302,10 @@ def test_coverage_gives_the_cause() -> None:
     with torch.no_grad():
         _, probe = run_step(attention, {"h": record("function", role="attention")}, x, x, x)
     assert {*causes(probe).values()} == {FAST_PATH}
-    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)]).transpose(1, 2)
-    _, probe = run_step(Calls(sdpa), {"h": record("function", role="attention")}, *[nested.transpose(1, 2)] * 3)
-    assert "nested tensors" in causes(probe)["h", ""]
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)])
+    for function, arguments in ((sdpa, [nested] * 3), (lambda x: x.softmax(-1), [nested])):
+        _, probe = run_step(Calls(function), {"h": record("function", role="attention")}, *arguments)
+        assert "nested tensors" in causes(probe)["h", ""]
     from torch.nn.attention.bias import causal_lower_right
 
     biased = partial(sdpa, attn_mask=causal_lower_right(5, 5))
