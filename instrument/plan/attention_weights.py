@@ -71,10 +71,11 @@ def _of_product(  # noqa: PLR0917
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        scores = query @ key.transpose(-2, -1) * factor
+        scores = (query @ key.transpose(-2, -1)).mul_(factor)
         if is_causal:
-            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            is_visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+            scores.masked_fill_(is_visible.logical_not(), -math.inf)
+        elif attn_mask is not None and attn_mask.dtype == torch.bool:
             scores = scores.masked_fill(attn_mask.logical_not(), -math.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
@@ -95,7 +96,8 @@ def _of_module(*args: Any, **kwargs: Any) -> Attention:
 
 def _safe_softmax(scores: Tensor) -> Tensor:
     """Return the softmax, with zeros for a query without keys, as `scaled_dot_product_attention` does."""
-    return scores.softmax(-1).masked_fill(scores.isneginf().all(-1, keepdim=True), 0.0)
+    weights = scores.softmax(-1)
+    return weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0) if weights.numel() else weights
 
 
 class _SoftmaxArguments(TorchDispatchMode):

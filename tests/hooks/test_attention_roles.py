@@ -73,9 +73,22 @@ MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, Fal
         (partial(sdpa, enable_gqa=True), heads((6, 5), (2, 5), (2, 5))),
         (sdpa, heads((3, 5), (3, 5), (3, 5), dtype=torch.float64)),
         (partial(sdpa, is_causal=True), heads((3, 5), (3, 5), (3, 5), dtype=torch.bfloat16)),
+        (sdpa, heads((3, 4), (3, 0), (3, 0))),
         (partial(sdpa, is_causal=True), [each[0, 0] for each in heads((3, 5), (3, 5), (3, 5))]),
     ],
-    ids=["eager", "sdpa", "causal", "cross", "masked row", "float mask", "gqa", "float64", "bfloat16", "one head"],
+    ids=[
+        "eager",
+        "sdpa",
+        "causal",
+        "cross",
+        "masked row",
+        "float mask",
+        "gqa",
+        "float64",
+        "bfloat16",
+        "no key",
+        "one head",
+    ],
 )
 def test_weights_give_the_output_of_the_attention(function: Callable[..., Tensor], arguments: list[Tensor]) -> None:
     output, probe = run_step(Calls(function), VALUES, *arguments)
