@@ -38,11 +38,11 @@ def attention_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
         args, kwargs: Its arguments. They are not modified.
         result: Its result.
     """
-    if name == "softmax":
-        return _of_softmax(result, *args, **kwargs)
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor) and (each.is_nested or is_sharded(each) or type(each).__module__ == _MASKS):
             return unknown_attention(name, "nested tensors" if each.is_nested else type(each).__name__)
+    if name == "softmax":
+        return _of_softmax(result, *args, **kwargs)
     with torch.no_grad():
         return (_of_product if name == "scaled_dot_product_attention" else _of_module)(*args, **kwargs)
 

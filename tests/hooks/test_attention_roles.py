@@ -73,9 +73,22 @@ MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, Fal
         (partial(sdpa, enable_gqa=True), heads((6, 5), (2, 5), (2, 5))),
         (sdpa, heads((3, 5), (3, 5), (3, 5), dtype=torch.float64)),
         (partial(sdpa, is_causal=True), heads((3, 5), (3, 5), (3, 5), dtype=torch.bfloat16)),
+        (sdpa, heads((3, 4), (3, 0), (3, 0))),
         (partial(sdpa, is_causal=True), [each[0, 0] for each in heads((3, 5), (3, 5), (3, 5))]),
     ],
-    ids=["eager", "sdpa", "causal", "cross", "masked row", "float mask", "gqa", "float64", "bfloat16", "one head"],
+    ids=[
+        "eager",
+        "sdpa",
+        "causal",
+        "cross",
+        "masked row",
+        "float mask",
+        "gqa",
+        "float64",
+        "bfloat16",
+        "no key",
+        "one head",
+    ],
 )
 def test_weights_give_the_output_of_the_attention(function: Callable[..., Tensor], arguments: list[Tensor]) -> None:
     output, probe = run_step(Calls(function), VALUES, *arguments)
@@ -308,9 +321,10 @@ def test_coverage_gives_the_cause() -> None:
     with torch.no_grad():
         _, probe = run_step(attention, {"h": record("function", role="attention")}, x, x, x)
     assert {*causes(probe).values()} == {FAST_PATH}
-    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)]).transpose(1, 2)
-    _, probe = run_step(Calls(sdpa), {"h": record("function", role="attention")}, *[nested.transpose(1, 2)] * 3)
-    assert "nested tensors" in causes(probe)["h", ""]
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)])
+    for function, arguments in ((sdpa, [nested] * 3), (lambda x: x.softmax(-1), [nested])):
+        _, probe = run_step(Calls(function), {"h": record("function", role="attention")}, *arguments)
+        assert "nested tensors" in causes(probe)["h", ""]
     from torch.nn.attention.bias import causal_lower_right
 
     biased = partial(sdpa, attn_mask=causal_lower_right(5, 5))
