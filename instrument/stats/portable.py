@@ -36,7 +36,8 @@ def widest(device: torch.device) -> torch.dtype:
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
     """Return parts of a strided tensor along dimension 0 with about `PART` elements, whose copies in another dtype are small."""
-    return tensor.split(max(1, PART // max(1, math.prod(tensor.shape[1:]))))
+    parts: tuple[Tensor, ...] = tensor.split(max(1, PART // max(1, math.prod(tensor.shape[1:]))))
+    return parts
 
 
 def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
