@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from device_statistics import use_device_statistics
 from hook_runs import Calls, counts, record, refused, run_step
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_runs import train_here
 
 import instrument
 from instrument.actions import activation_sums
@@ -272,3 +274,12 @@ def test_entropy_of_certain_predictions_is_exact(gap: float) -> None:
     shares = scipy.special.softmax(x[:1].double().numpy(), axis=-1)
     expected = scipy.stats.entropy(shares[0])
     assert statistics(x, ["softmax_entropy"]) == [pytest.approx(expected, rel=1e-5, abs=1e-15)]
+
+
+def test_trial_before_a_run_measures_a_change(tmp_path: Path) -> None:
+    stats = "[branch_ratio, {_target_: torch.mean, name: shift}]"
+    hook = f"{{layers: '**', types: ReLU, kind: forward, role: change, action: record, stats: {stats}}}"
+    run = train_here(tmp_path / "out", "model=mlp", "data=digits", "train.steps=2", f"+hooks.c={hook}")
+    assert len(run.stats) == 4
+    assert (run.stats["branch_ratio"] > 0).all()  # a ReLU removes the negative values
+    assert (run.stats["shift"] > 0).all()
