@@ -33,8 +33,10 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
     """
     assert context.value is not None, "a change requires the module's input"
     change, given = tensor.detach().reshape(-1), context.value.detach().reshape(-1)
-    total = change.new_zeros(3, dtype=widest(change.device))
-    for added, start in zip(wide_parts(change), wide_parts(given), strict=True):
+    dtype = widest(change.device)
+    total = change.new_zeros(3, dtype=dtype)
+    for parts in zip(parts_of(change), parts_of(given), strict=True):
+        added, start = (part.to(dtype) for part in parts)
         unknown = start * 0.0 + added * 0.0  # NaN where one is not finite; faster than `isfinite`
         one, other = ((each + unknown).nan_to_num_(0.0, 0.0, 0.0) for each in (start, start + added))
         total += torch.stack([torch.dot(*pair) for pair in ((one, one), (other, other), (one, other))])
