@@ -19,6 +19,7 @@ import instrument
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
 from instrument.hooks import functions
+from instrument.plan.attention_weights import _SoftmaxArguments
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import calls_at, infer_shapes
 from instrument.plan.tensor_path_checks import check_functions
@@ -163,6 +164,11 @@ def test_masked_queries_of_multihead_attention_are_those_of_its_path(need_weight
     (weights,) = recorded(probe, "attention")
     assert weights[:, :, 2].isnan().all() == output[:, 2].isnan().all() == need_weights
     assert need_weights or (weights[:, :, 2] == 0).all()
+
+
+def test_compiler_is_not_imported_for_multihead_attention() -> None:
+    method = _SoftmaxArguments.__torch_dispatch__  # if PyTorch wraps it, the first call imports the compiler
+    assert not hasattr(method, "__wrapped__")
 
 
 def transformers_model(family: str, how: str) -> nn.Module:
