@@ -100,7 +100,9 @@ def _of_module(*args: Any, **kwargs: Any) -> Attention:
 def _with_heads(weights: Tensor, scores: Tensor) -> Attention:
     """Return an attention with a dimension of heads, of size 1 if the tensors have none: [..., heads, queries, keys]."""
     has_heads = scores.dim() >= 4
-    return {role: each if has_heads else each.unsqueeze(-3) for role, each in (("attention", weights), ("scores", scores))}
+    return {
+        role: each if has_heads else each.unsqueeze(-3) for role, each in (("attention", weights), ("scores", scores))
+    }
 
 
 def _safe_softmax(scores: Tensor) -> Tensor:

@@ -40,7 +40,8 @@ def wide_parts(tensor: Tensor) -> Iterator[Tensor]:
 def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return logsumexp, and the entropy of softmax in nats, of each row of logits [N, classes]: [N] each."""
     log_partitions = logits.logsumexp(-1)
-    return log_partitions, torch.special.entr((logits - log_partitions[:, None]).exp_()).sum(-1)
+    log_p = logits - log_partitions[:, None]
+    return log_partitions, -log_p.exp().mul_(log_p).nan_to_num_(0.0).sum(-1)  # 0 for a logit of minus infinity
 
 
 @lru_cache(maxsize=128)
