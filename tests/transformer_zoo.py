@@ -582,3 +582,25 @@ SET_ASIDE = (  # the rules were first tried on these when they were complete
     Example("annotated", Annotated, parts(3, 7, embedding=1, head=1)),
     Example("fused experts", lambda: nano_with(FusedExperts), parts(3, 7, embedding=2, head=1, router=3, experts=3)),
 )
+CORRECTED = (  # the rules were corrected with these
+    Example(
+        "ERNIE 4.5 MoE",
+        hugging_face(
+            "Ernie4_5_MoeConfig", "ForCausalLM", moe_num_experts=EXPERTS, moe_k=2, moe_intermediate_size=8, **_LLAMA
+        ),
+        parts(3, 7, router=2, experts=2, **_LM),
+    ),
+    Example(
+        "XLM",
+        hugging_face(
+            "XLMConfig",
+            "WithLMHeadModel",
+            vocab_size=VOCABULARY,
+            emb_dim=D,
+            n_layers=LAYERS,
+            n_heads=HEADS,
+            max_position_embeddings=LENGTH,
+        ),
+        parts(0, 7, 3, 0, embedding=2, head=1),  # attentions and MLPs are in separate lists
+    ),
+)

@@ -63,9 +63,9 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
         norms = torch.linalg.vector_norm(sample, dim=-1)
         counted = (norms > 0) & norms.isfinite()
         weights = torch.where(counted, 1 / norms, 0.0)
-        directions = torch.where(counted[..., None], sample, 0.0) * weights[..., None]
+        directions = torch.bmm(weights[:, None], sample.nan_to_num(0.0, 0.0, 0.0))  # [samples, 1, D], their sum
         tokens = counted.sum(-1)
-        cosines = (directions.sum(1).square().sum(-1) - tokens) / (tokens * (tokens - 1))
+        cosines = (directions.square().sum((1, 2)) - tokens) / (tokens * (tokens - 1))
         total += torch.stack([torch.where(tokens > 1, cosines, 0.0).sum(), (tokens > 1).sum()])
     return {TOKEN_COSINES: total[0], SEQUENCES: total[1]}
 

@@ -187,7 +187,9 @@ class Selection(Spec):
         "embedding, head (projection to classes or to the vocabulary), router, experts. 'layers' and 'types' restrict them.",
     )
     optional: bool = Field(
-        False, description="If the model has no such 'structure', leave the spec out, instead of an error."
+        False,
+        description="If the model has no such 'structure', leave the spec out, instead of an error. For kind function, also do without a "
+        "warning if none of the functions is called.",
     )
     params: Globs = Field(
         (),

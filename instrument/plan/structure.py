@@ -9,7 +9,7 @@ Nothing is called. Names count less than shapes, since every library has its own
 - `block`: around each attention, the innermost called module that is an item of a ModuleList, ModuleDict or Sequential, or one of
   several siblings of the same class, and that contains an MLP or a mixture of experts; without any MLP, that contains the attention.
   Siblings of the same class, and items of the same list with an MLP, are blocks too. In a model without any of these, the innermost
-  module with an attention and an MLP.
+  module with one attention and an MLP.
 - `mlp`: the feed-forward part of a block outside its attentions: the innermost called module with a matrix from d to h features
   (or 2 h, for a gated unit) and a later one from h to d, or the module with a router and its experts. If only the block itself holds
   both matrices, the last of them: its output is that of the MLP.
@@ -108,7 +108,10 @@ class _Structure:
     @cached_property
     def matrix(self) -> dict[str, _Matrix]:
         """The layers that multiply by one matrix (Linear, convolution, Conv1D of transformers, look-alikes), by name."""
-        sizes = {layer.name: _sizes(layer.module) for layer in self.layers if not self.children.get(layer.name)}
+        alone = [
+            layer for layer in self.layers if "weight" in layer.module._parameters or not self.children.get(layer.name)
+        ]
+        sizes = {layer.name: _sizes(layer.module) for layer in alone}
         return {name: _Matrix(self.by_name[name], *size) for name, size in sizes.items() if size is not None}
 
     def matrices(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> list[_Matrix]:
@@ -173,7 +176,8 @@ class _Structure:
                     siblings = [other for other in self._siblings(found) if not other.is_container]
                     blocks |= {id(layer): layer for layer in siblings if self.feed_forward(layer)}
             around += [layer for layer in path if self.feed_forward(layer)][:1]
-        return list(blocks.values()) or around
+        several = {id(layer) for layer in around if sum(self.is_in(each, [layer]) for each in self.attention) > 1}
+        return list(blocks.values()) or [layer for layer in around if id(layer) not in several]
 
     def _parent(self, layer: Layer) -> Layer:
         return self.by_name[layer.name.rpartition(".")[0]]

@@ -32,7 +32,7 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
 
 
 def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
-    """Check that each pattern of `functions` matches a function call in the modules that shape inference ran.
+    """Check that each pattern of `functions`, if not optional, matches a function call in the modules that shape inference ran.
 
     Raises:
         ConfigError: With every pattern that matches none, and the functions that the modules call.
@@ -46,7 +46,7 @@ def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCall
             message = f"the matched modules call no function with role {spec.tensor_role}"
             allowed = f"modules that call {', '.join(ATTENTION_FUNCTIONS)} for attention"
             problems.append(Problem(f"hooks.{name}.role", message, spec.role, allowed))
-        for pattern in spec.functions if calls else ():
+        for pattern in spec.functions if calls and not spec.optional else ():
             if not any(matches(pattern, function) for function in called):
                 message = "this pattern matches no torch function that the matched modules call"
                 similar = similar_names(pattern.replace("*", ""), called)

@@ -67,11 +67,12 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
             )
         )
     if attached.exemptions:
-        if (
-            attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION}
-            and attached.site.spec.name in firing
-        ):
-            return reasons.ONLY_IN_OTHER_MODULES
+        spec = attached.site.spec
+        if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION}:
+            if spec.name in firing:
+                return reasons.ONLY_IN_OTHER_MODULES
+            if spec.optional:
+                return reasons.NO_OPTIONAL_FUNCTION
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
     return (

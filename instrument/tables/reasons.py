@@ -65,6 +65,7 @@ OTHER_SOFTMAX = (
     "a softmax of 3 dimensions counts as attention only if the last two have the same size: kind function with role output records it, "
     "and other 'layers' leave out a softmax over classes or experts"
 )
+NO_OPTIONAL_FUNCTION = "the module calls none of the functions of the hook, which is optional"
 ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
 FAST_PATH = (
     "the module, or one inside it, took PyTorch's fast path for evaluations without gradients (nn.MultiheadAttention, "
@@ -203,10 +204,18 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
     A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
-    functions of a hook that other modules call, and a hook that waits for a rule.
+    functions of a hook that other modules call or that is optional, and a hook that waits for a rule.
     """
     if row["expected"] and row["cause"] != ATTENTION_ELSEWHERE:
         return bool(row["fired"] < row["expected"])
     return row["cause"] not in (
-        *("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE),
+        *(
+            "",
+            NO_INPUT_GRAPH,
+            NOT_TURNED_ON,
+            OLD_NO_INPUT_GRAPH,
+            ONLY_IN_OTHER_MODULES,
+            ATTENTION_ELSEWHERE,
+            NO_OPTIONAL_FUNCTION,
+        ),
     )

@@ -33,6 +33,7 @@ from transformer_zoo import (
 import instrument
 from instrument.config.packaged import hook_sets
 from instrument.config.spec_file import read_specs
+from instrument.tables.reasons import NO_OPTIONAL_FUNCTION
 
 EXAMPLES = {example.name: example for example in (*LOOKED_AT, *SET_ASIDE)}
 TOKENS = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -103,6 +104,8 @@ def test_transformer_set_has_the_numbers_of_torch() -> None:
     }
     for name, wanted in expected.items():
         assert of_block["attention"][name].tolist() == pytest.approx(wanted.tolist(), rel=1e-5)
+    of_arguments = rows(probe, "queries_and_keys").query("layer == 'transformer.h.0.attn'")["rms"].tolist()
+    assert of_arguments == pytest.approx([float(each.square().mean().sqrt()) for each in (q, k)], rel=1e-5)
     assert of_block["attention_scores"]["max"].tolist() == pytest.approx(scores.amax((0, 2, 3)).tolist(), rel=1e-5)
     x, y = caught["x"].double(), caught["y"].double()
     change = rows(probe, "residual_changes").iloc[0]
@@ -121,6 +124,8 @@ def test_transformer_set_leaves_out_what_a_model_lacks() -> None:
     assert set(probe.stats["hook"]) == {
         *("attention", "attention_scores", "norm_gains", "logits", "embeddings", "embedding_gradients"),
     }
+    causes = {row["cause"] for row in probe.coverage() if row["hook"] == "queries_and_keys"}
+    assert causes == {NO_OPTIONAL_FUNCTION}
     messages = probe.events[probe.events["rule"] == "structure"]["message"]
     assert [*messages] == [
         f"hook '{hook}' is left out: the model has no block" for hook in ("residual_changes", "residual_stream")

@@ -8,7 +8,19 @@ import pytest
 import torch
 from architectures import Architecture
 from torch import nn
-from transformer_zoo import HEADS, LENGTH, LOOKED_AT, SET_ASIDE, VOCABULARY, D, Example, MinGPT, NanoGPT, XTransformer
+from transformer_zoo import (
+    CORRECTED,
+    HEADS,
+    LENGTH,
+    LOOKED_AT,
+    SET_ASIDE,
+    VOCABULARY,
+    D,
+    Example,
+    MinGPT,
+    NanoGPT,
+    XTransformer,
+)
 
 import instrument
 from instrument.config.apply import SetSpec
@@ -48,7 +60,7 @@ def found_in(model: nn.Module) -> dict[str, list[str]]:
     return {name: [layer.name for layer in layers] for name, layers in found.items()}
 
 
-@pytest.mark.parametrize("example", [*LOOKED_AT, *SET_ASIDE], ids=str)
+@pytest.mark.parametrize("example", [*LOOKED_AT, *SET_ASIDE, *CORRECTED], ids=str)
 def test_structure_of_a_transformer(example: Example) -> None:
     found = {name: len(layers) for name, layers in found_in(example.make()).items()}
     assert found == {**dict.fromkeys(NAMES, 0), **example.parts, **MISSES.get(example.name, {})}
