@@ -91,7 +91,7 @@ class RelationSet(InertWhenCopied):
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
         self._plan_check()
         rows: list[RelationRow] = []
-        if self.training.is_checked:
+        if self.training.is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if self.clock.moment.phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation)

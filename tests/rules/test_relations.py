@@ -410,6 +410,12 @@ def echoed_batches() -> Iterator[Tensor]:
         yield from [batch] * 4
 
 
+def few_labelled_batches() -> Iterator[Tensor]:
+    """All labelled data in each step, next to a batch of other data, as in semi-supervised training."""
+    for _ in loader():
+        yield from loader(-Images.data[:8])
+
+
 DATA_FAULTS = [
     ("samples_vary", 3, first_batches),
     ("samples_vary", 3, stale_batches),
@@ -432,6 +438,7 @@ HEALTHY_DATA = [
     lambda: (batch for _ in range(8) for batch in loader(batch_size=64)),
     lambda: [next(iter(loader()))] * 8,
     echoed_batches,
+    few_labelled_batches,
     lambda: (torch.ones(8, 5) for _ in range(8)),
     lambda: (torch.ones(8, 5) * 2 for batch in loader(torch.arange(64))),
 ]
