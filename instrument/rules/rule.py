@@ -177,7 +177,7 @@ class RelationRule(CatalogueRule[RuleBase]):
 
     relation: ClassVar[str]
     stage = "setup"
-    requires = "nothing: the relation is checked without hooks, where it applies"
+    requires = "what the relation compares, without hooks"
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         for row in rows.relations:
