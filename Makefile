@@ -37,6 +37,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/memory.py
 	$(BIN)/python -W ignore benchmarks/growth.py
 	$(BIN)/python -W ignore benchmarks/rules.py
+	$(BIN)/python -W ignore benchmarks/reference_rules.py
 	$(BIN)/python -W ignore benchmarks/watching.py
 	$(BIN)/python benchmarks/ranks.py
 

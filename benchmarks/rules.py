@@ -29,9 +29,11 @@ import yaml
 from faults import FAULTS, HEALTHY, STEPS, Case
 from measure import machine
 from torch import nn
+from trainings import Training
 
 import instrument
 from instrument.config.spec_file import default_rules
+from instrument.integrations.attached_probe import AttachedProbe
 
 RULES = default_rules()
 HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")
@@ -99,10 +101,28 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
     torch.manual_seed(seed)
     made = case.make(Random(f"{case.architecture} {case.name} {seed}"))
     training, layer = made if isinstance(made, tuple) else (made, "")
+    probe, losses = train(training, steps, ids="all")
+    events = probe.run.events.query("severity == 'warning' and rule in @RULES")
+    findings = [
+        Finding(event.rule, event.layer if isinstance(event.layer, str) else None, int(event.step), event.message)
+        for event in events.itertuples()
+    ]
+    found = [index for index, finding in enumerate(findings) if _accepts(case, layer, finding)]
+    return Result(seed, findings, found, (losses[0], losses[-1]))
+
+
+def train(training: Training, steps: int, **options: Any) -> tuple[AttachedProbe, list[float]]:
+    """Run a training, and return its probe and its losses.
+
+    Args:
+        training: The training.
+        steps: The number of steps.
+        options: Further arguments of `instrument.attach`.
+    """
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with instrument.attach(training.model, hooks(training.model), optimizer=training.start(), ids="all") as probe:
+        with instrument.attach(training.model, hooks(training.model), optimizer=training.start(), **options) as probe:
             for step in range(steps):
                 total = torch.zeros(())
                 for micro_step in range(training.micro_batches):
@@ -120,6 +140,7 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
                         loss = training.evaluate()
                         if loss is not None:
                             probe.write_metrics(loss=loss, seconds=0.0)
+<<<<<<< HEAD
     events = probe.run.events.query("severity == 'warning' and rule in @RULES")
     findings = [
         Finding(event.rule, event.layer if isinstance(event.layer, str) else None, int(event.step), event.message)
@@ -133,6 +154,9 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
         if lead.where == (event.location if isinstance(event.location, str) else "training")
     )
     return Result(seed, findings, found, leads, (losses[0], losses[-1]))
+=======
+    return probe, losses
+>>>>>>> 5e8984132245740af1793b2f25356e728bf2390b
 
 
 def _accepts(case: Case, layer: str, finding: Finding) -> bool:

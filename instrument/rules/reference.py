@@ -33,12 +33,12 @@ class ReferenceRule(PersistentRule):
 
         t(1 - 1e-5, 4 (n - 1)) * s * sqrt(1 + 1 / n)
 
-    for n runs: the prediction interval for one further run with a normal distribution (NIST/SEMATECH e-Handbook of Statistical
-    Methods, section 7.2.6.3, https://doi.org/10.18434/M32189), counted from the extremes of the runs. s is the standard deviation
-    of their smallest and largest values between the runs, in this phase or on average over all phases, whichever is larger. Phases
-    depend on each other, so they count as 4 independent ones. The floor is a factor of 1.25, 0.1 for a fraction, and a quarter of
-    the largest absolute value for the others. One run has no standard deviation: its margin is the larger of its own range and a
-    factor of 4, 0.3 for a fraction, and the largest absolute value for the others.
+    for n runs: the prediction interval for one further value from a normal distribution (G. J. Hahn and W. Q. Meeker, Statistical
+    Intervals, Wiley 1991, chapter 4), counted from the extremes of the runs. s is the standard deviation of their smallest and
+    largest values between the runs, in this phase or on average over all phases, whichever is larger. Phases depend on each other,
+    so they count as 4 independent ones. The floor is a factor of 1.25, 0.1 for a fraction, and a quarter of the largest absolute
+    value for the others. One run has no standard deviation: its margin is the larger of its own range and a factor of 4, 0.3 for a
+    fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Steps after the last phase in which the runs have values are not checked.
     """

@@ -101,14 +101,11 @@ def _foreign_reference(
     where: str, rule: ReferenceRule, known: Collection[tuple[str, str]], sites: Collection[tuple[str, str]]
 ) -> Problem:
     """Return the problem that the hooks of a model record no layer of a reference."""
-    hooks = {hook for hook, _ in known}
     if {layer for _, layer in known}.isdisjoint(layer for _, layer in sites):
         message, fix = "the model has no recorded layer of the reference", "make a reference of runs of this model"
     else:
-        message, fix = (
-            "no hook of the reference records this model",
-            f"record with its hooks: {', '.join(sorted(hooks))}",
-        )
+        message = "no hook of the reference records this model"
+        fix = f"record with its hooks: {', '.join(sorted({hook for hook, _ in known}))}"
     allowed = shorten(sorted(f"{layer or '.'} ({hook})" for hook, layer in known))
     return Problem(where, message, list(rule.from_), f"recorded are {allowed}", fix=fix)
 
