@@ -108,7 +108,13 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
         for event in events.itertuples()
     ]
     found = [index for index, finding in enumerate(findings) if _accepts(case, layer, finding)]
-    return Result(seed, findings, found, (losses[0], losses[-1]))
+    lead = next(probe.run.findings.query("rule in @RULES").itertuples(), None)
+    leads = lead is not None and any(
+        _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.when, ""))
+        for event in probe.run.events.query("rule == @lead.rule and step == @lead.when").itertuples()
+        if lead.where == (event.location if isinstance(event.location, str) else "training")
+    )
+    return Result(seed, findings, found, leads, (losses[0], losses[-1]))
 
 
 def train(training: Training, steps: int, **options: Any) -> tuple[AttachedProbe, list[float]]:
@@ -140,23 +146,7 @@ def train(training: Training, steps: int, **options: Any) -> tuple[AttachedProbe
                         loss = training.evaluate()
                         if loss is not None:
                             probe.write_metrics(loss=loss, seconds=0.0)
-<<<<<<< HEAD
-    events = probe.run.events.query("severity == 'warning' and rule in @RULES")
-    findings = [
-        Finding(event.rule, event.layer if isinstance(event.layer, str) else None, int(event.step), event.message)
-        for event in events.itertuples()
-    ]
-    found = [index for index, finding in enumerate(findings) if _accepts(case, layer, finding)]
-    lead = next(probe.run.findings.query("rule in @RULES").itertuples(), None)
-    leads = lead is not None and any(
-        _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.when, ""))
-        for event in probe.run.events.query("rule == @lead.rule and step == @lead.when").itertuples()
-        if lead.where == (event.location if isinstance(event.location, str) else "training")
-    )
-    return Result(seed, findings, found, leads, (losses[0], losses[-1]))
-=======
     return probe, losses
->>>>>>> 5e8984132245740af1793b2f25356e728bf2390b
 
 
 def _accepts(case: Case, layer: str, finding: Finding) -> bool:
