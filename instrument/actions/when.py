@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..config.base import HookBase, ObservationSpec
 from ..config.when import Condition
+from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.portable import widest
 from ..stats.sums import needs_of
 from ..tables.kinds import KINDS
@@ -79,7 +80,7 @@ class SiteCondition:
         return decision
 
     def _new_decision(self, tensor: Tensor, context: Context) -> Decision:
-        with torch.no_grad():
+        with torch.no_grad(), unseen_by_checkpoint():  # a recomputed pass repeats the decision
             stat = self.condition.stat
             measured = measure_in_context(tensor.detach(), context, needs_of((stat,)), self.spec.unit_dim)
             value = measured.statistic(stat)  # NaN without a value

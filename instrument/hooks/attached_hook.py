@@ -23,11 +23,12 @@ from ..errors import InstrumentError
 from ..fields.globs import matches
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
+from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 from ..values.dtensor import full_tensor, is_sharded, local_shard, sharded_like, shards_of
 from ..values.nested import iter_tensors
 from .clock import FIRST_CALL, Clock, FiringIndex
-from .direct import Direct, call_action, check_not_captured, direct_of, failed, unseen_by_modes
+from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
@@ -365,7 +366,7 @@ class AttachedHook(HookCoverage):
             action = partial(self.selector.apply, action)
         if self.split_dim is not None:
             action = partial(act_on_indices, action, self.split_dim)
-        with unseen_by_modes() if self.is_record_hook else nullcontext():
+        with unseen_by_checkpoint() if self.is_record_hook else nullcontext():
             new = call_action(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Context, Rows
@@ -26,7 +25,6 @@ from ..values.nested import structure
 from .clock import FIRST_CALL, FiringIndex
 from .plain_calls import Recording
 
-_SEEN = nullcontext()
 AttachedHook = Any
 """An `instrument.hooks.attached_hook.AttachedHook`, whose module imports this one."""
 
@@ -144,11 +142,6 @@ def is_plain_float(tensor: object) -> bool:
         and not tensor.is_nested
         and not tensor.is_inference()
     )
-
-
-def unseen_by_modes() -> AbstractContextManager[Any]:
-    """Return a block whose operators no `TorchDispatchMode` sees. Selective checkpointing would take them for those of the model."""
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else _SEEN
 
 
 def check_not_captured(tensor: Tensor, context: Context) -> None:

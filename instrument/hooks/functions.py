@@ -29,6 +29,7 @@ from ..plan.attention_weights import attention_of
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..plan.mode_pauses import needs_pause, register_pauses
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
+from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..tables.kinds import ATTENTION_ROLES, KINDS
 from ..tables.reasons import (
@@ -48,7 +49,6 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
 from .compiled_hooks import export_refusal
-from .direct import unseen_by_modes
 from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
@@ -207,7 +207,7 @@ class HookedFunctions(FunctionMode):
     ) -> None:
         """Run record hooks on the attention weights and the scores of a function, before hooks change its result."""
         with self._clock.timer or _UNMEASURED:
-            with unseen_by_modes():
+            with unseen_by_checkpoint():
                 found = attention_of(name, args, kwargs, result)
             for role in ATTENTION_ROLES:
                 for running, attached, _ in by_role[role]:

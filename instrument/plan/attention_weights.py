@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.parameter import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..tables.reasons import NOT_ATTENTION, OTHER_SOFTMAX, unknown_attention
+from ..values.dtensor import is_sharded
 
 Attention = Mapping[str, Tensor]
 """By role: `attention`, the weights after the softmax, and `scores`, the logits before it, with scale and mask.
@@ -26,6 +26,7 @@ Attention = Mapping[str, Tensor]
 [..., heads, queries, keys]: dimension -3 has size 1 if the function gets no dimension of heads.
 """
 
+_MASKS = "torch.nn.attention.bias"  # of its classes, which only the fused function supports; the import is slow
 _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -37,12 +38,11 @@ def attention_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
         args, kwargs: Its arguments. They are not modified.
         result: Its result.
     """
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor) and (each.is_nested or is_sharded(each) or type(each).__module__ == _MASKS):
+            return unknown_attention(name, "nested tensors" if each.is_nested else type(each).__name__)
     if name == "softmax":
         return _of_softmax(result, *args, **kwargs)
-    values = (*args, *kwargs.values())
-    others = [each for each in values if isinstance(each, Tensor) and type(each) not in (Tensor, Parameter)]
-    if others or any(isinstance(each, Tensor) and each.is_nested for each in values):
-        return unknown_attention(name, type(others[0]).__name__ if others else "nested tensors")
     with torch.no_grad():
         return (_of_product if name == "scaled_dot_product_attention" else _of_module)(*args, **kwargs)
 
@@ -107,13 +107,17 @@ def _with_heads(weights: Tensor, scores: Tensor) -> Attention:
 
 def _safe_softmax(scores: Tensor) -> Tensor:
     """Return the softmax, with zeros for a query without keys, as `scaled_dot_product_attention` does."""
-    if not scores.shape[-1]:
-        return scores.softmax(-1)
-    return scores.softmax(-1).masked_fill_(scores.amax(-1, keepdim=True).isneginf(), 0.0)
+    weights = scores.softmax(-1)
+    return weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0) if weights.numel() else weights
 
 
 class _SoftmaxArguments(TorchDispatchMode):
     """Keeps the argument of the last softmax."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""
+        return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

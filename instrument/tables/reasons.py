@@ -122,8 +122,8 @@ def not_floating_point(dtypes: Iterable[Any]) -> str:
 
 
 def unknown_attention(function: str, type_name: str) -> str:
-    """Return the reason why the weights of a fused function are not computed from its arguments."""
-    return f"the weights of {function} are not computed for arguments of this kind: {type_name}"
+    """Return the reason why the attention of a function is not recorded for the type of its arguments."""
+    return f"attention of {function} is not recorded for arguments of this type: {type_name}"
 
 
 def default_reason(kind: Kind) -> str:

@@ -169,7 +169,7 @@ _STATISTICS = (
     Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
     Statistic(
         "row_entropy",
-        "mean over rows (the last dimension) of the entropy -sum(p ln p) in nats; rows that are masked or have NaN are left out",
+        "mean over queries of the entropy -sum(p ln p) of their attention weights p, in nats, without masked queries and those with NaN",
         "ratio",
         lambda s: s.row_entropies / s.rows,
         needs=(ROWS, ROW_ENTROPIES),
@@ -178,7 +178,7 @@ _STATISTICS = (
     ),
     Statistic(
         "row_uniformity",
-        "mean over rows with k > 1 nonzero weights of the entropy / ln(k): 1 for uniform weights",
+        "mean over queries with k > 1 nonzero attention weights of the entropy / ln(k): 1 for uniform weights",
         "ratio",
         lambda s: s.row_uniformities / s.wide_rows,
         needs=(WIDE_ROWS, UNIFORMITIES),
@@ -187,7 +187,7 @@ _STATISTICS = (
     ),
     Statistic(
         "first_fraction",
-        "mean over rows with more than one nonzero weight of the weight of the first position (attention sink, Xiao et al. 2023)",
+        "mean attention weight of the first key over queries with several nonzero weights (attention sink, Xiao et al. 2023)",
         "ratio",
         lambda s: s.first / s.wide_rows,
         needs=(WIDE_ROWS, FIRST),

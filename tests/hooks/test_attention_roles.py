@@ -19,6 +19,7 @@ import instrument
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
 from instrument.hooks import functions
+from instrument.plan.attention_weights import _SoftmaxArguments
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import calls_at, infer_shapes
 from instrument.plan.tensor_path_checks import check_functions
@@ -73,9 +74,22 @@ MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, Fal
         (partial(sdpa, enable_gqa=True), heads((6, 5), (2, 5), (2, 5))),
         (sdpa, heads((3, 5), (3, 5), (3, 5), dtype=torch.float64)),
         (partial(sdpa, is_causal=True), heads((3, 5), (3, 5), (3, 5), dtype=torch.bfloat16)),
+        (sdpa, heads((3, 4), (3, 0), (3, 0))),
         (partial(sdpa, is_causal=True), [each[0, 0] for each in heads((3, 5), (3, 5), (3, 5))]),
     ],
-    ids=["eager", "sdpa", "causal", "cross", "masked row", "float mask", "gqa", "float64", "bfloat16", "one head"],
+    ids=[
+        "eager",
+        "sdpa",
+        "causal",
+        "cross",
+        "masked row",
+        "float mask",
+        "gqa",
+        "float64",
+        "bfloat16",
+        "no key",
+        "one head",
+    ],
 )
 def test_weights_give_the_output_of_the_attention(function: Callable[..., Tensor], arguments: list[Tensor]) -> None:
     output, probe = run_step(Calls(function), VALUES, *arguments)
@@ -145,6 +159,11 @@ def test_masked_queries_of_multihead_attention_are_those_of_its_path(need_weight
     (weights,) = recorded(probe, "attention")
     assert weights[:, :, 2].isnan().all() == output[:, 2].isnan().all() == need_weights
     assert need_weights or (weights[:, :, 2] == 0).all()
+
+
+def test_compiler_is_not_imported_for_multihead_attention() -> None:
+    method = _SoftmaxArguments.__torch_dispatch__  # if PyTorch wraps it, the first call imports the compiler
+    assert not hasattr(method, "__wrapped__")
 
 
 def transformers_model(family: str, how: str) -> nn.Module:
@@ -266,6 +285,16 @@ def test_weights_are_computed_only_while_the_hook_is_scheduled(monkeypatch: pyte
     assert seen == ["scaled_dot_product_attention"] * 2
 
 
+def test_condition_reads_the_entropy_of_attention() -> None:
+    model, x = Calls(lambda x: x.softmax(-1)), torch.eye(4)[None, None]
+    sharp = record("function", role="attention", when={"stat": "row_entropy", "below": 0.5})
+    with instrument.attach(model, {"sharp": sharp}) as probe:
+        for factor in (1.0, 9.0):
+            model(factor * x)
+            probe.end_step()
+    assert [row["step"] for row in probe.sink.records("stats")] == [1]
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_attention_is_recorded_once(reentrant: bool) -> None:
     inner = Calls(lambda linear, x: sdpa(*linear(x)[:, None].chunk(3, -1)), linear=nn.Linear(8, 24))
@@ -293,9 +322,15 @@ def test_coverage_gives_the_cause() -> None:
     with torch.no_grad():
         _, probe = run_step(attention, {"h": record("function", role="attention")}, x, x, x)
     assert {*causes(probe).values()} == {FAST_PATH}
-    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)]).transpose(1, 2)
-    _, probe = run_step(Calls(sdpa), {"h": record("function", role="attention")}, *[nested.transpose(1, 2)] * 3)
-    assert "nested tensors" in causes(probe)["h", ""]
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 2, 4)])
+    for function, arguments in ((sdpa, [nested] * 3), (lambda x: x.softmax(-1), [nested])):
+        _, probe = run_step(Calls(function), {"h": record("function", role="attention")}, *arguments)
+        assert "nested tensors" in causes(probe)["h", ""]
+    from torch.nn.attention.bias import causal_lower_right
+
+    biased = partial(sdpa, attn_mask=causal_lower_right(5, 5))
+    _, probe = run_step(Calls(biased), {"h": record("function", role="attention")}, *heads((1, 5), (1, 5), (1, 5)))
+    assert "CausalBias" in causes(probe)["h", ""]
     assert all(map(is_incomplete, probe.coverage()))
     model = Calls(eager)
     step = lambda: torch.func.vmap(model)(*heads((1, 2), (1, 2), (1, 2)))  # noqa: E731

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from device_statistics import forget_constants
+from hook_runs import Calls
 from test_no_waiting import CHANGES, FUNCTION_KINDS, KINDS, possible, spec_of, tables_of
 from tiers import tiered
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from instrument.actions.tensor_selection import TensorSelection, patch
 from instrument.config.modify import FUNCTIONS
 from instrument.probe import recorder
 from instrument.stats import device_copy, distribution
+from instrument.stats.attention_rows import row_sums
 from instrument.stats.exact_integers import integer_extremes
 from instrument.stats.flatten import as_vector
 from instrument.stats.measure import Measured, measure
@@ -152,6 +155,27 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(changes: tuple[str, ...], shi
                 probe.end_step()
     assert {row["hook"]: row["fired"] for row in probe.coverage()} == dict.fromkeys(changes, 2)
     assert all(rows_by_hook(probe, table)[change] == 2 for change in changes for table in tables_of(change))
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("split", [{}, {"split_dim": 1}])
+def test_attention_on_a_fake_gpu_neither_waits_nor_copies(split: dict[str, int]) -> None:
+    hooks = {
+        role: {"layers": "*", "kind": "function", "role": role, "action": "record", "stats": "all", **split}
+        for role in ("attention", "scores")
+    }
+    with FakeTensorMode():
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, device="cuda")
+        model = nn.ModuleList([Calls(F.scaled_dot_product_attention), attention])
+        with instrument.attach(model, hooks) as probe:
+            for step in range(2):
+                with Launches() as launches:
+                    model[0](*(torch.empty(3, 2, 5, 4, device="cuda") for _ in range(3)), is_causal=True)
+                    model[1](*[torch.empty(3, 5, 8, device="cuda")] * 3)
+                assert launches.copies == [] or not step, "only constants, in the first step"
+                probe.end_step()
+    assert {row["hook"]: row["fired"] for row in probe.coverage()} == dict.fromkeys(hooks, 2)
+    assert all(rows_by_hook(probe, "stats")[hook] == (8 if split else 4) for hook in hooks)
 
 
 @pytest.mark.usefixtures("imitated")
@@ -359,10 +383,11 @@ def test_launches_and_bytes_of_the_portable_sums(dtype: torch.dtype) -> None:
         (measure, 42, 222.1),
         (lambda x: dead_units(x, 1).sum(), 4, 13.0),
         (lambda x: count_saturated(x, (-1.0, 1.0)), 11, 37.1),
+        (lambda x: row_sums(x, None, None), 25, 40.0),
         (lambda x: count_changed(x, x + 1), 11, 40.0),
         (lambda x: distribution.distribution_on_device(x.view(-1), (0.5,), 0), 28, 5.0),
     ],
-    ids=["l2", "dead_fraction", "saturated_fraction", "changed elements", "quantiles"],
+    ids=["l2", "dead_fraction", "saturated_fraction", "row_entropy", "changed elements", "quantiles"],
 )
 def test_launches_and_bytes_of_other_numbers(measure: Any, most_launches: int, most_bytes: float) -> None:
     tensor = torch.ones(BIG // 10, 10, device="meta")
