@@ -1,6 +1,6 @@
 """Sums of activations that depend on more than the values: the change of a residual stream, tokens, and logits; see `Sum.function`.
 
-Tensors are converted to the widest dtype of their device in parts, so that the additional memory is bounded.
+Tensors are converted to a wider dtype in parts, so that the additional memory is bounded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..stats.portable import softmax_of, wide_parts, widest
+from ..stats.portable import parts_of, softmax_of, widest
 from ..tables.statistics import (
     ENTROPIES,
     INPUT_SQUARES,
@@ -33,8 +33,10 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
     """
     assert context.value is not None, "a change requires the module's input"
     change, given = tensor.detach().reshape(-1), context.value.detach().reshape(-1)
-    total = change.new_zeros(3, dtype=widest(change.device))
-    for added, start in zip(wide_parts(change), wide_parts(given), strict=True):
+    dtype = widest(change.device)
+    total = change.new_zeros(3, dtype=dtype)
+    for parts in zip(parts_of(change), parts_of(given), strict=True):
+        added, start = (part.to(dtype) for part in parts)
         unknown = start * 0.0 + added * 0.0  # NaN where one is not finite; faster than `isfinite`
         one, other = ((each + unknown).nan_to_num_(0.0, 0.0, 0.0) for each in (start, start + added))
         total += torch.stack([torch.dot(*pair) for pair in ((one, one), (other, other), (one, other))])
@@ -54,8 +56,10 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
     x = _real(tensor)
     if x is None or x.dim() != 3:
         return {}
-    total = x.new_zeros(2, dtype=widest(x.device))
-    for sample in wide_parts(x):  # [samples, T, D]
+    dtype = widest(x.device)
+    total = x.new_zeros(2, dtype=dtype)
+    for part in parts_of(x):
+        sample = part.to(dtype)  # [samples, T, D]
         norms = torch.linalg.vector_norm(sample, dim=-1)
         counted = (norms > 0) & norms.isfinite()
         weights = torch.where(counted, 1 / norms, 0.0)
@@ -75,8 +79,8 @@ def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, N
     if x is None or not x.dim() or not x.numel():
         return {}
     total = x.new_zeros(3, dtype=widest(x.device))
-    for rows in wide_parts(x.reshape(-1, x.shape[-1])):
-        log_partitions, entropies = softmax_of(rows)
+    for rows in parts_of(x.reshape(-1, x.shape[-1])):
+        log_partitions, entropies = softmax_of(rows.to(torch.promote_types(rows.dtype, torch.float32)))
         finite = log_partitions.isfinite()
         numbers = (torch.where(finite, each, 0.0).sum() for each in (entropies, log_partitions.square()))
         total += torch.stack([*numbers, finite.sum()])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..values.dtensor import NOT_SHARDED, Shards
 from .merge import Array
-from .portable import softmax_of, wide_parts, widest
+from .portable import parts_of, softmax_of, widest
 from .table_rows import Call
 
 PER_TOKEN = ("top_k", "num_experts_per_tok")
@@ -105,7 +105,8 @@ class Experts:
             is_valid = (x >= 0) & (x < self.count)
             counts.index_add_(0, torch.where(is_valid, x, 0).flatten().long(), is_valid.flatten().to(dtype))
             return torch.cat([counts, torch.full_like(sums, math.nan)])
-        for rows in wide_parts(x.reshape(-1, self.count)):
+        for part in parts_of(x.reshape(-1, self.count)):
+            rows = part.to(torch.promote_types(part.dtype, torch.float32))
             log_partitions, entropies = softmax_of(rows)
             finite = log_partitions.isfinite()
             chosen = rows.topk(int(self.experts), dim=-1).indices

@@ -6,7 +6,7 @@ No operation waits for a device or branches on a value. They read copies in floa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,7 +17,10 @@ from ..values.nested import to_device
 from .sums import BASE
 
 PART = 1 << 20
-"""The number of elements that `wide_parts` converts at once."""
+"""The number of elements of a part of a tensor that is converted at once."""
+_LEAST_EXPONENT = (
+    -700.0
+)  # exp is zero in float32, and negligible in float64; unlike minus infinity, its product with it is no NaN
 SAFE_EXPONENT = 200
 """Powers of two up to this one neither overflow nor underflow float64 if they are raised to the fourth power."""
 # For each dtype, integers of the same size, the bits of the exponent, and the largest unit whose inverse is finite.
@@ -31,17 +34,26 @@ def widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def wide_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield parts of a strided tensor along dimension 0 in the widest dtype, with about `PART` elements: the memory is bounded."""
-    size = max(1, PART // max(1, math.prod(tensor.shape[1:])))
-    return (part.to(widest(tensor.device)) for part in tensor.split(size))
+def parts_of(tensor: Tensor) -> Sequence[Tensor]:
+    """Return parts of a strided tensor along dimension 0 with about `PART` elements, whose copies in another dtype are small."""
+    parts: tuple[Tensor, ...] = tensor.split(max(1, PART // max(1, math.prod(tensor.shape[1:]))))
+    return parts
 
 
 def softmax_of(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logsumexp, and the entropy of softmax in nats, of each row of logits [N, classes]: [N] each."""
-    log_partitions = logits.logsumexp(-1)
-    log_p = logits - log_partitions[:, None]
-    return log_partitions, -log_p.exp().mul_(log_p).nan_to_num_(0.0).sum(-1)  # 0 for a logit of minus infinity
+    """Return logsumexp, and the entropy of softmax in nats, of each row of logits [N, classes]: [N] each, in the widest dtype.
+
+    With s = x - max(x) and Z = sum(exp(s)), the entropy is log(Z) + sum(-s exp(s)) / Z. No term is negative. Logits of at least
+    float32 are therefore sufficient. NaN for a row with NaN, plus infinity, or only minus infinity.
+    """
+    dtype = widest(logits.device)
+    largest = logits.amax(-1, keepdim=True)
+    shifted = (logits - largest).clamp_(min=_LEAST_EXPONENT)
+    weights = shifted.exp()
+    total = weights.to(dtype).sum(-1)  # faster than `sum` with a dtype
+    log_total = total.log()
+    entropies = log_total - weights.mul_(shifted).to(dtype).sum(-1) / total
+    return largest[:, 0].to(dtype) + log_total, entropies
 
 
 @lru_cache(maxsize=128)

@@ -14,7 +14,7 @@ from ..errors import ConfigError, Problem
 from ..values.dtensor import NOT_SHARDED, Shards
 from ..values.nested import to_device
 from .merge import Array
-from .portable import constants, wide_parts, widest
+from .portable import constants, parts_of, softmax_of, widest
 from .table_rows import Call
 
 _FIX = (
@@ -87,9 +87,10 @@ class PositionLosses:
         chosen = torch.where(is_class, targets, 0).flatten().long()
         losses = torch.empty(len(chosen), dtype=dtype, device=logits.device)
         begin = 0
-        for rows in wide_parts(logits.reshape(-1, logits.shape[-1])):
+        for rows in parts_of(logits.reshape(-1, logits.shape[-1])):
             part = slice(begin, begin + len(rows))
-            losses[part] = rows.logsumexp(-1) - rows.gather(1, chosen[part, None])[:, 0]
+            log_partitions, _ = softmax_of(rows.to(torch.promote_types(rows.dtype, torch.float32)))
+            losses[part] = log_partitions - rows.gather(1, chosen[part, None])[:, 0].to(dtype)
             begin = part.stop
         counted = is_class.flatten() & losses.isfinite() & (bins >= 0).expand(targets.shape).flatten()
         at = bins.clamp(min=0).expand(targets.shape).flatten()

@@ -400,8 +400,7 @@ for _table in (
     ),
     Table(
         "spectra",
-        "the singular values of one tensor at one firing, viewed as a matrix of its units and all other dimensions: rows of a parameter; "
-        "features or channels of an activation, with its samples and positions",
+        "the singular values of one tensor at one firing, viewed as a matrix of its units and all other dimensions",
         _columns(
             """
             values | list<double> | the tensor's own | the largest singular values, descending; null if an element is not

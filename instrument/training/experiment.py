@@ -397,7 +397,8 @@ def _infer_shapes(
         trials.on_parameters()
 
     def infer(phase: str, loaded: LoadedBatch, *, is_first: bool = True) -> InferredCalls:
-        with trials.on_batch(phase, loaded.total, loaded.indices, _targets(task, loaded.batch), is_first=is_first):
+        targets = _targets(task, loaded.batch)
+        with trials.on_batch(phase, loaded.total, loaded.indices, is_first=is_first, targets=targets):
             return infer_shapes(
                 model,
                 partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),

@@ -90,16 +90,16 @@ class HookTrials:
 
     @contextmanager
     def on_batch(
-        self, phase: str, total: int, ids: Sequence[int], targets: Tensor | None, *, is_first: bool
+        self, phase: str, total: int, ids: Sequence[int], *, is_first: bool, targets: Tensor | None = None
     ) -> Iterator[None]:
         """Run hooks in the forward pass of a block.
 
         Args:
             total: The number of samples of the batch, over all processes.
             ids: The indices in the dataset of the samples of this process.
-            targets: The targets of these samples; None if unknown.
             is_first: Whether it is the first batch of shape inference, on which all hooks of the phase run. On another batch, those
                 run that are scheduled for its size.
+            targets: The targets of the samples. Default: None, unknown.
         """
         self._samples, self._is_first = len(ids), is_first
         for attached in self._hooks:

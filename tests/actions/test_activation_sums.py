@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from device_statistics import use_device_statistics
 from hook_runs import Calls, counts, record, refused, run_step
 from torch import Tensor, nn
 from torch.nn import functional as F
+from training_runs import train_here
 
 import instrument
 from instrument.actions import activation_sums
 from instrument.actions.base import Context, StepContext
 from instrument.actions.measurement import measure_in_context
+from instrument.config.mode_checks import graph_obstacle
+from instrument.config.parse import parse_hooks
 from instrument.stats import portable
 from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.reasons import NO_CHANGE, REPLACED_INPUT
@@ -200,7 +204,8 @@ def test_statistics_of_logits_equal_scipy(dtype: torch.dtype) -> None:
     wide = x.double().numpy()
     entropies = scipy.stats.entropy(scipy.special.softmax(wide, axis=-1), axis=-1)
     squares = scipy.special.logsumexp(wide, axis=-1) ** 2
-    expected = [pytest.approx(entropies.mean(), rel=1e-12), pytest.approx(squares.mean(), rel=1e-12)]
+    rel = 1e-12 if dtype == torch.float64 else 1e-7
+    expected = [pytest.approx(entropies.mean(), rel=rel), pytest.approx(squares.mean(), rel=rel)]
     assert statistics(x, ["softmax_entropy", "z_loss"]) == expected
 
 
@@ -236,3 +241,45 @@ def test_sums_of_parts_of_a_batch_are_those_of_the_batch(name: str) -> None:
     total = torch.stack([totals(row, maxima) for row in rows]).sum(0)
     found, expected = (statistics_of(matrix.numpy(), (name,))[0][0] for matrix in (merged(maxima, total), sums(x)))
     assert found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")  # the graph breaks
+def test_change_of_a_compiled_block_is_recorded_outside_of_the_graph() -> None:
+    block = Calls(lambda linear, x: x + linear(x), linear=nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    compiled = torch.compile(block, backend="eager")
+    (row,), _ = change_of(compiled, x, layers=".")
+    assert_change(row, x, block(x))
+    spec = parse_hooks({"h": record("forward", role="change")})["h"]
+    obstacle = graph_obstacle(spec)
+    assert obstacle is not None
+    assert (obstacle.key, obstacle.fix) == ("role", "record the output")
+
+
+def test_function_of_a_change_gets_the_input() -> None:
+    seen: list[Any] = []
+    hook = record("forward", role="change", action="call")
+    hook |= {"fn": lambda tensor, context: seen.append((tensor, context.value))}
+    x = torch.randn(2, 3)
+    run_step(Calls(torch.exp), {"h": hook}, x)
+    ((change, given),) = seen
+    assert torch.equal(change, x.exp() - x)
+    assert torch.equal(given, x)
+
+
+@pytest.mark.parametrize("gap", [0.0, 5.0, 20.0, 50.0])
+def test_entropy_of_certain_predictions_is_exact(gap: float) -> None:
+    x = torch.zeros(4, 1000)
+    x[:, 3] = gap
+    shares = scipy.special.softmax(x[:1].double().numpy(), axis=-1)
+    expected = scipy.stats.entropy(shares[0])
+    assert statistics(x, ["softmax_entropy"]) == [pytest.approx(expected, rel=1e-5, abs=1e-15)]
+
+
+def test_trial_before_a_run_measures_a_change(tmp_path: Path) -> None:
+    stats = "[branch_ratio, {_target_: torch.mean, name: shift}]"
+    hook = f"{{layers: '**', types: ReLU, kind: forward, role: change, action: record, stats: {stats}}}"
+    run = train_here(tmp_path / "out", "model=mlp", "data=digits", "train.steps=2", f"+hooks.c={hook}")
+    assert len(run.stats) == 4
+    assert (run.stats["branch_ratio"] > 0).all()  # a ReLU removes the negative values
+    assert (run.stats["shift"] > 0).all()

@@ -67,7 +67,7 @@ def series_of(data: dict[str, Any], hook: str) -> dict[str, Any]:
 def test_heat_map_equals_the_table(reported_run: instrument.Run, data: dict[str, Any], hook: str) -> None:
     series, stats = series_of(data, hook), reported_run.stats[reported_run.stats["hook"] == hook]
     keys = ["step", "hook", "layer", "path"]
-    stats = stats.merge(reported_run.spectra[[*keys, "spectral_norm", "stable_rank"]], "left", keys)
+    stats = stats.merge(reported_run.spectra[[*keys, "spectral_norm", "stable_rank", "effective_rank"]], "left", keys)
     assert ("stable_rank" in series["statistics"]) == (hook == "updates")
     assert series["first"] == series["last"] == sorted(stats["step"].unique())
     seen = 0

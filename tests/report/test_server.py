@@ -193,7 +193,7 @@ def test_data_are_those_of_the_report(own_training: Training) -> None:
     live.refresh()
     found, expected = charts(live), charts(history_of(instrument.load(own_training.folder)))
     (ranks,) = [one["statistics"] for one in expected["series"] if one["hook"] == "ranks"]
-    assert [*ranks] == ["spectral_norm", "stable_rank"]
+    assert [*ranks] == ["spectral_norm", "stable_rank", "effective_rank"]
     for one in (found, expected):
         del one["version"]
         for part in ("series", "effects", "distributions"):  # the rows of a file are sorted

@@ -68,7 +68,7 @@ def test_load_of_experts(
     rows = logits.double().numpy().reshape(-1, shape[-1])
     assert_load(row, np.argsort(-rows, axis=1)[:, :experts], shape[-1])
     entropies = scipy.stats.entropy(scipy.special.softmax(rows, axis=1), axis=1)
-    assert row["router_entropy"] == pytest.approx(entropies.mean(), rel=1e-12)
+    assert row["router_entropy"] == pytest.approx(entropies.mean(), rel=1e-7)
     assert (row["dropped_fraction"], row["shape"]) == (None, list(shape))
 
 

@@ -56,7 +56,7 @@ def test_losses_of_bins_are_means_of_cross_entropy(
     row = row_of(logits, targets)
     losses, counted = losses_of(logits, targets), (targets != -100).numpy()
     expected = [losses[:, part][counted[:, part]].mean() for part in (slice(0, 1), slice(1, 3), slice(3, 5))]
-    assert row["losses"] == pytest.approx(expected, rel=1e-12)
+    assert row["losses"] == pytest.approx(expected, rel=1e-7)
     assert (row["first_positions"], row["targets"], row["shape"]) == ([0, 1, 3], [3, 6, 4], [3, 5, 7])
 
 

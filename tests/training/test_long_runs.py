@@ -13,6 +13,7 @@ from tiers import tiered
 from torch import nn
 
 import instrument
+from instrument.tables.schemas import TABLES
 
 MAX_GROWTH = {1_000: 10_000, 100_000: 20_000}  # kB, by the number of steps
 
@@ -46,6 +47,6 @@ def test_names_of_layers_and_hooks_are_not_file_names(tmp_path: Path) -> None:
     run = instrument.load(tmp_path / "run")
     assert set(run.stats.layer) == set(run.tensors().layer) == set(odd)
     files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
-    tables = "stats|distributions|tensors|effects|metrics|coverage|layers|events|generated|samples|spectra"
+    tables = "|".join(TABLES)
     for file in files:
         assert re.fullmatch(rf"run/(run\.json|({tables})/part-0000-000000\.parquet)", file), file
