@@ -99,7 +99,12 @@ def test_weights_give_the_output_of_the_attention(function: Callable[..., Tensor
     assert weights.dtype == scores.dtype == torch.promote_types(query.dtype, torch.float32)
     repeated = value if value.dim() < 3 else value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
     tolerance = 2e-2 if query.dtype == torch.bfloat16 else 1e-5
-    assert_close([weights.view(*repeated.shape[:-2], *weights.shape[-2:]) @ repeated.to(weights.dtype)], [output.to(weights.dtype)], rtol=tolerance, atol=tolerance)
+    assert_close(
+        [weights.view(*repeated.shape[:-2], *weights.shape[-2:]) @ repeated.to(weights.dtype)],
+        [output.to(weights.dtype)],
+        rtol=tolerance,
+        atol=tolerance,
+    )
     sums = weights.sum(-1)
     assert ((sums - 1).abs() < 1e-5).logical_or(sums == 0).all()
     assert_close([scores.softmax(-1).nan_to_num(0.0)], [weights], rtol=1e-5, atol=1e-6)
