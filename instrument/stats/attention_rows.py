@@ -32,8 +32,7 @@ def _sums_of_parts(weights: Tensor) -> dict[Sum, Tensor]:
     """Return the sums of each part of weights [parts, ..., keys]: [parts]. One operation for all parts is faster."""
     wide = widest(weights.device)
     p = weights.detach().to(wide if weights.dtype == torch.float64 else torch.float32)
-    log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log_()  # faster than `torch.special.entr`
-    entropies = -log_p.mul_(p).sum(-1, dtype=wide)  # [...]
+    entropies = torch.special.entr(p).sum(-1, dtype=wide)  # [...]
     counts = p.sign().sum(-1).to(wide)  # faster than a sum of booleans
     is_row = entropies.isfinite() & (counts > 0)
     is_wide = is_row & (counts > 1)
