@@ -21,7 +21,7 @@ METRICS = dict.fromkeys(("loss", "accuracy", "lr", "grad_norm", "seconds", "skip
 
 
 class Step(dict[str, Any]):
-    """The rows of a step: `rows`, `phase`, `targets`, and metrics."""
+    """The rows of a step: `rows`, `phase`, `targets`, `relations`, and metrics."""
 
 
 def rule_set(rules: Mapping[str, Any], events: list[RuleEvent]) -> RuleSet:
@@ -42,7 +42,11 @@ def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, with_numbers:
         layout, column = rules.layout(sites, phase, lambda site: site), _column(rows)
         numbers = np.stack([column(name) for name in ALL], axis=1) if with_numbers else None
         metrics = {**METRICS, **given} if given else None
-        rules.update(StepRows(step.get("step", number), phase, layout, column, metrics, targets, numbers=numbers))
+        relations = step.get("relations", ())
+        of_step = StepRows(
+            step.get("step", number), phase, layout, column, metrics, targets, numbers=numbers, relations=relations
+        )
+        rules.update(of_step)
 
 
 def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEvent]:

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("config", "stats"),
     ("actions", "importers", "plan", "rules", "trackers"),
     ("hooks", "storage"),
+    ("relations",),
     ("analysis", "probe"),
     ("comparison", "tasks"),
     ("plot", "training"),

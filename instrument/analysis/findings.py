@@ -126,7 +126,7 @@ def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Ite
         severity: Severity = "error" if lost else "warning" if event.severity == "warning" else "info"
         yield Finding(
             what,
-            event.location or "training",
+            event.location or event.layer or "training",
             event.step,
             f"{value}{more}",
             severity,

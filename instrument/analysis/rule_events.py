@@ -15,7 +15,7 @@ from ..config.rules import METRIC_NAMES, RuleBase
 from ..config.run_changes import Settings
 from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
-from ..rules.step_rows import FloatArray, RowSite, StepRows, time_order
+from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_order
 from ..tables.kinds import KINDS
 from ..tables.statistics import ALL
 from .run_tables import RunTables
@@ -48,7 +48,7 @@ def _frozen_layers(run: RunTables) -> frozenset[str]:
 
 
 def _ranks(run: RunTables) -> list[int]:
-    batches = itertools.chain(run.scan("stats", ["rank"]), run.scan("metrics", ["rank"]))
+    batches = itertools.chain.from_iterable(run.scan(table, ["rank"]) for table in ("stats", "metrics", "relations"))
     return sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()})
 
 
@@ -60,7 +60,11 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
         for row in batch.to_pylist()
     }
     targets = _targets(run, condition) if any(getattr(rule, "source", "") == "targets" for rule in rules.rules) else {}
-    left = sorted({*metrics, *targets}, key=time_order)
+    relations: dict[Moment, list[RelationRow]] = {}
+    for batch in run.scan("relations", ["step", "phase", *RelationRow._fields], condition):
+        for step, phase, *cells in zip(*(column.to_pylist() for column in batch.columns), strict=True):
+            relations.setdefault((step, phase), []).append(RelationRow(*cells))
+    left = sorted({*metrics, *targets, *relations}, key=time_order)
     no_rows: _Rows = ([], {})
 
     def rows_of(moment: Moment, stats: _Rows) -> StepRows:
@@ -68,7 +72,12 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
         missing = np.full(len(sites), np.nan)
         layout = rules.layout(sites, moment[1], lambda site: site)
         return StepRows(
-            *moment, layout, lambda name: columns.get(name, missing), metrics.get(moment), targets.get(moment)
+            *moment,
+            layout,
+            lambda name: columns.get(name, missing),
+            metrics.get(moment),
+            targets.get(moment),
+            relations=relations.get(moment, ()),
         )
 
     position = 0

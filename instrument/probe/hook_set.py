@@ -103,6 +103,11 @@ class HookSet:
         self._attached.callback(hooks.detach)
         hooks.attach()
 
+    def add(self, hooks: HookGroup) -> None:
+        """Attach further hooks, which `detach` removes."""
+        with uninterrupted():
+            self._attach(hooks)
+
     def watch_phase(self, watch: PhaseWatch) -> None:
         """Add the hooks that set the phase, after `attach`.
 
@@ -113,8 +118,7 @@ class HookSet:
             if isinstance(group, ModuleHooks | FunctionHooks) and group.attached_hooks[0].site.layer.module in modules:
                 group.hooks.keep_registered()
         self._groups.append(watch)
-        with uninterrupted():
-            self._attach(watch)
+        self.add(watch)
 
     def detach(self) -> None:
         """Remove all hooks in reverse order."""

@@ -28,6 +28,7 @@ from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
+from ..relations.relation_set import RelationSet
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..runtime.deferred_interrupts import deferred_signals
 from ..runtime.forks import OwnedByProcess
@@ -152,6 +153,7 @@ class Probe(OwnedByProcess):
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
+        self._relations = RelationSet(self.rules.relations, plan.layers.model, self.optimizers, self.clock)
         self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
@@ -170,6 +172,7 @@ class Probe(OwnedByProcess):
         self._entered = True
         try:
             self._hooks.attach()
+            self._hooks.add(self._relations)
             if not self._is_resumed:
                 self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
                 self._write_layers()
@@ -278,6 +281,7 @@ class Probe(OwnedByProcess):
             yield
             if self._metrics.has_logged:
                 self._metrics.write(seconds=time.perf_counter() - started_at)
+            self._write_relations()
         finally:
             self.phase = previous_phase
         with deferred_signals():
@@ -508,6 +512,7 @@ class Probe(OwnedByProcess):
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
+        self._write_relations()
         self._hooks.update_step_coverage(row)
         self._hooks.end_step()
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
@@ -559,6 +564,10 @@ class Probe(OwnedByProcess):
             isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
         )
         self._hooks.refresh()
+
+    def _write_relations(self) -> None:
+        """Check the relations at the end of a step or of an evaluation, and write their rows."""
+        self.recorder.write_relations(self.step, self.phase, self.clock.rank, self._relations.check())
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
         """Write the `layers` table once.
@@ -672,6 +681,7 @@ class Probe(OwnedByProcess):
             "recorder": self.recorder.state_dict(),
             "rules": self.rules.state_dict(),
             "rule_actions": self._rule_actions.state_dict(),
+            "relations": self._relations.state_dict(),
             "hooks": [attached.state_dict() for attached in self.attached_hooks],
             "budget": None if self.budget is None else self.budget.state_dict(),
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
@@ -686,6 +696,7 @@ class Probe(OwnedByProcess):
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])
+        self._relations.load_state_dict(state["relations"])
         for attached, hook_state in zip(self.attached_hooks, state["hooks"], strict=True):
             attached.load_state_dict(hook_state)
         if self.budget is not None:

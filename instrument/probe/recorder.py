@@ -21,6 +21,7 @@ from ..actions.base import EFFECT, Context, Effect, StepContext
 from ..actions.print import line_of
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import take
+from ..rules.step_rows import RelationRow
 from ..stats.cpu_kernel import Slab, is_connected
 from ..stats.device_copy import HostCopy, Transfer
 from ..stats.device_sums import DeviceMemory
@@ -38,6 +39,9 @@ from .slab_rows import EffectRows, Matrix, StatisticsRows, StepSlab, Taken
 
 MetricsRow = tuple[int, str, Mapping[str, Any]]
 """Step, phase, and the values of the other columns of a row of metrics."""
+Relations = Mapping[tuple[int, str], Sequence[RelationRow]]
+"""The rows of relations of each step and phase."""
+OnRows = Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows], Relations], None]
 Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
@@ -70,7 +74,7 @@ class Recorder:
     def __init__(
         self,
         sink: Sink,
-        on_rows: Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]], None] | None = None,
+        on_rows: OnRows | None = None,
         ranks: Ranks | None = None,
         *,
         all_samples: bool = False,
@@ -97,6 +101,7 @@ class Recorder:
         self._lines: list[tuple[str, _Values]] = []
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[MetricsRow] = []  # of this step
+        self._relations: dict[tuple[int, str], Sequence[RelationRow]] = {}
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -287,11 +292,12 @@ class Recorder:
         for *_, decisions in tensors:
             on_device += decisions
         deferred, metrics = take(self._deferred), take(self._metrics)
+        relations, self._relations = self._relations, {}
         devices, self._copied_from = self._copied_from, set()
         sums = [(rows, HostCopy(memory)) for rows, memory in self._memory.take()]
         transfer = Transfer(on_device, devices)
         self._pending = _Step(
-            stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
+            stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, relations, sums, transfer
         )
         is_complete = transfer.is_complete and (merged is None or merged.is_complete)
         if is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
@@ -313,6 +319,12 @@ class Recorder:
     def note_metrics(self, row: MetricsRow) -> None:
         """Add a row of metrics for `on_rows`. It is passed on when the rows of the step are passed to the sink."""
         self._metrics.append(row)
+
+    def write_relations(self, step: int, phase: str, rank: int, rows: Sequence[RelationRow]) -> None:
+        """Write the rows of relations of a step, and pass them to `on_rows` with the other rows of the step."""
+        if rows:
+            self._relations[step, phase] = rows
+            self.write("relations", [(step, phase, rank, *row) for row in rows])
 
     def flush(self) -> None:
         """Pass the rows of all completed steps to the sink and to the rules. Waits for values that are being copied from a GPU."""
@@ -350,7 +362,7 @@ class Recorder:
             self.write(name, [deferred()])
         if self.on_rows is not None:
             in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-            self.on_rows(stats_rows, step.metrics, in_time)
+            self.on_rows(stats_rows, step.metrics, in_time, step.relations)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
@@ -430,6 +442,7 @@ class _Step(NamedTuple):
     tensors: list[UndecidedTensor]
     deferred: list[tuple[str, Callable[[], Row]]]
     metrics: list[MetricsRow]
+    relations: Relations
     sums: list[tuple[list[Tensor], HostCopy]]
     transfer: Transfer
 

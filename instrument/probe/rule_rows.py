@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..rules.rule_set import RuleSet
-from ..rules.step_rows import FloatArray, RowLayout, RowSite, StepRows, time_order
+from ..rules.step_rows import FloatArray, RelationRow, RowLayout, RowSite, StepRows, time_order
 from ..tables.schemas import IDENTITY, MOMENT
 from ..tables.sink_interface import Row
 from ..tables.statistics import ALL
@@ -22,18 +22,25 @@ _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute"
 
 
 def update_rules(
-    rules: RuleSet, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
+    rules: RuleSet,
+    stats: StatisticsRows | None,
+    metrics: Sequence[MetricsRow],
+    samples: Sequence[SampleRows],
+    relations: Mapping[_Moment, Sequence[RelationRow]],
 ) -> None:
     """Pass the rows of each step and phase to the rules, in order."""
     metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
     targets = _targets(samples) if samples else {}
     indices = {} if stats is None else _indices(stats)
-    moments = {**metrics_by_step, **indices, **targets}
+    moments = {**metrics_by_step, **indices, **targets, **relations}
     for step, phase in moments if len(moments) == 1 else sorted(moments, key=time_order):
         moment = step, phase
         layout, statistic, numbers = _statistics(rules, phase, stats, indices.get(moment, _NO_ROWS))
         metrics_row, targets_of_step = metrics_by_step.get(moment), targets.get(moment)
-        rules.update(StepRows(step, phase, layout, statistic, metrics_row, targets_of_step, numbers=numbers))
+        of_step = relations.get(moment, ())
+        rules.update(
+            StepRows(step, phase, layout, statistic, metrics_row, targets_of_step, numbers=numbers, relations=of_step)
+        )
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..config.schedule import STEP_PHASES
 from ..tables.statistics import ALL
-from .rule import TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
+from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
@@ -153,6 +153,6 @@ class StepBounds:
 
 
 def _metric(rows: StepRows, name: str) -> float | None:
-    if name == TARGETS:
-        return len(rows.targets)
+    if name in (TARGETS, RELATIONS):
+        return len(rows.targets if name == TARGETS else rows.relations)
     return None if rows.metrics is None else rows.metrics.get(name)

@@ -17,8 +17,8 @@ import numpy as np
 from ..config.rules import PersistentRule, RuleBase
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
-TARGETS = "targets"
-"""The name of the number of targets of a step, next to the metrics."""
+TARGETS, RELATIONS = "targets", "relations"
+"""The names of the numbers of targets and of rows of relations of a step, next to the metrics."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Firing:
         text: The value in words, such as `62.0% of its units are zero for a whole batch`.
         value: The value as a number. None for a note, which is expected and has no consequences.
         threshold: The threshold; None if the rule has none.
-        location: Where; None for the run as a whole.
+        location: Where; None for the run as a whole, or a layer as a whole.
         what: A short description; empty for that of the rule.
+        layer: The name of the layer if there is no location. Default: None, the run as a whole.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Firing:
     threshold: float | None = None
     location: Location | None = None
     what: str = ""
+    layer: str | None = None
 
 
 class Rule(ABC):
@@ -145,6 +147,21 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def remember(self, steps: QuietSteps) -> None:
         """Change the state as by reading steps within the bounds. Default: they do not change it."""
+
+
+class RelationRule(CatalogueRule[RuleBase]):
+    """A rule that fires where a relation does not hold. `instrument/relations/` checks the relation with the name of the rule."""
+
+    relation: ClassVar[str]
+    requires = "nothing: the relation is checked without hooks, where it applies"
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        for row in rows.relations:
+            if row.relation == self.relation and row.holds is False:
+                yield Firing(row.text, 1.0 if row.value is None else row.value, layer=row.layer or None)
+
+    def bounds(self) -> Bounds:
+        return Bounds(RELATIONS, high=0)
 
 
 class LocatedRule(CatalogueRule[SpecT]):

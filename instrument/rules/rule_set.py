@@ -11,7 +11,7 @@ from ..config.rules import RULES, Action, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
-from .rule import CatalogueRule, Firing, Rule
+from .rule import CatalogueRule, Firing, RelationRule, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
 from .watch import WatchMetric, WatchStatistic
 
@@ -132,6 +132,11 @@ class RuleSet:
         """The rules."""
         return list(self._rules.values())
 
+    @property
+    def relations(self) -> frozenset[str]:
+        """The names of the relations that rules read."""
+        return frozenset(rule.relation for rule in self._rules.values() if isinstance(rule, RelationRule))
+
     def _report(self, name: str, firing: Firing, rows: StepRows) -> None:
         is_note, location = firing.value is None, firing.location
         key = f"{name} {location is None}"
@@ -144,7 +149,7 @@ class RuleSet:
             rows.step,
             f"{what}: {rows.when}{where}: {firing.text}",
             severity,
-            None if location is None else location.layer,
+            firing.layer if location is None else location.layer,
             None if location is None else str(location),
             firing.value,
             firing.threshold,

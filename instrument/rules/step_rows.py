@@ -89,6 +89,17 @@ class RowSite(NamedTuple):
     recompute: bool
 
 
+class RelationRow(NamedTuple):
+    """A relation that was checked in a step; see the table `relations`."""
+
+    relation: str
+    layer: str
+    path: str
+    holds: bool | None
+    value: float | None
+    text: str
+
+
 @dataclass(frozen=True)
 class Chosen:
     """The rows that a rule reads in all steps with the same layout."""
@@ -203,6 +214,7 @@ class StepRows:
         statistic: Returns a statistic of all rows by name: float64 [rows], NaN for no value.
         metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
+        relations: The rows of the table `relations`. Default: none.
         numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics], if no row has further built-in ones.
             None if there is no such matrix.
     """
@@ -217,11 +229,12 @@ class StepRows:
         targets: FloatArray | None = None,
         *,
         numbers: FloatArray | None = None,
+        relations: Sequence[RelationRow] = (),
     ) -> None:
         self.step, self.phase = step, phase
         self.layout, self.metrics = layout, metrics
         self.targets = _NO_TARGETS if targets is None else targets
-        self.numbers = numbers
+        self.numbers, self.relations = numbers, relations
         self._statistic = statistic
         self._columns: dict[str, FloatArray] = {}
 

@@ -13,9 +13,9 @@ from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fi
 from instrument.config.parse import parse_rules
 from instrument.config.rules import RULES, RuleBase, default_rules
 from instrument.errors import ConfigError
-from instrument.rules.rule import CatalogueRule, Firing
+from instrument.rules.rule import CatalogueRule, Firing, RelationRule
 from instrument.rules.rule_set import MAX_EVENTS, RuleEvent, RuleSet
-from instrument.rules.step_rows import StepRows
+from instrument.rules.step_rows import RelationRow, StepRows
 
 NOISE = [1.0, 1.3, 0.8, 1.1, 0.9] * 6
 CONV = {**OUTPUT, "layer": "b", "module_type": "Conv2d"}
@@ -52,6 +52,10 @@ def probabilities(loss: float, gradient: float) -> list[Step]:
 
 def parameters(*numbers: float, **more: Any) -> list[Step]:
     return [Step(rows=[{**PARAMETER, "numel": 9, "mean": number, "l2": number}], **more) for number in numbers]
+
+
+def relation(name: str, holds: bool | None) -> RelationRow:
+    return RelationRow(name, "", "", holds, 2.0, "some text")
 
 
 # By rule: steps with the fault, steps without it, and the step and the value of the event.
@@ -136,6 +140,16 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
     ),
     "stalled": ([Step(seconds=1.0), Step(seconds=4000.0)], [Step(seconds=900.0)] * 3, 1, 4000.0),
     "input_not_normalized": (inputs(120.0, 60.0), inputs(0.13, 0.31), 0, 60.0),
+    **{
+        name: (
+            [Step(relations=[relation(name, True)]), *[Step(loss=1.0)] * 3, Step(relations=[relation(name, False)])],
+            [Step(relations=[relation(name, True), relation(name, None), relation("other", False)])],
+            4,
+            2.0,
+        )
+        for name in sorted(RULES)
+        if issubclass(RULES[name], RelationRule)
+    },
 }
 
 

@@ -31,6 +31,7 @@ def sink() -> instrument.MemorySink:
     """A run that writes rows to every table."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     model.spare = nn.Linear(1, 1)
+    model.same = model[2]
     model.forward = lambda x: model[2](model[1](model[0](x)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = {"layers": "**", "kind": "forward", "action": "record"}
@@ -96,7 +97,7 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra"]
+    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra", "relations"]
     for name in ("stats", "distributions", "tensors", "effects", "spectra"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]

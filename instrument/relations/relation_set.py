@@ -1,0 +1,110 @@
+"""The relations of a run: when they are checked, what they read, and which of their results become rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.optim import Optimizer
+
+from ..hooks.clock import Clock
+from ..hooks.hook_group_interface import InertWhenCopied
+from ..rules.step_rows import RelationRow
+from .relation import RELATIONS, Relation, Training
+
+FIRST_STEPS, EVERY = 5, 50
+"""Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
+MAX_ROWS = 20  # rows of a relation that does not hold
+_MAX_CALLS = 16
+
+
+class RelationSet(InertWhenCopied):
+    """Checks relations in the first steps, and rarely later.
+
+    Args:
+        names: The names of the relations.
+    """
+
+    def __init__(self, names: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], clock: Clock) -> None:
+        super().__init__((), clock)
+        self.training = Training(model, optimizers, clock)
+        self._relations: dict[str, Relation] = {name: RELATIONS[name](self.training) for name in sorted(names)}
+        self._first: int | None = None  # the first step
+        self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
+
+    def attach(self) -> None:
+        """Register the hooks of all relations. After an exception, `detach` removes those that were registered."""
+        if self._first is None:
+            self._first = self.clock.moment.step
+        self._plan_check()
+        sources = {source for relation in self._relations.values() for source in relation.sources}
+        if "inputs" in sources and _calls_hooks(self.training.model):
+            self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        for relation in self._relations.values():
+            relation.attach()
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
+            return
+        self._plan_check()
+        inputs = self.training.inputs
+        if self.training.is_checked and self.clock.moment.phase == "train" and len(inputs) < _MAX_CALLS:
+            inputs.append((args, kwargs))
+
+    def _plan_check(self) -> None:
+        """Set whether the current step is checked."""
+        step = self.clock.moment.step
+        self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY == 0
+
+    def check(self) -> list[RelationRow]:
+        """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
+        self._plan_check()
+        rows: list[RelationRow] = []
+        if self.training.is_checked:
+            for name, relation in self._relations.items():
+                if self.clock.moment.phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
+                    rows += self._new_rows(name, relation)
+        self.training.inputs.clear()
+        return rows
+
+    def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
+        rows = []
+        results = [*relation.check()]
+        is_violated = any(each.holds is False for each in results)
+        for holds, value, text, layer, path in results:
+            if holds and is_violated:
+                continue
+            location = f"{holds} {layer} {path}" if holds is False else str(holds)
+            if not self._seen[name, location] and self._seen[name, ""] < MAX_ROWS:
+                self._seen[name, location] = 1
+                self._seen[name, ""] += holds is False
+                rows.append(RelationRow(name, layer, path, holds, value, text))
+        return rows
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for relation in self._relations.values():
+            relation.detach()
+        self.training.inputs.clear()
+        super().detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: the first step, and the locations that have a row."""
+        return {"first": self._first, "seen": [[*key, count] for key, count in self._seen.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        self._first = state["first"]
+        self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _calls_hooks(model: nn.Module) -> bool:
+    """Return whether a hook on the model is called, and changes nothing.
+
+    TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
+    """
+    return not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule)

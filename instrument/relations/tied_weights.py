@@ -1,0 +1,67 @@
+"""Relation: parameters that share their memory at the start stay equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from .relation import RELATIONS, Checked, Relation
+
+
+@RELATIONS.register("tied_weights")
+class TiedWeights(Relation):
+    """Compares the parameters that were one parameter, or one memory, when the hooks were attached.
+
+    Also the embeddings of the input and the output, if the configuration of a transformer declares `tie_word_embeddings`.
+    """
+
+    def attach(self) -> None:
+        names: dict[tuple[object, ...], list[str]] = {}
+        for name, parameter in self.training.model.named_parameters(remove_duplicate=False):
+            names.setdefault(_memory(parameter), []).append(name)
+        self._tied = [several for several in names.values() if len(several) > 1]
+
+    def check(self) -> Iterator[Checked]:
+        parameters = dict(self.training.model.named_parameters(remove_duplicate=False))
+        tied = [[(name, parameters[name]) for name in names if name in parameters] for names in self._tied]
+        tied += _declared(self.training.model)
+        count = 0
+        for (first, reference), *others in filter(None, tied):
+            for name, parameter in others:
+                count += 1
+                if parameter is not reference and not _are_equal(parameter, reference):
+                    layer, _, path = name.rpartition(".")
+                    text = f"{name} differs from {first}, with which it is tied"
+                    yield Checked(False, _distance(parameter, reference), text, layer, path)
+        if count:
+            yield Checked(True, count, f"{count} tied parameters are equal")
+
+
+def _memory(parameter: Tensor) -> tuple[object, ...]:
+    """Return what is equal for parameters that share their memory."""
+    if type(parameter.detach()) is not Tensor or not parameter.numel() or parameter.is_meta:
+        return (id(parameter),)
+    return parameter.device, parameter.data_ptr(), parameter.shape, parameter.stride()
+
+
+def _declared(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return the weights of both embeddings of a model of transformers that declares them tied."""
+    config, get = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
+    if get is None or getattr(config, "tie_word_embeddings", False) is not True:
+        return []
+    weights = {id(getattr(each, "weight", None)) for each in (model.get_input_embeddings(), get())}  # type: ignore[operator]
+    found = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in weights]
+    return [found] if len(found) == 2 and found[0][1].shape == found[1][1].shape else []
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and (_memory(one) == _memory(other) or torch.equal(one.to(other.device), other))
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the largest absolute difference; NaN for other shapes."""
+    if one.shape != other.shape:
+        return float("nan")
+    return float((one.detach().to(other.device, other.dtype) - other.detach()).abs().max())
