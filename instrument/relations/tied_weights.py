@@ -19,12 +19,12 @@ class TiedWeights(Relation):
 
     def attach(self) -> None:
         names: dict[tuple[object, ...], list[str]] = {}
-        for name, parameter in self.training.model.named_parameters(remove_duplicate=False):
+        for name, parameter in _parameters(self.training.model):
             names.setdefault(_memory(parameter), []).append(name)
         self._tied = [several for several in names.values() if len(several) > 1]
 
     def check(self) -> Iterator[Checked]:
-        parameters = dict(self.training.model.named_parameters(remove_duplicate=False))
+        parameters = dict(_parameters(self.training.model)) if self._tied else {}
         tied = [[(name, parameters[name]) for name in names if name in parameters] for names in self._tied]
         tied += _declared(self.training.model)
         count = 0
@@ -37,6 +37,14 @@ class TiedWeights(Relation):
                     yield Checked(False, _distance(parameter, reference), text, layer, path)
         if count:
             yield Checked(True, count, f"{count} tied parameters are equal")
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of each module by name, also those of another module. A module can be a part of itself."""
+    for layer, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{layer}.{name}" if layer else name, parameter
 
 
 def _memory(parameter: Tensor) -> tuple[object, ...]:

@@ -31,7 +31,7 @@ def sink() -> instrument.MemorySink:
     """A run that writes rows to every table."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     model.spare = nn.Linear(1, 1)
-    model.same = model[2]
+    model.spare.bias = model[2].bias
     model.forward = lambda x: model[2](model[1](model[0](x)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = {"layers": "**", "kind": "forward", "action": "record"}
