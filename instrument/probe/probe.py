@@ -153,7 +153,9 @@ class Probe(OwnedByProcess):
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
-        self._relations = RelationSet(self.rules.relations, plan.layers.model, self.optimizers, self.clock)
+        self._relations = RelationSet(
+            self.rules.relations, plan.layers.model, self.optimizers, self.clock, self._hooks.steps.scaler
+        )
         self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
         self.warnings: list[str] = []
         self._stop_reason: str | None = None

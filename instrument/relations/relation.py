@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -43,6 +44,7 @@ class Training:
         model: The model.
         optimizers: The optimizers, possibly none.
         clock: The clock of the probe.
+        scaler: The gradient scaler; None without one, or if it is not enabled.
         inputs: The positional and the keyword arguments of the calls of the model in this step, if it is checked and a relation
             reads them. At most 16 calls.
         is_checked: Whether relations are checked in the current step.
@@ -51,6 +53,7 @@ class Training:
     model: nn.Module
     optimizers: Sequence[Optimizer]
     clock: Clock
+    scaler: GradScaler | None = None
     inputs: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = field(default_factory=list)
     is_checked: bool = True
 

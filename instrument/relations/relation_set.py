@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
 from torch.optim import Optimizer
 
@@ -27,11 +28,19 @@ class RelationSet(InertWhenCopied):
 
     Args:
         names: The names of the relations.
+        scaler: The gradient scaler, if it is enabled.
     """
 
-    def __init__(self, names: Collection[str], model: nn.Module, optimizers: Sequence[Optimizer], clock: Clock) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        clock: Clock,
+        scaler: GradScaler | None = None,
+    ) -> None:
         super().__init__((), clock)
-        self.training = Training(model, optimizers, clock)
+        self.training = Training(model, optimizers, clock, scaler)
         self._relations: dict[str, Relation] = {name: RELATIONS[name](self.training) for name in sorted(names)}
         self._first: int | None = None  # the first step
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
@@ -55,20 +64,21 @@ class RelationSet(InertWhenCopied):
         if self.training.is_checked and self.clock.moment.phase == "train" and len(inputs) < _MAX_CALLS:
             inputs.append((args, kwargs))
 
-    def _plan_check(self) -> None:
-        """Set whether the current step is checked."""
-        step = self.clock.moment.step
+    def _plan_check(self, steps_ahead: int = 0) -> None:
+        """Set whether the current step is checked, or a later one."""
+        step = self.clock.moment.step + steps_ahead
         self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY == 0
 
     def check(self) -> list[RelationRow]:
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
         self._plan_check()
-        rows: list[RelationRow] = []
-        if self.training.is_checked:
+        phase, rows = self.clock.moment.phase, list[RelationRow]()
+        if self.training.is_checked or phase == "eval":  # an evaluation may follow any step
             for name, relation in self._relations.items():
-                if self.clock.moment.phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
+                if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation)
         self.training.inputs.clear()
+        self._plan_check(steps_ahead=phase == "train")
         return rows
 
     def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:

@@ -1,0 +1,113 @@
+"""Relation: the model trains in training mode, and is evaluated in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..hooks.hook_group_interface import InertWhenCopied
+from .relation import RELATIONS, Checked, Relation, Training
+
+
+class _Mode:
+    """Whether a model, its dropout and its batch normalization are in training mode, at one moment."""
+
+    def __init__(self, model: nn.Module) -> None:
+        dropout = [(parent, part) for parent in model.modules() for part in parent.children() if _is_dropout(part)]
+        norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        self.is_training = model.training
+        # The mode of dropout in frozen parts is not relevant.
+        self.of_dropout = {
+            part.training for parent, part in dropout if any(p.requires_grad for p in parent.parameters())
+        }
+        self.of_norms = {part.training for part in norms}
+        self.count = len(dropout) + len(norms)
+
+
+@RELATIONS.register("mode_of_phase")
+class ModeOfPhase(Relation):
+    """Reads the mode of the model, of its dropout and of its batch normalization: before the step of an optimizer, and in evaluations.
+
+    The mode of the complete model is the intention: parts with another mode, such as frozen batch normalization, are correct.
+    """
+
+    phases = ("train", "eval")
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._in_training: _Mode | None = None
+        self._in_evaluation: _Mode | None = None
+        self._calls = _Calls(self)
+        self._has_trained = False  # in training mode, in an earlier step
+
+    def attach(self) -> None:
+        if not _Mode(self.training.model).count:
+            return
+        self._calls.attach()
+        for optimizer in self.training.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def detach(self) -> None:
+        self._calls.detach()
+        super().detach()
+
+    def _before_step(self, *arguments: object) -> None:  # noqa: ARG002
+        if self.training.is_checked and self.training.clock.moment.phase == "train":
+            self._in_training = _Mode(self.training.model)
+
+    def evaluate(self) -> None:
+        """Read the mode in an evaluation, at the first call of the model."""
+        if self._in_evaluation is None and self.training.clock.moment.phase == "eval":
+            self._in_evaluation = _Mode(self.training.model)
+
+    def check(self) -> Iterator[Checked]:
+        if self.training.clock.moment.phase == "eval":
+            mode, self._in_evaluation = self._in_evaluation, None
+            if mode is None or not mode.count:
+                return
+            wrong = [
+                name
+                for name, modes in (("dropout", mode.of_dropout), ("batch normalization", mode.of_norms))
+                if True in modes
+            ]
+            if mode.is_training and wrong:
+                yield Checked(False, None, f"{' and '.join(wrong)} in training mode in an evaluation")
+            else:
+                yield Checked(True, mode.count, f"mode of {mode.count} modules in an evaluation")
+            return
+        mode, self._in_training = self._in_training, None
+        if mode is None or not mode.count:
+            return
+        is_wrong = not mode.is_training and True not in mode.of_dropout | mode.of_norms
+        if is_wrong and (self._has_trained or mode.of_dropout):
+            yield Checked(False, None, "the model is in evaluation mode in a training step")
+        elif mode.is_training:
+            self._has_trained = True
+            yield Checked(True, mode.count, f"mode of {mode.count} modules in a training step")
+
+
+class _Calls(InertWhenCopied):
+    """The hook before the calls of the model, which reads the mode in evaluations."""
+
+    def __init__(self, relation: ModeOfPhase) -> None:
+        super().__init__((), relation.training.clock)
+        self.relation = relation
+
+    def attach(self) -> None:
+        model = self.relation.training.model
+        # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
+        if not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
+            self.handles.append(model.register_forward_pre_hook(self._before_call))
+
+    def _before_call(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
+        if not is_compiling() and not self.clock.closed:
+            self.relation.evaluate()
+
+
+def _is_dropout(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd) and module.p > 0

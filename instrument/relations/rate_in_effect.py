@@ -1,0 +1,81 @@
+"""Relation: the learning rates are numbers from 0, and schedulers change those of the optimizers that make the steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..hooks.optimizer_owners import parameter_ids
+from .relation import RELATIONS, Checked, Relation, Training
+
+_step = LRScheduler.step
+_observers: list[Callable[[LRScheduler], None]] = []
+
+
+@wraps(_step)
+def _observed_step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+    for observer in [*_observers]:
+        observer(self)
+    _step(self, *args, **kwargs)
+
+
+@RELATIONS.register("rate_in_effect")
+class RateInEffect(Relation):
+    """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers.
+
+    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step. Schedulers with a `step`
+    of their own, such as `SequentialLR`, are not observed.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._invalid: dict[str, float] = {}
+        self._schedulers: dict[str, LRScheduler] = {}  # by class: those without effect
+        self._count = 0
+
+    def attach(self) -> None:
+        for optimizer in self.training.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+        _observers.append(self._on_scheduler)
+        LRScheduler.step = _observed_step  # type: ignore[method-assign]
+
+    def detach(self) -> None:
+        if self._on_scheduler in _observers:
+            _observers.remove(self._on_scheduler)
+        if not _observers and LRScheduler.step is _observed_step:
+            LRScheduler.step = _step  # type: ignore[method-assign]
+        self._schedulers.clear()
+        super().detach()
+
+    def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if self.training.is_checked:
+            self._count += 1
+            for index, group in enumerate(optimizer.param_groups):
+                rate = group.get("lr")
+                if rate is not None and not 0.0 <= float(rate) < math.inf:
+                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
+
+    def _on_scheduler(self, scheduler: LRScheduler) -> None:
+        optimizer = scheduler.optimizer
+        if not self.training.is_checked or optimizer in self.training.optimizers or not self.training.clock.moment.step:
+            return  # a scheduler also makes a step when it is created
+        own = {*map(id, self.training.model.parameters())}
+        if not own.isdisjoint(parameter_ids(optimizer)) and not getattr(optimizer, "_opt_called", False):
+            self._schedulers[type(scheduler).__name__] = scheduler
+
+    def check(self) -> Iterator[Checked]:
+        count, self._count = self._count, 0
+        invalid, self._invalid = self._invalid, {}
+        for group, rate in invalid.items():
+            yield Checked(False, rate, f"the learning rate of {group} is {rate:g}")
+        for name, scheduler in self._schedulers.items():
+            text = f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
+            yield Checked(False, float(scheduler.get_last_lr()[0]), text)
+        self._schedulers.clear()
+        if count:
+            yield Checked(True, count, f"learning rates of {count} steps of an optimizer")

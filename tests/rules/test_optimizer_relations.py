@@ -1,0 +1,478 @@
+"""Relations of optimizers, gradients and modes: each fault is found within a few steps, and no healthy program is reported."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import instrument
+from instrument.integrations.attached_probe import AttachedProbe
+
+RELATIONS = ("gradients_zeroed", "loss_scale", "mode_of_phase", "parameters_follow_gradients", "rate_in_effect")
+
+
+@contextmanager
+def attached(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[AttachedProbe]:
+    """Attach without hooks. Warnings are not raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", instrument.InstrumentWarning)
+        with instrument.attach(model, {}, optimizer=optimizer, **options) as probe:
+            yield probe
+
+
+def rows(probe: AttachedProbe, relation: str, *, holds: bool) -> list[dict[str, Any]]:
+    return [row for row in probe.relations.to_dict("records") if row["relation"] == relation and row["holds"] is holds]
+
+
+def violations(probe: AttachedProbe) -> list[tuple[str, int]]:
+    """Return each relation of this file that does not hold, with the step."""
+    table = probe.relations.to_dict("records")
+    return [(row["relation"], row["step"]) for row in table if row["holds"] is False and row["relation"] in RELATIONS]
+
+
+def verified(probe: AttachedProbe) -> set[str]:
+    return {row["relation"] for row in probe.relations.to_dict("records") if row["holds"] is True} & {*RELATIONS}
+
+
+def network(*parts: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), *parts, nn.Linear(8, 3))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch), batch[:, :3].argmax(dim=1))
+
+
+BATCHES = torch.randn(8, 16, 6, generator=torch.Generator().manual_seed(0))
+Loop = Callable[[nn.Module, Any, AttachedProbe], None]
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    zero: Callable[[Any], None] = lambda optimizer: optimizer.zero_grad(),
+    change: Callable[[int], None] = lambda step: None,
+    batches: Tensor = BATCHES,
+    **options: Any,
+) -> AttachedProbe:
+    """Train in one step for each batch, and return the probe. `change` is called before each step."""
+    with attached(model, optimizer, **options) as probe:
+        for step, batch in enumerate(batches):
+            change(step)
+            loss = loss_of(model, batch)
+            zero(optimizer)
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe
+
+
+# ------------------------------------------------------------------------------------------------ gradients_zeroed
+
+
+def test_gradients_that_are_never_zeroed_are_reported() -> None:
+    model = network()
+    probe = train(model, sgd(model), zero=lambda optimizer: None)
+    (row,) = rows(probe, "gradients_zeroed", holds=False)
+    assert (row["step"], row["layer"], row["path"]) == (1, "2", "bias")
+    (event,) = probe.events[probe.events["rule"] == "gradients_zeroed"].to_dict("records")
+    assert (event["layer"], event["severity"]) == ("2", "warning")
+
+
+def zero_data(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.data.zero_()
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda optimizer: optimizer.zero_grad(),
+        lambda optimizer: optimizer.zero_grad(set_to_none=False),
+        zero_data,
+    ],
+    ids=["none", "zero", "data"],
+)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop])
+def test_zeroed_gradients_hold(zero: Callable[[Any], None], optimizer: Any) -> None:
+    model = network()
+    probe = train(model, optimizer(model.parameters(), lr=0.01), zero=zero)
+    assert violations(probe) == []
+    assert verified(probe) == {"gradients_zeroed", "parameters_follow_gradients", "rate_in_effect"}
+
+
+def test_accumulated_gradients_hold_and_those_of_the_last_step_do_not() -> None:
+    for zeroed, found in ((True, []), (False, [("gradients_zeroed", 1)])):
+        model = network()
+        optimizer = sgd(model)
+        with attached(model, optimizer) as probe:
+            for batches in BATCHES.view(4, 2, 16, 6):
+                for batch in batches:
+                    (loss_of(model, batch) / 2).backward()
+                    probe.end_micro_step()
+                optimizer.step()
+                if zeroed:
+                    optimizer.zero_grad()
+                probe.end_step()
+        assert violations(probe) == found
+
+
+def test_gradient_of_a_step_that_a_scaler_skipped() -> None:
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with attached(model, optimizer, scaler=scaler) as probe:
+        for step, batch in enumerate(BATCHES):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch) * (float("inf") if step in (1, 2) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            probe.end_step()
+    assert violations(probe) == []
+
+
+def closure_steps(model: nn.Module, optimizer: Any) -> AttachedProbe:
+    with attached(model, optimizer) as probe:
+        for batch in BATCHES:
+
+            def closure(batch: Tensor = batch) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            probe.end_step()
+    return probe
+
+
+def test_closures_hold() -> None:
+    model = network()
+    assert violations(closure_steps(model, torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4))) == []
+    model = network()
+    assert violations(closure_steps(model, sgd(model))) == []
+
+
+class Gan(nn.Module):
+    """A generator and a critic, each with an optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+        self.critic = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.generator, self.critic)]
+
+
+def gan_steps(gan: Gan, *, zero_critic: bool = True, critic_steps: int = 1) -> AttachedProbe:
+    of_generator, of_critic = gan.optimizers()
+    with attached(gan, [of_generator, of_critic]) as probe:
+        for real in BATCHES:
+            for _ in range(critic_steps):
+                fake = gan.generator(torch.randn(16, 4)).detach()
+                if zero_critic:
+                    of_critic.zero_grad()
+                F.softplus(-gan.critic(real)).mean().backward()
+                F.softplus(gan.critic(fake)).mean().backward()
+                of_critic.step()
+            of_generator.zero_grad()
+            F.softplus(-gan.critic(gan.generator(torch.randn(16, 4)))).mean().backward()
+            of_generator.step()
+            probe.end_step()
+    return probe
+
+
+@pytest.mark.parametrize("critic_steps", [1, 3])
+def test_critic_that_gets_gradients_of_its_generator_holds(critic_steps: int) -> None:
+    probe = gan_steps(Gan(), critic_steps=critic_steps)
+    assert violations(probe) == []
+    assert {"gradients_zeroed", "parameters_follow_gradients", "mode_of_phase"} <= verified(probe)
+
+
+def test_critic_that_is_never_zeroed_is_reported() -> None:
+    (row,) = rows(gan_steps(Gan(), zero_critic=False), "gradients_zeroed", holds=False)
+    assert (row["step"], row["layer"]) == (1, "critic.3")
+
+
+def test_gradients_of_functions_are_not_accumulated() -> None:
+    """A penalty on gradients computes those of parameters without adding them to `parameter.grad`."""
+    model = network()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for batch in BATCHES:
+            gradients = torch.autograd.grad(loss_of(model, batch), [*model.parameters()], create_graph=True)
+            optimizer.zero_grad()
+            (loss_of(model, batch) + sum(each.square().sum() for each in gradients)).backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == []
+
+
+# ------------------------------------------------------------------------------------------------ loss_scale
+
+
+def scaled_steps(count: int, factor: float, **options: Any) -> AttachedProbe:
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", **options)
+    with attached(model, optimizer, scaler=scaler) as probe:
+        for step in range(count):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, BATCHES[step % 8]) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            probe.end_step()
+    return probe
+
+
+def test_scale_below_one_is_reported() -> None:
+    probe = scaled_steps(4, float("inf"), init_scale=2.0)
+    (row,) = rows(probe, "loss_scale", holds=False)
+    assert (row["step"], row["value"]) == (1, 0.5)
+
+
+def test_many_skipped_steps_in_succession_are_reported() -> None:
+    events = scaled_steps(23, float("inf"), init_scale=2.0**40).events
+    (event,) = events[events["rule"] == "loss_scale"].to_dict("records")
+    assert (event["step"], event["value"]) == (19, 20.0)
+
+
+def test_scale_of_a_healthy_training_holds() -> None:
+    for options in ({}, {"init_scale": 0.25}):
+        probe = scaled_steps(8, 1.0, **options)
+        assert violations(probe) == []
+        assert ("loss_scale" in verified(probe)) == (not options)
+    assert violations(scaled_steps(8, 1.0, enabled=False)) == []
+
+
+# ------------------------------------------------------------------------------------------------ mode_of_phase
+
+
+def test_training_after_an_evaluation_in_evaluation_mode_is_reported() -> None:
+    for part in (nn.Dropout(0.3), nn.BatchNorm1d(8)):
+        model = network(part)
+        probe = train(model, sgd(model), change=lambda step, model=model: step == 2 and model.eval())  # type: ignore[misc]
+        assert violations(probe) == [("mode_of_phase", 2)]
+
+
+def test_model_that_is_never_in_training_mode_is_reported() -> None:
+    model = network(nn.Dropout(0.3)).eval()
+    assert violations(train(model, sgd(model))) == [("mode_of_phase", 0)]
+
+
+def test_modes_of_healthy_trainings_hold() -> None:
+    frozen_norm = network(nn.BatchNorm1d(8), nn.Dropout(0.3))
+    frozen_norm[2].eval()
+    always_evaluating = network(nn.BatchNorm1d(8), nn.Dropout(0.0)).eval()  # freezes the statistics
+    frozen = nn.Sequential(network(nn.Dropout(0.3)).requires_grad_(False).eval(), nn.Linear(3, 3))
+    without_modes = network().eval()
+    for model in (frozen_norm, always_evaluating, frozen, without_modes):
+        assert violations(train(model, sgd(model))) == []
+
+
+def evaluations(model: nn.Module, *, prepare: Callable[[], object]) -> AttachedProbe:
+    """Train and evaluate in alternation."""
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for batch in BATCHES:
+            model.train()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+            with probe.evaluating(), torch.no_grad():
+                prepare()
+                model(batch)
+                model.train()
+    return probe
+
+
+@pytest.mark.parametrize("part", [nn.Dropout(0.3), nn.BatchNorm1d(8)], ids=["dropout", "norm"])
+def test_evaluation_in_training_mode_is_reported(part: nn.Module) -> None:
+    model = network(part)
+    probe = evaluations(model, prepare=lambda: None)
+    (row,) = rows(probe, "mode_of_phase", holds=False)
+    assert (row["step"], row["phase"]) == (1, "eval")
+
+
+def test_evaluations_in_evaluation_mode_hold() -> None:
+    model = network(nn.Dropout(0.3), nn.BatchNorm1d(8))
+    assert violations(evaluations(model, prepare=model.eval)) == []
+    model = network(nn.Dropout(0.3))
+
+    def sample_dropout() -> None:
+        """Prepare Monte Carlo dropout (Gal and Ghahramani 2016)."""
+        model.eval()
+        model[2].train()
+
+    assert violations(evaluations(model, prepare=sample_dropout)) == []
+    model = network(nn.Dropout(0.0))
+    assert violations(evaluations(model, prepare=lambda: None)) == []
+
+
+def test_copy_of_a_model_has_no_hook_that_reads_its_mode() -> None:
+    model = network(nn.Dropout(0.3))
+    with attached(model, sgd(model)) as probe, probe.evaluating():
+        copied = copy.deepcopy(model)
+        copied(BATCHES[0])
+        model.eval()(BATCHES[0])
+    assert rows(probe, "mode_of_phase", holds=False) == []
+
+
+# ------------------------------------------------------------------------------------------------ parameters_follow_gradients
+
+
+def test_optimizer_that_changes_nothing_is_reported() -> None:
+    class Idle(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    model = network()
+    assert violations(train(model, Idle(model.parameters(), lr=0.1))) == [("parameters_follow_gradients", 3)]
+
+
+@pytest.mark.parametrize("factor", [1e-12, 0.0])
+def test_small_updates_hold(factor: float) -> None:
+    """A warm-up begins with a small rate, or with 0. A converged training has small gradients."""
+    model = network()
+    assert violations(train(model, sgd(model, lr=factor))) == []
+    model = network()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            (factor * loss_of(model, batch)).backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == []
+
+
+def test_forgotten_head_is_reported() -> None:
+    model = network()
+    probe = train(nn.Sequential(*model), torch.optim.SGD(model[0].parameters(), lr=0.1))  # as many: may be a choice
+    assert violations(probe) == []
+    model = network(nn.Linear(8, 8), nn.Linear(8, 8))
+    probe = train(model, torch.optim.SGD(model[:4].parameters(), lr=0.1))
+    found = rows(probe, "parameters_follow_gradients", holds=False)
+    assert [(row["step"], row["layer"], row["path"]) for row in found] == [(3, "4", "weight"), (3, "4", "bias")]
+
+
+def test_parameter_that_was_replaced_is_reported() -> None:
+    model = network()
+    optimizer = sgd(model)
+
+    def replace(step: int) -> None:
+        if step == 1:
+            model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+    (row,) = rows(train(model, optimizer, change=replace), "parameters_follow_gradients", holds=False)
+    assert (row["step"], row["layer"], row["path"]) == (4, "0", "weight")
+
+
+def test_parameters_that_are_left_out_on_purpose_hold() -> None:
+    model = network()
+    assert violations(train(model, torch.optim.SGD(model[2].parameters(), lr=0.1))) == []  # a linear probe
+    model[0].requires_grad_(False)
+    assert violations(train(model, torch.optim.SGD(model[2].parameters(), lr=0.1))) == []
+    model = network(nn.Linear(8, 8))
+    of_norm = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    assert violations(train(model, torch.optim.SGD(of_norm, lr=0.1))) == []  # only biases (BitFit)
+
+
+def test_parameter_that_the_loop_changes_itself_holds() -> None:
+    model = network(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    @torch.no_grad()
+    def change(step: int) -> None:
+        for parameter in model[4:].parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.1)
+                parameter.grad = None
+
+    assert violations(train(model, torch.optim.SGD(model[:4].parameters(), lr=0.1), change=change)) == []
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_frozen_parameter_with_momentum_changes_only_with_a_gradient(set_to_none: bool) -> None:
+    model = network()
+    optimizer = sgd(model, momentum=0.9)
+
+    def freeze(step: int) -> None:
+        if step == 2:
+            model[0].requires_grad_(False)
+
+    probe = train(model, optimizer, zero=lambda each: each.zero_grad(set_to_none=set_to_none), change=freeze)
+    found = {row["layer"] for row in rows(probe, "parameters_follow_gradients", holds=False)}
+    assert found == (set() if set_to_none else {"0"})
+
+
+# ------------------------------------------------------------------------------------------------ rate_in_effect
+
+
+def test_scheduler_of_an_earlier_optimizer_is_reported() -> None:
+    model = network()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(sgd(model, lr=0.25), 0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        probe = train(model, sgd(model), change=lambda step: schedule.step())
+    (row,) = rows(probe, "rate_in_effect", holds=False)
+    assert (row["step"], row["value"]) == (1, 0.25 * 0.5**2)  # after its second step
+    assert torch.optim.lr_scheduler.LRScheduler.step.__qualname__ == "LRScheduler.step"
+
+
+def test_rate_that_is_not_a_number_is_reported() -> None:
+    model = network()
+    optimizer = sgd(model)
+
+    def change(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = float("nan") if step == 2 else 0.1
+
+    assert violations(train(model, optimizer, change=change))[0] == ("rate_in_effect", 2)
+
+
+def test_schedulers_of_trained_optimizers_hold() -> None:
+    schedules = torch.optim.lr_scheduler
+    for make in (
+        lambda optimizer: schedules.OneCycleLR(optimizer, 0.1, total_steps=20),
+        lambda optimizer: schedules.LinearLR(optimizer, 0.0001),
+        lambda optimizer: schedules.ChainedScheduler(
+            [schedules.ConstantLR(optimizer), schedules.ExponentialLR(optimizer, 0.9)]
+        ),
+    ):
+        model = network()
+        optimizer = sgd(model)
+        schedule = make(optimizer)
+        assert violations(train(model, optimizer, change=lambda step, each=schedule: step and each.step())) == []  # type: ignore[misc]
+
+
+def test_relations_of_optimizers_change_nothing() -> None:
+    model, other = network(nn.BatchNorm1d(8), nn.Dropout(0.3)), network(nn.BatchNorm1d(8), nn.Dropout(0.3))
+    torch.manual_seed(1)
+    train(model, sgd(model, momentum=0.9))
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    optimizer = sgd(other, momentum=0.9)
+    for batch in BATCHES:
+        loss = loss_of(other, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not model._forward_pre_hooks
+    assert not any(each._backward_hooks for each in model.parameters())
