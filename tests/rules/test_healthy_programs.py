@@ -57,6 +57,7 @@ def test_training_without_updates_is_reported_in_four_steps(rate: float, role: s
     with warned, instrument.attach(model, {"h": {**RECORDED, "role": role}}, optimizer=optimizer) as probe:
         for _ in range(4):
             loss = model(torch.ones(1, 2)).square().mean()
+            optimizer.zero_grad()
             loss.backward()
             for parameter in model.parameters() if zeroed else ():
                 parameter.grad.zero_()
