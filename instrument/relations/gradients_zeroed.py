@@ -103,7 +103,7 @@ class GradientsZeroed(Relation):
 def _smallest(optimizer: Optimizer) -> list[Parameter]:
     """Return the smallest trainable parameter of each of the first groups of an optimizer."""
     groups = [
-        [each for each in group["params"] if type(each) is Parameter and each.requires_grad and not each.is_sparse]
+        [each for each in group["params"] if type(each) is Parameter and each.requires_grad and not each.is_meta]
         for group in optimizer.param_groups
     ]
     return [min(group, key=Parameter.numel) for group in groups if group][:PER_OPTIMIZER]

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..hooks.hook_group_interface import InertWhenCopied
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, calls_hooks
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 class _Mode:
     """Whether a model, its dropout and its batch normalization are in training mode, at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        dropout = [(parent, part) for parent in model.modules() for part in parent.children() if _is_dropout(part)]
-        norms = [part for part in model.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        modules = [*model.modules()]
+        # `children` does not support proxies of modules.
+        dropout = [(parent, part) for parent in modules for part in parent._modules.values() if _is_dropout(part)]
+        norms = [part for part in modules if isinstance(part, _BatchNorm) and part.track_running_stats]
         self.is_training = model.training
         # The mode of dropout in frozen parts is not relevant.
         self.of_dropout = {
@@ -100,8 +105,7 @@ class _Calls(InertWhenCopied):
 
     def attach(self) -> None:
         model = self.relation.training.model
-        # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
-        if not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
+        if calls_hooks(model):
             self.handles.append(model.register_forward_pre_hook(self._before_call))
 
     def _before_call(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
@@ -109,5 +113,5 @@ class _Calls(InertWhenCopied):
             self.relation.evaluate()
 
 
-def _is_dropout(module: nn.Module) -> bool:
+def _is_dropout(module: nn.Module | None) -> TypeIs[_DropoutNd]:
     return isinstance(module, _DropoutNd) and module.p > 0

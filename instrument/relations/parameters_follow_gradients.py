@@ -134,9 +134,11 @@ def _without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 
 
 def _is_plain(parameter: Tensor) -> bool:
+    """Return whether a parameter and its gradient are dense tensors with values."""
+    if type(parameter) is not Parameter or not parameter.numel() or parameter.is_meta:
+        return False
     gradient = parameter.grad
-    is_dense = gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)
-    return type(parameter) is Parameter and parameter.numel() > 0 and not parameter.is_meta and is_dense
+    return gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)
 
 
 def _elements(tensor: Tensor) -> Tensor:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
+from ..values.nested import iter_tensors
+from .loader_batches import LoaderBatch
+from .loss_calls import LossCall
 
-Source = Literal["inputs"]
+Source = Literal["inputs", "losses", "batches"]
 
 
 class Checked(NamedTuple):
@@ -36,6 +42,31 @@ class Checked(NamedTuple):
     path: str = ""
 
 
+class ModelCall:
+    """A call of the model. Its arguments are not copied.
+
+    Attributes:
+        args, kwargs: The arguments.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        try:
+            named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        except (TypeError, ValueError):  # such as functions in C, which have no signature
+            named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+        self._versions = {path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named))}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in the arguments by path, without those that were changed in place since the call."""
+        return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass
 class Training:
     """What relations read of a training.
@@ -45,8 +76,10 @@ class Training:
         optimizers: The optimizers, possibly none.
         clock: The clock of the probe.
         scaler: The gradient scaler; None without one, or if it is not enabled.
-        inputs: The positional and the keyword arguments of the calls of the model in this step, if it is checked and a relation
-            reads them. At most 16 calls.
+        inputs, losses: The calls of the model in this step, and those of cross-entropy with gradients, if the step is checked and
+            a relation reads them. At most 16 of each.
+        batches: The first batches of data loaders in training, also those of earlier steps.
+        replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_checked: Whether relations are checked in the current step.
     """
 
@@ -54,8 +87,19 @@ class Training:
     optimizers: Sequence[Optimizer]
     clock: Clock
     scaler: GradScaler | None = None
-    inputs: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = field(default_factory=list)
+    inputs: list[ModelCall] = field(default_factory=list)
+    losses: list[LossCall] = field(default_factory=list)
+    batches: list[LoaderBatch] = field(default_factory=list)
+    replicated_by: DistributedDataParallel | None = None
     is_checked: bool = True
+
+
+def calls_hooks(model: nn.Module) -> bool:
+    """Return whether a hook on the model is called, and changes nothing.
+
+    TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
+    """
+    return not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule)
 
 
 class Relation(ABC):
@@ -66,10 +110,12 @@ class Relation(ABC):
     Attributes:
         phases: The phases in which it is checked: at the end of a training step, or of an evaluation. Default: training steps.
         sources: What it reads of `training`. Default: only what is always available.
+        on_all_ranks: Whether it is checked in each of several processes. Default: in the one of rank 0.
     """
 
     phases: ClassVar[tuple[str, ...]] = ("train",)
     sources: ClassVar[tuple[Source, ...]] = ()
+    on_all_ranks: ClassVar[bool] = False
 
     def __init__(self, training: Training) -> None:
         self.training = training

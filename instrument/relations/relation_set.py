@@ -6,21 +6,23 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
-from .relation import RELATIONS, Relation, Training
+from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
+from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .relation import RELATIONS, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
 """Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
 MAX_ROWS = 20  # rows of a relation that does not hold
-_MAX_CALLS = 16
+_MAX_CALLS, _MAX_BATCHES = 16, 32
 
 
 class RelationSet(InertWhenCopied):
@@ -41,7 +43,11 @@ class RelationSet(InertWhenCopied):
     ) -> None:
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock, scaler)
-        self._relations: dict[str, Relation] = {name: RELATIONS[name](self.training) for name in sorted(names)}
+        self._relations: dict[str, Relation] = {
+            name: RELATIONS[name](self.training)
+            for name in sorted(names)
+            if clock.rank == 0 or RELATIONS[name].on_all_ranks
+        }
         self._first: int | None = None  # the first step
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
 
@@ -50,19 +56,39 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
+        parts = self.training.model.modules()
+        self.training.replicated_by = next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
         sources = {source for relation in self._relations.values() for source in relation.sources}
-        if "inputs" in sources and _calls_hooks(self.training.model):
+        if "inputs" in sources and calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        if "batches" in sources:
+            observe_batches(self._on_batch)
+        if "losses" in sources:
+            observe_losses(self._on_loss)
         for relation in self._relations.values():
             relation.attach()
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
+        training, inputs = self.training, self.training.inputs
+        training.replicated_by = training.replicated_by or DistributedDataParallel._active_ddp_module
+        if self._is_observed() and len(inputs) < _MAX_CALLS:
+            inputs.append(ModelCall(module, args, kwargs))
+
+    def _on_batch(self, batch: LoaderBatch) -> None:
+        if len(self.training.batches) >= _MAX_BATCHES:
+            unobserve_batches(self._on_batch)
+        elif self.clock.moment.phase == "train":
+            self.training.batches.append(batch._replace(step=self.clock.moment.step))
+
+    def _on_loss(self, call: LossCall) -> None:
+        if self._is_observed() and len(self.training.losses) < _MAX_CALLS:
+            self.training.losses.append(call)
+
+    def _is_observed(self) -> bool:
         self._plan_check()
-        inputs = self.training.inputs
-        if self.training.is_checked and self.clock.moment.phase == "train" and len(inputs) < _MAX_CALLS:
-            inputs.append((args, kwargs))
+        return self.training.is_checked and self.clock.moment.phase == "train" and not self.clock.closed
 
     def _plan_check(self, steps_ahead: int = 0) -> None:
         """Set whether the current step is checked, or a later one."""
@@ -77,7 +103,7 @@ class RelationSet(InertWhenCopied):
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation)
-        self.training.inputs.clear()
+        self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
@@ -99,8 +125,15 @@ class RelationSet(InertWhenCopied):
         """Remove all hooks."""
         for relation in self._relations.values():
             relation.detach()
-        self.training.inputs.clear()
+        unobserve_losses(self._on_loss)
+        unobserve_batches(self._on_batch)
+        self.training.batches.clear()
+        self._forget()
         super().detach()
+
+    def _forget(self) -> None:
+        self.training.inputs.clear()
+        self.training.losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""
@@ -110,11 +143,3 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
-
-
-def _calls_hooks(model: nn.Module) -> bool:
-    """Return whether a hook on the model is called, and changes nothing.
-
-    TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
-    """
-    return not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule)

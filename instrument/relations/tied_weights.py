@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .relation import RELATIONS, Checked, Relation
 
@@ -49,7 +50,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _memory(parameter: Tensor) -> tuple[object, ...]:
     """Return what is equal for parameters that share their memory."""
-    if type(parameter.detach()) is not Tensor or not parameter.numel() or parameter.is_meta:
+    if is_lazy(parameter) or type(parameter.detach()) is not Tensor or not parameter.numel() or parameter.is_meta:
         return (id(parameter),)
     return parameter.device, parameter.data_ptr(), parameter.shape, parameter.stride()
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import instrument
+from instrument.analysis.rule_events import rule_events
+from instrument.config.parse import parse_rules
+from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
 
 VOCABULARY = 11
@@ -105,3 +114,297 @@ def test_equal_copies_of_tied_weights_hold() -> None:
             probe.end_step()
     assert violations(probe) == []
     assert len(rows_of(probe, "tied_weights")) == 1
+
+
+class Transformer(nn.Module):
+    """A small language model, with or without a causal mask. Inputs are [positions, samples] unless `batch_first` is set."""
+
+    def __init__(self, *, is_causal: bool = True, batch_first: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.position = nn.Parameter(torch.linspace(-1, 1, 16 * 8).view(16, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=batch_first)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.head = nn.Linear(8, VOCABULARY)
+        self.is_causal, self.batch_first, self.calls = is_causal, batch_first, 0
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        length = tokens.shape[1 if self.batch_first else 0]
+        position = self.position[:length] if self.batch_first else self.position[:length, None]
+        mask = nn.Transformer.generate_square_subsequent_mask(length) if self.is_causal else None
+        return self.head(self.layers(self.embedding(tokens) + position, mask=mask))
+
+
+class Reconstruction(nn.Module):
+    """An autoencoder of a text: the decoder gets a summary of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.encoder, self.decoder = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(self.decoder(x, self.encoder(x)[1])[0])
+
+
+def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
+
+
+def same_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+def two_ahead_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-2]).flatten(0, 1), batch[:, 2:].flatten())
+
+
+def previous_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    shifted = batch.roll(1, 1)
+    shifted[:, 0] = -100
+    return F.cross_entropy(model(batch).transpose(1, 2), shifted)
+
+
+def masked_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    hidden = torch.rand(batch.shape) < 0.4
+    return F.cross_entropy(model(batch.masked_fill(hidden, 0)).flatten(0, 1), batch.where(hidden, -100).flatten())
+
+
+def padded(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens with padding of id 0 after 5 tokens of the first sample, and the mask."""
+    mask = torch.ones_like(batch)
+    mask[0, 5:] = 0
+    return batch * mask, mask
+
+
+def padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    text, mask = padded(batch)
+    return F.cross_entropy(model(text[:, :-1], mask[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+def ignored_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    text, mask = padded(batch)
+    targets = text.where(mask > 0, -100)[:, 1:]
+    return F.cross_entropy(model(text[:, :-1], mask[:, :-1]).flatten(0, 1), targets.flatten())
+
+
+def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    text, mask = padded(batch)
+    losses = F.cross_entropy(model(text[:, :-1], mask[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none")
+    return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
+
+
+FAULTS = [
+    ("looks_ahead", lambda: Transformer(is_causal=False), next_token_loss, None),
+    ("looks_ahead", lambda: Transformer(is_causal=False, batch_first=False), time_first_loss, None),
+    ("labels_shifted", Transformer, same_token_loss, 0.0),
+    ("labels_shifted", Transformer, two_ahead_loss, 2.0),
+    ("labels_shifted", Transformer, previous_token_loss, -1.0),
+    # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
+    ("padding_in_loss", Transformer, padding_loss, 5.0),
+]
+
+
+@pytest.mark.parametrize(("relation", "build", "loss_of", "value"), FAULTS)
+def test_fault_of_a_language_model_is_reported_in_its_first_step(
+    relation: str, build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], value: float | None
+) -> None:
+    probe = train(build(), tokens(), loss_of)
+    assert violations(probe) == [(relation, 0)]
+    (row,) = [row for row in rows_of(probe, relation) if row["holds"] is False]
+    assert value is None or row["value"] == value
+    assert [event["rule"] for event in probe.events.to_dict("records") if event["severity"] == "warning"] == [relation]
+
+
+HEALTHY = [
+    (Transformer, next_token_loss, {"labels_shifted", "looks_ahead"}),
+    (lambda: Transformer(batch_first=False), time_first_loss, {"labels_shifted", "looks_ahead"}),
+    (Transformer, ignored_padding_loss, {"labels_shifted", "looks_ahead", "padding_in_loss"}),
+    (Transformer, weighted_padding_loss, {"labels_shifted", "looks_ahead"}),
+    (lambda: Transformer(is_causal=False), same_token_loss, set()),
+    (lambda: Transformer(is_causal=False), masked_loss, set()),
+    (Reconstruction, same_token_loss, set()),
+    (Reconstruction, next_token_loss, {"labels_shifted"}),
+]
+
+
+@pytest.mark.parametrize(("build", "loss_of", "verified"), HEALTHY)
+def test_healthy_language_model_is_not_reported(
+    build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
+) -> None:
+    optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
+    with instrument.attach(model, {"h": {"layers": "head", "kind": "forward", "action": "record"}}) as probe:
+        for batch in tokens():
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+    assert {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]} == verified
+    assert violations(probe) == []
+    assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
+
+
+def test_calling_a_model_again_changes_nothing() -> None:
+    def weights(*, is_attached: bool) -> tuple[list[Tensor], Tensor, int]:
+        torch.manual_seed(0)
+        model = Transformer()
+        optimizer = torch.optim.Adam(model.parameters())
+        rules = "default" if is_attached else None
+        with instrument.attach(
+            model, {"h": {"layers": "head", "kind": "forward", "action": "record"}}, rules=rules
+        ) as probe:
+            for batch in tokens():
+                optimizer.zero_grad()
+                next_token_loss(model, batch).backward()
+                optimizer.step()
+                probe.end_step()
+        assert bool(len(probe.relations)) == is_attached
+        return [*model.parameters()], torch.get_rng_state(), model.calls
+
+    (one, state, calls), (other, other_state, other_calls) = weights(is_attached=True), weights(is_attached=False)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert torch.equal(state, other_state)
+    assert calls == other_calls == 4
+
+
+def test_model_that_cannot_be_called_again_is_skipped_with_the_reason() -> None:
+    class Once(Transformer):
+        def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+            if not self.training:
+                raise RuntimeError("no evaluation")
+            return super().forward(tokens)
+
+    with instrument.attach(model := Once(), {}) as probe:
+        for batch in tokens():
+            next_token_loss(model, batch).backward()
+            probe.end_step()
+    row = rows_of(probe, "looks_ahead")[0]
+    assert row["holds"] is None
+    assert row["text"] == "the model cannot be called again: RuntimeError: no evaluation"
+
+
+def test_functions_of_pytorch_are_restored() -> None:
+    original = torch._C._nn.cross_entropy_loss
+    first, second = (instrument.attach(Bigram(), {}) for _ in range(2))
+    with first:
+        second.__enter__()
+        assert torch._C._nn.cross_entropy_loss is not original
+    assert torch._C._nn.cross_entropy_loss is not original
+    second.__exit__(None, None, None)
+    assert torch._C._nn.cross_entropy_loss is original
+
+
+def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
+    train(Transformer(is_causal=False), tokens(), next_token_loss, out=tmp_path / "run")
+    run = instrument.load(tmp_path / "run")
+    (live,) = run.events[run.events["rule"] == "looks_ahead"].to_dict("records")
+    (again,) = rule_events(run, parse_rules(default_rules()))
+    assert (again.rule, again.step, again.message) == ("looks_ahead", live["step"], live["message"])
+
+
+def test_relations_of_several_processes(tmp_path: Path) -> None:
+    done = run_processes(tmp_path, processes=2, module=Path(__file__).with_name("relation_processes.py"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    verified = [["distinct_data", True, "", ""], ["replicas_equal", True, "", ""]]
+    assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
+    assert found["all_data"] == verified[1:]
+    # Without the bias before the batch normalization, which has a gradient of zero.
+    names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
+    differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
+    assert found["not_synchronized"] == differing
+    assert found["same_data"] == [["distinct_data", False, "", ""], verified[1]]
+
+
+class Images(Dataset[Tensor]):
+    """64 random vectors."""
+
+    data = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.data[index]
+
+
+class CopiedGenerator(Images):
+    """Augments with a generator of which each worker gets a copy."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.generator.normal(size=5)).float()
+
+
+class Unsharded(IterableDataset[Tensor]):
+    """All data in each worker."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Images.data)
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def loader(dataset: Any = None, batch_size: int = 8, **options: Any) -> DataLoader[Tensor]:
+    return DataLoader(Images() if dataset is None else dataset, batch_size, **options)
+
+
+def first_batches() -> Iterator[Tensor]:
+    data = loader()
+    while True:
+        yield next(iter(data))
+
+
+def stale_batches() -> Iterator[Tensor]:
+    first = None
+    for batch in loader():
+        first = batch if first is None else first
+        yield first
+
+
+def echoed_batches() -> Iterator[Tensor]:
+    for batch in loader():
+        yield from [batch] * 4
+
+
+DATA_FAULTS = [
+    ("samples_vary", 3, first_batches),
+    ("samples_vary", 3, stale_batches),
+    ("samples_vary", 2, lambda: (batch[:1].expand(8, 5) for batch in loader())),
+    ("distinct_data", 3, lambda: loader(CopiedGenerator(), num_workers=2)),
+    ("distinct_data", 3, lambda: loader(Unsharded(), num_workers=2)),
+]
+
+
+@pytest.mark.parametrize(("relation", "step", "batches"), DATA_FAULTS)
+def test_fault_in_the_data_is_reported(relation: str, step: int, batches: Callable[[], Iterable[Tensor]]) -> None:
+    probe = train(nn.Linear(5, 2), islice(batches(), 6), mean_square)
+    assert violations(probe) == [(relation, step)]
+
+
+HEALTHY_DATA = [
+    loader,
+    lambda: loader(shuffle=True, num_workers=2),
+    lambda: [Images.data] * 8,
+    lambda: (batch for _ in range(8) for batch in loader(batch_size=64)),
+    lambda: [next(iter(loader()))] * 8,
+    echoed_batches,
+    lambda: (torch.ones(8, 5) for _ in range(8)),
+    lambda: (torch.ones(8, 5) * 2 for batch in loader(torch.arange(64))),
+]
+
+
+@pytest.mark.parametrize("batches", HEALTHY_DATA)
+def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -> None:
+    with instrument.attach(model := nn.Linear(5, 2), {}) as probe:
+        for batch in batches():
+            mean_square(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []

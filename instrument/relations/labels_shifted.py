@@ -1,0 +1,44 @@
+"""Relation: a model of the next token is trained on the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .relation import RELATIONS, Checked, Relation, Training
+from .token_targets import Causality, causality, token_targets
+
+_WRONG = {
+    0: "tokens that the model sees already, at the same positions",
+    2: "the tokens two positions ahead: the labels are shifted twice",
+    -1: "the previous tokens, which the model sees already: the labels are shifted in the wrong direction",
+}
+
+
+@RELATIONS.register("labels_shifted")
+class LabelsShifted(Relation):
+    """Compares the targets of cross-entropy with the tokens of the input, for models whose outputs use no later tokens.
+
+    Other models, such as masked language models and autoencoders, may predict the token at the same position.
+    """
+
+    sources = ("inputs", "losses")
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._causality: dict[tuple[str, bool], Causality] = {}  # by input and order of its dimensions
+
+    def check(self) -> Iterator[Checked]:
+        found = token_targets(self.training)
+        if following := [each for each in found if each.shift == 1]:
+            count = sum(each.total for each in following)
+            yield Checked(True, count, f"{count} targets are the next tokens")
+            return
+        for each in found:
+            if each.shift is None:
+                continue
+            key = each.path, each.is_time_first
+            result = self._causality[key] = self._causality.get(key) or causality(self.training, each)
+            if result.problem:
+                yield Checked(None, None, result.problem)
+            elif result.is_causal:
+                yield Checked(False, each.shift, f"the targets are {_WRONG[each.shift]} (input {each.path})")

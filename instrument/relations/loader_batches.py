@@ -1,0 +1,82 @@
+"""Observes the batches of data loaders, while a relation reads them: fingerprints of their tensors, and the loader."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import dataloader
+
+from ..values.nested import iter_tensors
+
+MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
+_Iterator = dataloader._BaseDataLoaderIter
+_original = _Iterator.__next__
+_observers: list[Callable[[LoaderBatch], None]] = []
+
+
+class LoaderBatch(NamedTuple):
+    """A batch of a data loader.
+
+    Attributes:
+        iterator: Identifies the pass over the data.
+        number: The index of the batch in its pass, from 0.
+        workers: The number of worker processes.
+        batches: The number of batches of a pass; None if it is unknown.
+        fingerprints: The fingerprints of the tensors.
+        step: The training step that follows.
+    """
+
+    iterator: int
+    number: int
+    workers: int
+    batches: int | None
+    fingerprints: tuple[bytes, ...]
+    step: int = -1
+
+
+def fingerprint(tensor: Tensor) -> bytes:
+    """Return a hash of the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
+    flat = tensor.detach().reshape(-1)
+    flat = flat[:: len(flat) // MAX_ELEMENTS + 1].cpu().contiguous()
+    data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    return hashlib.blake2b(repr((tensor.shape, tensor.dtype)).encode() + data, digest_size=8).digest()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether a tensor has a fingerprint."""
+    return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+
+
+def observe_batches(observer: Callable[[LoaderBatch], None]) -> None:
+    """Call a function with each batch of a data loader of this process, until `unobserve_batches`."""
+    _observers.append(observer)
+    setattr(_Iterator, "__next__", _observed_next)  # noqa: B010 - for mypy, it is a method
+
+
+def unobserve_batches(observer: Callable[[LoaderBatch], None]) -> None:
+    """Stop calling a function. Do nothing if it is not called."""
+    if observer in _observers:
+        _observers.remove(observer)
+    if not _observers:
+        setattr(_Iterator, "__next__", _original)  # noqa: B010
+
+
+def _observed_next(iterator: Any) -> Any:
+    batch = _original(iterator)
+    tensors = [tensor for _, tensor in iter_tensors(batch) if is_readable(tensor)]
+    if tensors and _observers:
+        index = iterator._num_yielded - 1
+        try:
+            batches: int | None = len(iterator._index_sampler)
+        except TypeError:
+            batches = None
+        if iterator._dataset_kind == dataloader._DatasetKind.Iterable:
+            batches = None
+        prints = tuple(map(fingerprint, tensors))
+        for observer in [*_observers]:
+            observer(LoaderBatch(id(iterator), index, iterator._num_workers, batches, prints))
+    return batch

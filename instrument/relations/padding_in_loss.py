@@ -1,0 +1,69 @@
+"""Relation: padding does not count in the loss of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .relation import RELATIONS, Checked, Relation
+from .token_targets import TokenTargets, token_targets
+
+
+@RELATIONS.register("padding_in_loss")
+class PaddingInLoss(Relation):
+    """Compares the targets that count with the padding of the input: the same token at the end, or the start, of a sample.
+
+    The padding is where the argument `attention_mask` is 0, or otherwise where the input is `pad_token_id` of the model's
+    configuration. The first target after a text does not count as padding, because it may be the token for its end.
+    """
+
+    sources = ("inputs", "losses")
+
+    def check(self) -> Iterator[Checked]:
+        for each in token_targets(self.training):
+            can_tell = each.shift is not None and each.loss.is_reduced and each.loss.weight is None
+            padded = self._padding(each) if can_tell else None
+            if padded is None or each.shift is None or not padded.any():
+                continue
+            first, stop = max(0, -each.shift), min(each.targets.shape[1], padded.shape[1] - each.shift)
+            predicted = padded[:, first + each.shift : stop + each.shift]
+            counted = each.counted[:, first:stop] & predicted
+            number = int(counted.sum())
+            if number:
+                text = f"{number} targets at padded positions count in the loss, of {each.total} (input {each.path})"
+                yield Checked(False, number, text)
+            else:
+                yield Checked(
+                    True, int(predicted.sum()), f"{int(predicted.sum())} targets at padded positions do not count"
+                )
+
+    def _padding(self, of: TokenTargets) -> Tensor | None:
+        """Return which tokens are padding, without the first one after a text, bool [samples, positions]."""
+        mask = of.call.tensors.get("attention_mask")
+        if mask is not None:
+            mask = mask.detach().cpu()
+            if mask.ndim != 2 or of.is_time_first or mask.shape != of.tokens.shape:
+                return None
+            padded = mask == 0
+        else:
+            pad = getattr(getattr(self.training.model, "config", None), "pad_token_id", None)
+            if not isinstance(pad, int):
+                return None
+            padded = of.tokens == pad
+        at_end = _leading(padded.flip(1)).flip(1)
+        at_start = _leading(padded)
+        if not torch.equal(padded, at_end) and mask is not None and not torch.equal(padded, at_start):
+            return None  # the mask has another meaning
+        ids = of.tokens[padded]
+        if mask is not None and len(ids.unique()) > 1:
+            return None
+        after = torch.zeros_like(at_end)
+        after[:, 1:] = at_end[:, :-1] & at_end[:, 1:]  # without the first one
+        return after | (at_start & ~at_end if mask is not None else torch.zeros_like(after))
+
+
+def _leading(flags: Tensor) -> Tensor:
+    """Return which flags are set, with all flags before them in their row."""
+    return flags.long().cumprod(1).bool()

@@ -1,0 +1,61 @@
+"""Relation: the samples of a batch differ, and so do the batches of a training on more data than one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from .loader_batches import fingerprint, is_readable
+from .relation import RELATIONS, Checked, Relation, Training
+
+TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession
+MIN_SAMPLES = 4
+
+
+@RELATIONS.register("samples_vary")
+class SamplesVary(Relation):
+    """Compares the samples in the first input of the model in a step, and this input with that of earlier steps.
+
+    Only in trainings that read a data loader with several batches in each of these steps. The repeated input has to be a batch of the
+    loader, so that a model with a constant input is not reported.
+    """
+
+    sources = ("inputs", "batches")
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._previous: tuple[bytes, ...] = ()
+        self._times = self._times_in_batch = 0
+
+    def check(self) -> Iterator[Checked]:
+        tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values() if is_readable(each)]
+        step, batches = self.training.clock.moment.step, self.training.batches
+        of_step = [batch for batch in batches if batch.step == step]
+        if not tensors or not any(batch.batches is None or batch.batches > 1 for batch in of_step):
+            self._times = self._times_in_batch = 0
+            return
+        prints = tuple(map(fingerprint, tensors))
+        is_loaded = any(each in batch.fingerprints for batch in batches for each in prints)
+        is_repeated = prints == self._previous
+        self._times = self._times + 1 if is_repeated else 1
+        is_varied = is_loaded or not is_repeated  # otherwise, it can be a constant input
+        self._times_in_batch = self._times_in_batch + 1 if is_varied and _are_equal(tensors) else 0
+        self._previous = prints
+        if self._times_in_batch == TIMES_IN_BATCH:
+            text = f"all {len(tensors[0])} samples of a batch are equal, in {TIMES_IN_BATCH} steps in succession"
+            yield Checked(False, len(tensors[0]), text)
+        elif self._times == TIMES and is_loaded:
+            differ = len({batch.fingerprints for batch in batches if batch.step > step - TIMES}) > 1
+            why = "although the data loader gives others" if differ else "although the data loader has several"
+            yield Checked(False, TIMES, f"the model gets the same batch in {TIMES} steps in succession, {why}")
+        elif self._times == 1 and not self._times_in_batch and tensors[0].ndim and len(tensors[0]) >= MIN_SAMPLES:
+            yield Checked(True, len(tensors[0]), "the samples of a batch differ")
+
+
+def _are_equal(tensors: list[Tensor]) -> bool:
+    """Return whether inputs are a batch of samples that are all equal."""
+    sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
+    if len(sizes) > 1 or min(sizes) < MIN_SAMPLES or not any(tensor.numel() > len(tensor) for tensor in tensors):
+        return False
+    return all(bool((tensor[1:] == tensor[:1]).all()) for tensor in tensors)

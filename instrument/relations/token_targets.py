@@ -1,0 +1,205 @@
+"""The targets of a language model, compared with the tokens of its input, and whether its outputs depend on later tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..hooks.module_copies import copy_arguments, copy_modules
+from ..values.dtensor import is_sharded
+from ..values.nested import iter_tensors
+from .loss_calls import LossCall
+from .relation import ModelCall, Training
+
+SHIFTS = (1, 0, 2, -1)
+MIN_TOKENS, MIN_DIFFERENT = 16, 3  # fewer tokens can be equal by chance
+_OTHER_INPUTS = ("label", "target", "mask", "position", "token_type")  # in the names of inputs that are no tokens
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output; of half precision: 1e-2
+
+
+class TokenTargets(NamedTuple):
+    """The targets of one call of cross-entropy, and the tokens of one input of the model.
+
+    Attributes:
+        path: The path of the input.
+        tokens: The input, int64 [samples, positions], on the CPU.
+        targets: The targets, int64 [samples, positions or positions - 1].
+        counted: Whether a target counts in the loss, bool of the same shape.
+        shift: The target at t is the token at t + shift; None if that holds for none of `SHIFTS`.
+        is_time_first: Whether the input is [positions, samples].
+        call, loss: The calls of the model and of cross-entropy.
+    """
+
+    path: str
+    tokens: Tensor
+    targets: Tensor
+    counted: Tensor
+    shift: int | None
+    is_time_first: bool
+    call: ModelCall
+    loss: LossCall
+
+    @property
+    def total(self) -> int:
+        """The number of targets that count."""
+        return int(self.counted.sum())
+
+
+def token_targets(training: Training) -> list[TokenTargets]:
+    """Compare the targets of this step with the tokens in the inputs of the model, in both orders of the dimensions."""
+    found = []
+    for loss in training.losses:
+        for call in training.inputs:
+            for path, tokens in _tokens(call, loss.targets).items():
+                both = [*_compare(path, tokens, loss, call)]
+                found += [each for each in both if each.shift is not None] or both[:1]
+    return found
+
+
+def _tokens(call: ModelCall, targets: Tensor) -> dict[str, Tensor]:
+    """Return the inputs of a call that can be tokens. Of several inputs, those that are the targets are left out."""
+    tokens = {
+        path: tensor
+        for path, tensor in call.tensors.items()
+        if tensor.dtype in (torch.int64, torch.int32)
+        and tensor.ndim == 2
+        and type(tensor) is Tensor
+        and not any(name in path for name in _OTHER_INPUTS)
+    }
+    others = {path: tensor for path, tensor in tokens.items() if tensor.data_ptr() != targets.data_ptr()}
+    return others or dict([*tokens.items()][:1])
+
+
+def _compare(path: str, tokens: Tensor, loss: LossCall, call: ModelCall) -> Iterator[TokenTargets]:
+    flat, given = loss.targets.detach().cpu().flatten(), tokens.detach().cpu().long()
+    for is_time_first in (False, True):
+        ids = given.T if is_time_first else given
+        samples, positions = ids.shape
+        length = len(flat) // max(samples, 1)
+        if positions < 3 or length * samples != len(flat) or not positions - 1 <= length <= positions:
+            continue
+        labels = flat.view(length, samples).T if is_time_first else flat.view(samples, length)
+        counted = labels != loss.ignore_index
+        shift = next((shift for shift in SHIFTS if _is_shifted(ids, labels, counted, shift)), None)
+        yield TokenTargets(path, ids, labels, counted, shift, is_time_first, call, loss)
+
+
+def _is_shifted(ids: Tensor, labels: Tensor, counted: Tensor, shift: int) -> bool:
+    """Return whether all targets that count are the tokens at positions that differ by `shift`."""
+    first, stop = max(0, -shift), min(labels.shape[1], ids.shape[1] - shift)
+    where = counted[:, first:stop]
+    expected, actual = ids[:, first + shift : stop + shift][where], labels[:, first:stop][where]
+    return len(actual) >= MIN_TOKENS and torch.equal(expected, actual) and len(actual[:4096].unique()) >= MIN_DIFFERENT
+
+
+class Causality(NamedTuple):
+    """How the outputs of a model change if the token at one position changes.
+
+    Attributes:
+        ahead: The largest change of an output at an earlier position, relative to the largest output.
+        looks_ahead: Whether it exceeds the rounding.
+        looks_back: Whether an output at a later position changes.
+        problem: Why it is unknown; empty if it is known.
+    """
+
+    ahead: float = 0.0
+    looks_ahead: bool = False
+    looks_back: bool = False
+    problem: str = ""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the model is known to use earlier tokens and no later ones."""
+        return self.looks_back and not self.looks_ahead
+
+
+def causality(training: Training, of: TokenTargets) -> Causality:
+    """Change one token of an input and compute the outputs again, in evaluation mode, with a copy of the model.
+
+    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored.
+    """
+    model = training.model
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return Causality(problem="its parameters are sharded")
+    positions = of.counted.any(0).nonzero().flatten()
+    at = int(positions[len(positions) // 2])
+    changed = _changed(of, at)
+    states = random.getstate(), np.random.get_state()
+    devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
+    try:
+        copied = copy_modules(model, share_parameters=True)
+        for part in copied.values():
+            part.training = False
+        outputs = []
+        for tokens in (of.tokens, of.tokens, changed):
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                outputs.append(_output(copied[model], of, tokens))
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+    # The model's own code, which can raise anything when it is called again.
+    except Exception as error:
+        return Causality(problem=f"the model cannot be called again: {type(error).__name__}: {error}"[:200])
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    base, repeated, other = outputs
+    if base is None or repeated is None or other is None:
+        return Causality(problem="no output has the positions of the input")
+    where = torch.zeros(base.shape[1], dtype=torch.bool)
+    where[positions] = True
+    where = where.to(base.device)
+    scale = float(base.abs().amax()) or 1.0
+    noise = float((repeated - base).abs().amax())
+    change = (other - base).abs().amax((0, 2))
+    ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
+    limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
+    return Causality(ahead / scale, ahead > limit, back > limit)
+
+
+def _sides(change: Tensor, where: Tensor, at: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    return (change[:at], where[:at]), (change[at + 1 :], where[at + 1 :])
+
+
+def _changed(of: TokenTargets, at: int) -> Tensor:
+    """Return the tokens with another one at a position, which is a target elsewhere in the sample."""
+    changed = of.tokens.clone()
+    for row, labels, counted in zip(changed, of.targets, of.counted, strict=True):
+        others = labels[counted & (labels != row[at])]
+        if len(others):
+            row[at] = others[0]
+    return changed
+
+
+def _output(model: nn.Module, of: TokenTargets, tokens: Tensor) -> Tensor | None:
+    """Call the model with other tokens. Return its logits [samples, positions, classes]; None if no output has this shape."""
+    given = of.call.tensors[of.path]
+    new = (tokens.T if of.is_time_first else tokens).to(given.device, given.dtype)
+
+    def copy_tensor(_: str, tensor: Tensor) -> Tensor:
+        return new.contiguous() if tensor is given else tensor.detach().clone()
+
+    arguments = copy_arguments({"args": of.call.args, "kwargs": dict(of.call.kwargs)}, copy_tensor)
+    result = model(*arguments["args"], **arguments["kwargs"])
+    return next((logits for _, tensor in iter_tensors(result) if (logits := _logits(tensor, of)) is not None), None)
+
+
+def _logits(tensor: Tensor, of: TokenTargets) -> Tensor | None:
+    samples, length = of.tokens.shape
+    shape = (length, samples) if of.is_time_first else (samples, length)
+    if not tensor.is_floating_point():
+        return None
+    if tensor.ndim == 2 and tensor.shape[0] == samples * length:
+        tensor = tensor.view(*shape, -1)
+    if tensor.ndim != 3:
+        return None
+    if tensor.shape[:2] == shape:
+        return tensor.transpose(0, 1) if of.is_time_first else tensor
+    return tensor.transpose(1, 2) if (tensor.shape[0], tensor.shape[2]) == shape else None

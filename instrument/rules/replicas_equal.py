@@ -1,0 +1,28 @@
+"""Rule: the parameters of data-parallel processes differ."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..config.rules import RULES, RuleBase
+from .rule import RelationRule
+
+
+class ReplicasEqualRule(RuleBase):
+    """The trained parameters of the processes of `DistributedDataParallel` are not equal in all bits after a step.
+
+    All processes start with the same parameters and apply the same mean gradients (Li et al., VLDB 2020), so that any difference is a
+    fault: a process calls `model.module`, changes its gradients or parameters, or has another optimizer. TrainCheck (Jiang et al., OSDI
+    2025) finds the divergence of DeepSpeed issue 1801 by this relation. Processes that shard parameters or average them later, and
+    loops that synchronize without DDP, are not checked.
+    """
+
+    rule: Literal["replicas_equal"]
+
+
+@RULES.register("replicas_equal")
+class ReplicasEqual(RelationRule):
+    fields = ReplicasEqualRule
+    relation = "replicas_equal"
+    what = "parameters of processes differ"
+    advice = "Call the wrapped model in the forward pass, and change gradients and parameters in all processes alike."

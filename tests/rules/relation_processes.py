@@ -1,0 +1,83 @@
+"""Trainings with `DistributedDataParallel`, healthy and faulty: `torchrun --nproc-per-node 2 relation_processes.py`.
+
+Rank 0 prints the relations that were checked, by training: the relation, whether it holds, the layer and the path.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import instrument
+
+STEPS = 7
+OF_PROCESSES = ("distinct_data", "replicas_equal")
+
+
+def train(
+    *,
+    batch: Callable[[int, int], Tensor] = lambda rank, step: torch.randn(8, 4, generator=seeded(100 * rank + step)),
+    is_wrapped: bool = True,
+    is_inside: bool = False,
+    alone_at_the_end: int = 0,
+) -> list[tuple[str, bool, str, str]]:
+    """Train for some steps. Return the rows of relations.
+
+    Args:
+        batch: Returns the batch of a rank in a step.
+        is_wrapped: Whether the loop calls the wrapper, which averages the gradients.
+        is_inside: Whether the hooks are attached to the wrapped model instead of the wrapper.
+        alone_at_the_end: The number of further steps of rank 0, without the other process.
+    """
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(action="ignore"):
+        observed = model.module if is_inside else model
+        with instrument.attach(observed, {}, optimizer=optimizer) as probe:
+            for step in range(STEPS + (alone_at_the_end if rank == 0 else 0)):
+                is_alone = step >= STEPS
+                with model.no_sync() if is_alone else nullcontext():
+                    loss = (model if is_wrapped and not is_alone else model.module)(batch(rank, step)).square().mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                optimizer.step()
+                probe.end_step(loss=loss)
+                if not is_alone:
+                    dist.barrier()
+    columns = ["relation", "holds", "layer", "path"]
+    rows = probe.relations[columns].itertuples(index=False) if len(probe.relations) else ()
+    # Without the relations of optimizers, which hold.
+    found = [row for row in map(tuple, rows) if row[0] in OF_PROCESSES or not row[1]]
+    return sorted(found)  # values of the other process may arrive a step later
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    done = {
+        "healthy": train(),
+        "inside": train(is_inside=True),
+        "all_data": train(batch=lambda rank, step: torch.ones(8, 4)),
+        "one_leaves": train(alone_at_the_end=60),
+        "not_synchronized": train(is_wrapped=False),
+        "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),
+    }
+    if dist.get_rank() == 0:
+        print(json.dumps(done))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
