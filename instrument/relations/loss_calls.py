@@ -29,6 +29,8 @@ class LossCall(NamedTuple):
         weight: The weight of each class, [classes]; None without weights.
         is_reduced: Whether the result is one number. Otherwise, the caller may leave targets out of its mean.
         ignore_index: The class of targets that do not count.
+        is_mean: Whether the result is the mean.
+        result: The loss.
     """
 
     shape: torch.Size
@@ -36,6 +38,8 @@ class LossCall(NamedTuple):
     weight: Tensor | None
     is_reduced: bool
     ignore_index: int
+    is_mean: bool
+    result: Tensor
 
 
 def observe_losses(observer: Callable[[LossCall], None]) -> None:
@@ -63,12 +67,13 @@ def unobserve_losses(observer: Callable[[LossCall], None]) -> None:
 def _observed(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
         if not is_compiling() and len(args) >= 5 and args[0].requires_grad and _has_classes(args[1]):
             logits, targets, weight, reduction, ignore_index = args[:5]
-            loss = LossCall(logits.shape, targets, weight, reduction != 0, ignore_index)
+            loss = LossCall(logits.shape, targets, weight, reduction != 0, ignore_index, reduction == 1, result)
             for observer in [*_observers]:
                 observer(loss)
-        return function(*args, **kwargs)
+        return result
 
     return call
 

@@ -16,7 +16,14 @@ from torch.nn import functional as F
 import instrument
 from instrument.integrations.attached_probe import AttachedProbe
 
-RELATIONS = ("gradients_zeroed", "loss_scale", "mode_of_phase", "parameters_follow_gradients", "rate_in_effect")
+RELATIONS = (
+    "accumulation_divides",
+    "gradients_zeroed",
+    "loss_scale",
+    "mode_of_phase",
+    "parameters_follow_gradients",
+    "rate_in_effect",
+)
 
 
 @contextmanager
@@ -220,6 +227,73 @@ def test_gradients_of_functions_are_not_accumulated() -> None:
             optimizer.zero_grad()
             (loss_of(model, batch) + sum(each.square().sum() for each in gradients)).backward()
             optimizer.step()
+            probe.end_step()
+    assert violations(probe) == []
+
+
+# ------------------------------------------------------------------------------------------------ accumulation_divides
+
+
+def accumulated_steps(
+    weight: float = 1.0, *, before_step: Callable[[nn.Module], object] = lambda model: None, **options: Any
+) -> AttachedProbe:
+    """Train with gradients of 4 micro-batches, whose losses are multiplied by a weight."""
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", **{"enabled": False, **options})
+    with attached(model, optimizer, scaler=scaler) as probe:
+        for batches in BATCHES.view(2, 4, 16, 6):
+            for batch in batches:
+                scaler.scale(loss_of(model, batch) * weight).backward()
+                probe.end_micro_step()
+            scaler.unscale_(optimizer)
+            before_step(model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            probe.end_step()
+    return probe
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def divide(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 4
+
+
+@pytest.mark.parametrize("options", [{}, {"enabled": True, "init_scale": 2.0**8}], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("before_step", [lambda model: None, clip], ids=["unclipped", "clipped"])
+def test_gradients_that_are_added_completely_are_reported(before_step: Any, options: Any) -> None:
+    (row,) = rows(accumulated_steps(before_step=before_step, **options), "accumulation_divides", holds=False)
+    assert (row["step"], row["value"]) == (0, 4.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"enabled": True, "init_scale": 2.0**8}], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    ("weight", "before_step"),
+    [(0.25, lambda model: None), (0.25, clip), (1.0, divide)],
+    ids=["plain", "clipped", "later"],
+)
+def test_gradients_that_are_divided_hold(weight: float, before_step: Any, options: Any) -> None:
+    probe = accumulated_steps(weight, before_step=before_step, **options)
+    assert violations(probe) == []
+    assert ("accumulation_divides" in verified(probe)) == (weight == 0.25)
+
+
+def test_micro_steps_of_several_optimizers_hold() -> None:
+    """The loss of one part also gives gradients to the other one, which are zeroed before its own step."""
+    first, second = network(), nn.Linear(3, 3)
+    optimizers = [sgd(first), sgd(second)]
+    with attached(nn.ModuleList([first, second]), optimizers) as probe:
+        for batch in BATCHES:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                loss_of(nn.Sequential(first, second), batch).backward()
+                optimizer.step()
+                probe.end_micro_step()
             probe.end_step()
     assert violations(probe) == []
 
