@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 from .exchange import Exchange
-from .loader_batches import LoaderBatch, fingerprint, is_readable
+from .loader_batches import LoaderBatch, fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 from .replicas_equal import keeps_all_equal
 
@@ -36,7 +36,7 @@ class DistinctData(Relation):
         wrapper = self.training.replicated_by
         if wrapper is None or not keeps_all_equal(wrapper):
             return
-        tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values() if is_readable(each)]
+        tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
         value = b"".join(map(fingerprint, tensors))
         self._exchange = self._exchange or Exchange()
         step = self.training.clock.moment.step

@@ -40,15 +40,18 @@ class LoaderBatch(NamedTuple):
 
 def fingerprint(tensor: Tensor) -> bytes:
     """Return a hash of the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     flat = flat[:: len(flat) // MAX_ELEMENTS + 1].cpu().contiguous()
     data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
     return hashlib.blake2b(repr((tensor.shape, tensor.dtype)).encode() + data, digest_size=8).digest()
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Return whether a tensor has a fingerprint."""
-    return type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    """Return whether the values of a tensor can be read when the step ends."""
+    is_plain = (
+        type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    )
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def observe_batches(observer: Callable[[LoaderBatch], None]) -> None:

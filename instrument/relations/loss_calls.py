@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.jit._builtins import _get_builtin_table
 
+from .loader_batches import is_readable
+
 _NAMES = ("cross_entropy_loss", "nll_loss_nd")  # with the arguments input, target, weight, reduction and ignore_index
 _originals: dict[str, Callable[..., Any]] = {}
 _observers: list[Callable[[LossCall], None]] = []
@@ -80,10 +82,5 @@ def _observed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _has_classes(targets: Tensor) -> bool:
     """Return whether targets are classes whose values can be read when the step ends."""
-    if (
-        type(targets) is not Tensor
-        or targets.dtype != torch.int64
-        or torch._C._functorch.is_functorch_wrapped_tensor(targets)
-    ):
-        return False
-    return not (targets.is_cuda and torch.cuda.is_current_stream_capturing())
+    is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    return targets.dtype == torch.int64 and is_readable(targets) and not is_captured

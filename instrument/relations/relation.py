@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
-from .loader_batches import LoaderBatch
+from .loader_batches import LoaderBatch, is_readable
 from .loss_calls import LossCall
 
 Source = Literal["inputs", "losses", "batches"]
@@ -55,11 +55,13 @@ class ModelCall:
             named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         except (TypeError, ValueError):  # such as functions in C, which have no signature
             named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-        self._versions = {path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named))}
+        self._versions = {
+            path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named)) if is_readable(tensor)
+        }
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors in the arguments by path, without those that were changed in place since the call."""
+        """The dense tensors in the arguments by path, without those that were changed in place since the call."""
         return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
 
 

@@ -17,12 +17,12 @@ from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
 from .loss_calls import LossCall, observe_losses, unobserve_losses
-from .relation import RELATIONS, ModelCall, Relation, Training, calls_hooks
+from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
 """Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
 MAX_ROWS = 20  # rows of a relation that does not hold
-_MAX_CALLS, _MAX_BATCHES = 16, 32
+_MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
 
 class RelationSet(InertWhenCopied):
@@ -44,7 +44,7 @@ class RelationSet(InertWhenCopied):
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock, scaler)
         self._relations: dict[str, Relation] = {
-            name: RELATIONS[name](self.training)
+            name: RELATIONS.find(name, f"rules.{name}")(self.training)
             for name in sorted(names)
             if clock.rank == 0 or RELATIONS[name].on_all_ranks
         }
@@ -109,7 +109,10 @@ class RelationSet(InertWhenCopied):
 
     def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
         rows = []
-        results = [*relation.check()]
+        try:
+            results = [*relation.check()]
+        except Exception as error:  # a check reads values of any model, and must not end its training
+            results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)
         for holds, value, text, layer, path in results:
             if holds and is_violated:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .loader_batches import fingerprint, is_readable
+from .loader_batches import fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession
@@ -29,7 +29,7 @@ class SamplesVary(Relation):
         self._times = self._times_in_batch = 0
 
     def check(self) -> Iterator[Checked]:
-        tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values() if is_readable(each)]
+        tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
         step, batches = self.training.clock.moment.step, self.training.batches
         of_step = [batch for batch in batches if batch.step == step]
         if not tensors or not any(batch.batches is None or batch.batches > 1 for batch in of_step):

@@ -58,7 +58,8 @@ def _memory(parameter: Tensor) -> tuple[object, ...]:
 def _declared(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the weights of both embeddings of a model of transformers that declares them tied."""
     config, get = getattr(model, "config", None), getattr(model, "get_output_embeddings", None)
-    if get is None or getattr(config, "tie_word_embeddings", False) is not True:
+    is_declared = getattr(config, "tie_word_embeddings", False) is True and getattr(model, "_tied_weights_keys", None)
+    if get is None or not is_declared:
         return []
     weights = {id(getattr(each, "weight", None)) for each in (model.get_input_embeddings(), get())}  # type: ignore[operator]
     found = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in weights]

@@ -69,7 +69,6 @@ def _tokens(call: ModelCall, targets: Tensor) -> dict[str, Tensor]:
         for path, tensor in call.tensors.items()
         if tensor.dtype in (torch.int64, torch.int32)
         and tensor.ndim == 2
-        and type(tensor) is Tensor
         and not any(name in path for name in _OTHER_INPUTS)
     }
     others = {path: tensor for path, tensor in tokens.items() if tensor.data_ptr() != targets.data_ptr()}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.relations.relation import RELATIONS, Checked, Relation
+from instrument.relations.relation_set import RelationSet
 
 VOCABULARY = 11
 
@@ -98,6 +101,25 @@ def test_weights_that_are_no_longer_tied_are_reported() -> None:
     (event,) = probe.events[probe.events["rule"] == "tied_weights"].to_dict("records")
     assert (event["layer"], event["step"], event["severity"]) == ("head", 2, "warning")
     assert "head.weight differs from embedding.weight" in event["message"]
+
+
+def test_weights_that_a_transformer_declares_as_tied_are_compared() -> None:
+    class Declared(Bigram):
+        config = SimpleNamespace(tie_word_embeddings=True)
+        _tied_weights_keys = ("head.weight",)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.embedding
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.head
+
+    model = Declared()
+    with instrument.attach(model, {}) as probe:
+        probe.end_step()
+    assert [row["holds"] for row in rows_of(probe, "tied_weights")] == [True]
+    model.head = nn.Linear(8, VOCABULARY, bias=False)
+    assert violations(train(model, tokens(), next_token_loss)) == [("tied_weights", 0)]
 
 
 def test_equal_copies_of_tied_weights_hold() -> None:
@@ -408,3 +430,75 @@ def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -
             mean_square(model, batch).backward()
             probe.end_step()
     assert violations(probe) == []
+
+
+def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Relation) -> Iterator[Checked]:
+        raise ValueError("wrong shape")
+        yield
+
+    monkeypatch.setattr(RELATIONS["tied_weights"], "check", fail)
+    with instrument.attach(Bigram(), {}) as probe:
+        for _ in range(3):
+            probe.end_step()
+    (row,) = rows_of(probe, "tied_weights")
+    assert (row["holds"], row["text"]) == (None, "the check failed: ValueError: wrong shape")
+
+
+def test_relations_are_checked_in_the_first_steps_and_each_fiftieth(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+
+    def note(self: Relation) -> Iterator[Checked]:
+        checked.append(self.training.clock.moment.step)
+        yield Checked(True, 1.0, "")
+
+    monkeypatch.setattr(RELATIONS["tied_weights"], "check", note)
+    with instrument.attach(Bigram(), {}, step=30) as probe:
+        for _ in range(100):
+            probe.end_step()
+            with probe.evaluating():
+                pass
+    assert checked == [30, 31, 32, 33, 34, 50, 100]
+    assert len(rows_of(probe, "tied_weights")) == 1
+
+
+def test_resumed_probe_continues_the_relations() -> None:
+    with instrument.attach(Bigram(), {}) as probe:
+        for _ in range(3):
+            probe.end_step()
+        state = json.loads(json.dumps(probe.state_dict()))
+    relations = RelationSet({"tied_weights"}, Bigram(), (), probe.clock)
+    relations.load_state_dict(state["relations"])
+    probe.clock.moment = probe.clock.moment._replace(step=4)
+    relations.attach()
+    assert relations.training.is_checked
+    assert relations.check() == []  # it was verified before
+    relations.detach()
+
+
+def test_no_rule_that_reads_relations_registers_nothing() -> None:
+    original = torch._C._nn.cross_entropy_loss
+    with instrument.attach(model := Bigram(), {}, rules=None):
+        assert torch._C._nn.cross_entropy_loss is original
+        assert not model._forward_pre_hooks
+
+
+def test_scripted_and_transformed_losses_work() -> None:
+    class Loss(nn.Module):
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(logits, targets)
+
+    model, batch = Bigram(), tokens()[0]
+    with instrument.attach(model, {}) as probe:
+        logits = torch.randn(3, 4, requires_grad=True)
+        loss = torch.jit.script(Loss())(logits, torch.tensor([0, 1, 2]))
+        assert loss == F.cross_entropy(logits, torch.tensor([0, 1, 2]))
+        gradients = torch.func.grad(
+            lambda weights: torch.func.vmap(
+                lambda row: F.cross_entropy(torch.func.functional_call(model, weights, row[:-1]), row[1:])
+            )(batch).mean()
+        )(dict(model.named_parameters()))
+        assert gradients
+        probe.end_step()
+    assert violations(probe) == []
+    assert not any("failed" in row["text"] for row in probe.relations.to_dict("records"))
