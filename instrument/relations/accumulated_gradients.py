@@ -37,6 +37,7 @@ class AccumulatedGradient:
         parameter: The parameter.
         micro_steps: The last micro-steps of the gradients in the sum.
         has_old: Whether the sum contains the gradient that the last step of the optimizer used.
+        has_stepped: Whether the optimizer has made a step.
         copy: A copy of the sum; None if the step is not checked.
     """
 
@@ -46,7 +47,7 @@ class AccumulatedGradient:
         self._last: tuple[Tensor, int] | None = None
         self._is_added = False  # whether the gradient that arrives now is added to the sum
         self.micro_steps: deque[int] = deque(maxlen=MAX_MICRO_STEPS)
-        self.has_old = False
+        self.has_old = self.has_stepped = False
         self.copy: Tensor | None = None
 
     def attach(self) -> list[RemovableHandle]:
@@ -74,7 +75,7 @@ class AccumulatedGradient:
         """Begin a new sum after a step of the optimizer. It contains the old gradient until this one is cleared."""
         gradient = self.parameter.grad
         self._last = None if gradient is None else (gradient, gradient._version)
-        self.has_old = gradient is not None
+        self.has_old, self.has_stepped = gradient is not None, True
         self.micro_steps.clear()
         self.copy = None
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .loss_calls import LossCall, observe_losses, unobserve_losses
@@ -43,8 +44,7 @@ class AccumulationDivides(Relation):
             gradients = [AccumulatedGradient(each, self.training) for each in smallest_parameters(optimizer)[:1]]
             for each in gradients:
                 self.handles += each.attach()
-                self.handles.append(optimizer.register_step_pre_hook(partial(self._before_step, each)))
-                self.handles.append(optimizer.register_step_post_hook(partial(self._after_step, each)))
+                self.observe_steps(optimizer, partial(self._before_step, each), partial(self._after_step, each))
 
     def detach(self) -> None:
         unobserve_losses(self._on_loss)
@@ -61,13 +61,13 @@ class AccumulationDivides(Relation):
             scale = 1.0 if clock.amp_scale is None else clock.amp_scale()
             self._seeds[micro_step].append(gradient.detach() / scale)
 
-    def _before_step(self, gradient: AccumulatedGradient, *arguments: object) -> None:  # noqa: ARG002
+    def _before_step(self, gradient: AccumulatedGradient, optimizer: Optimizer) -> None:  # noqa: ARG002
         parts = gradient.micro_steps
         seeds = [self._seeds[each] for each in parts if each in self._seeds]
         if len(parts) > 1 and len({*parts}) == len(parts) == len(seeds) and not gradient.has_old:
             self._steps.append(_Step(seeds, gradient.relative_change()))
 
-    def _after_step(self, gradient: AccumulatedGradient, *arguments: object) -> None:  # noqa: ARG002
+    def _after_step(self, gradient: AccumulatedGradient, optimizer: Optimizer) -> None:  # noqa: ARG002
         gradient.end_step()
 
     def check(self) -> Iterator[Checked]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from torch.optim import Optimizer
+
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .relation import RELATIONS, Checked, Relation, Training
 
@@ -27,11 +29,11 @@ class GradientsZeroed(Relation):
             gradients = [AccumulatedGradient(each, self.training) for each in smallest_parameters(optimizer)]
             for each in gradients:
                 self.handles += each.attach()
-            self.handles.append(optimizer.register_step_post_hook(partial(self._after_step, gradients)))
+            self.observe_steps(optimizer, after=partial(self._after_step, gradients))
 
-    def _after_step(self, gradients: Sequence[AccumulatedGradient], *arguments: object) -> None:  # noqa: ARG002
+    def _after_step(self, gradients: Sequence[AccumulatedGradient], optimizer: Optimizer) -> None:  # noqa: ARG002
         for each in gradients:
-            self._count += bool(each.micro_steps)
+            self._count += bool(each.micro_steps) and each.has_stepped
             if each.micro_steps and each.has_old and each.parameter.grad is not None:
                 self._found[id(each.parameter)] = None
             each.end_step()
@@ -44,4 +46,4 @@ class GradientsZeroed(Relation):
                 yield Checked(False, None, "a gradient was added to that of the last step", layer, path)
             self._found.clear()
         elif self._count:
-            yield Checked(True, self._count, f"{self._count} gradients were zeroed before the next one")
+            yield Checked(True, self._count, "gradients are zeroed before the next ones")

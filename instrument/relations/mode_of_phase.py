@@ -9,6 +9,7 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
 
 from ..hooks.hook_group_interface import InertWhenCopied
 from .relation import RELATIONS, Checked, Relation, Training, calls_hooks
@@ -55,13 +56,13 @@ class ModeOfPhase(Relation):
             return
         self._calls.attach()
         for optimizer in self.training.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.observe_steps(optimizer, self._before_step)
 
     def detach(self) -> None:
         self._calls.detach()
         super().detach()
 
-    def _before_step(self, *arguments: object) -> None:  # noqa: ARG002
+    def _before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         if self.training.is_checked and self.training.clock.moment.phase == "train":
             self._in_training = _Mode(self.training.model)
 

@@ -59,11 +59,10 @@ class ParametersFollowGradients(Relation):
 
     def attach(self) -> None:
         for optimizer in self.training.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self.handles.append(optimizer.register_step_post_hook(self._after_step))
+            self.observe_steps(optimizer, self._before_step, self._after_step)
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self.training.is_checked:
             held = [each for group in optimizer.param_groups for each in group["params"]]
             trainable = [each for each in held if each.requires_grad]
@@ -72,7 +71,7 @@ class ParametersFollowGradients(Relation):
             self._before[optimizer] = _Sample(trainable), _Sample(frozen)
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+    def _after_step(self, optimizer: Optimizer) -> None:
         samples = self._before.pop(optimizer, None)
         if samples is None or _is_skipped(optimizer):
             return
@@ -105,7 +104,7 @@ class ParametersFollowGradients(Relation):
         found, self._found = self._found, []
         yield from found
         if self._count and not found:
-            yield Checked(True, self._count, f"parameters changed in {self._count} steps of an optimizer")
+            yield Checked(True, self._count, "an optimizer changes parameters with gradients")
 
     def _check_forgotten(self) -> None:
         parameters, self._forgotten = [*self._forgotten.values()], {}

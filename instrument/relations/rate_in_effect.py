@@ -40,7 +40,7 @@ class RateInEffect(Relation):
 
     def attach(self) -> None:
         for optimizer in self.training.optimizers:
-            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.observe_steps(optimizer, self._before_step)
         _observers.append(self._on_scheduler)
         LRScheduler.step = _observed_step  # type: ignore[method-assign]
 
@@ -52,7 +52,7 @@ class RateInEffect(Relation):
         self._schedulers.clear()
         super().detach()
 
-    def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+    def _before_step(self, optimizer: Optimizer) -> None:
         if self.training.is_checked:
             self._count += 1
             for index, group in enumerate(optimizer.param_groups):
@@ -78,4 +78,4 @@ class RateInEffect(Relation):
             yield Checked(False, float(scheduler.get_last_lr()[0]), text)
         self._schedulers.clear()
         if count:
-            yield Checked(True, count, f"learning rates of {count} steps of an optimizer")
+            yield Checked(True, count, "learning rates are numbers from 0")

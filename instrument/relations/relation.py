@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -126,6 +128,18 @@ class Relation(ABC):
     def attach(self) -> None:  # noqa: B027 - optional
         """Register hooks, and read the model before the first step. `handles` are removed at the end. Default: nothing."""
 
+    def observe_steps(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[Optimizer], None] | None = None,
+        after: Callable[[Optimizer], None] | None = None,
+    ) -> None:
+        """Call functions before and after each step of an optimizer. A compiled step calls none, and its graph has no break."""
+        if before is not None:
+            self.handles.append(optimizer.register_step_pre_hook(partial(_call_uncompiled, before)))
+        if after is not None:
+            self.handles.append(optimizer.register_step_post_hook(partial(_call_uncompiled, after)))
+
     @abstractmethod
     def check(self) -> Iterator[Checked]:
         """Yield what does not hold, or one result that holds. Yield nothing if the relation does not apply to the step.
@@ -137,6 +151,11 @@ class Relation(ABC):
         """Remove what was registered. It can be called several times."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _call_uncompiled(function: Callable[[Optimizer], None], optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG001
+    if not is_compiling():
+        function(optimizer)
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")

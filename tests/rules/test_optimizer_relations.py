@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import instrument
+from instrument.analysis.rule_events import rule_events
+from instrument.config.parse import parse_rules
+from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
 
 RELATIONS = (
@@ -301,10 +305,10 @@ def test_micro_steps_of_several_optimizers_hold() -> None:
 # ------------------------------------------------------------------------------------------------ loss_scale
 
 
-def scaled_steps(count: int, factor: float, **options: Any) -> AttachedProbe:
+def scaled_steps(count: int, factor: float, out: Path | None = None, **options: Any) -> AttachedProbe:
     model = network()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", **options)
-    with attached(model, optimizer, scaler=scaler) as probe:
+    with attached(model, optimizer, scaler=scaler, out=out) as probe:
         for step in range(count):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, BATCHES[step % 8]) * factor).backward()
@@ -324,6 +328,16 @@ def test_many_skipped_steps_in_succession_are_reported() -> None:
     events = scaled_steps(23, float("inf"), init_scale=2.0**40).events
     (event,) = events[events["rule"] == "loss_scale"].to_dict("records")
     assert (event["step"], event["value"]) == (19, 20.0)
+
+
+def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
+    scaled_steps(23, float("inf"), init_scale=2.0**20, out=tmp_path / "run")
+    run = instrument.load(tmp_path / "run")
+    live = run.events[run.events["rule"] == "loss_scale"]
+    again = [event for event in rule_events(run, parse_rules(default_rules())) if event.rule == "loss_scale"]
+    assert [event.step for event in again] == live["step"].to_list()
+    assert [event.message for event in again] == live["message"].to_list()
+    assert len(again) == 1
 
 
 def test_scale_of_a_healthy_training_holds() -> None:
@@ -550,3 +564,27 @@ def test_relations_of_optimizers_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), after)
     assert not model._forward_pre_hooks
     assert not any(each._backward_hooks for each in model.parameters())
+
+
+def test_compiled_steps_are_not_observed_and_stay_the_same() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    graphs, weights = [], []
+    for is_attached in (False, True):
+        torch.compiler.reset()
+        model = network(nn.Dropout(0.0))
+        optimizer = sgd(model)
+        count = CompileCounter()
+        step = torch.compile(optimizer.step, backend=count)
+        with attached(model, optimizer) if is_attached else nullcontext() as probe:
+            for batch in BATCHES[:3]:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                step()
+                if probe is not None:
+                    probe.end_step()
+        graphs.append((count.frame_count, count.op_count))
+        weights.append(model[0].weight)
+    assert violations(probe) == []  # type: ignore[arg-type]
+    assert graphs[0] == graphs[1]
+    assert torch.equal(*weights)
