@@ -73,8 +73,8 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
     assert "loss 0.1235 · accuracy 0.5 · 1,200 steps" in words
     assert (
-        "stats distributions tensors effects metrics coverage layers events generated samples spectra 1 0 0 0 1,200 0 0 0 0 0 0"
-        in words
+        "stats distributions tensors effects metrics coverage layers events generated samples spectra relations "
+        "1 0 0 0 1,200 0 0 0 0 0 0 0" in words
     )
     assert "first recorded non-finite value a output" in words
     assert "1 NaN, 0 infinite of 10" in words

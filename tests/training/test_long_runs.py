@@ -46,6 +46,6 @@ def test_names_of_layers_and_hooks_are_not_file_names(tmp_path: Path) -> None:
     run = instrument.load(tmp_path / "run")
     assert set(run.stats.layer) == set(run.tensors().layer) == set(odd)
     files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file()]
-    tables = "stats|distributions|tensors|effects|metrics|coverage|layers|events|generated|samples|spectra"
+    tables = "stats|distributions|tensors|effects|metrics|coverage|layers|events|generated|samples|spectra|relations"
     for file in files:
         assert re.fullmatch(rf"run/(run\.json|({tables})/part-0000-000000\.parquet)", file), file
