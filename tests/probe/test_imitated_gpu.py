@@ -201,6 +201,33 @@ def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None
 
 
 @pytest.mark.usefixtures("imitated")
+def test_statistics_of_gradients_neither_wait_nor_copy() -> None:
+    model = nn.Linear(4, 4, device="meta")
+    optimizer, inputs = torch.optim.SGD(model.parameters(), lr=0.1), torch.empty(5, 4, device="meta")
+    of_gradients = ["previous_cosine", "gradient_noise", "gradient_signal"]
+    hooks = {
+        "g": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": of_gradients},
+        "u": {
+            "layers": "**",
+            "kind": "step_post",
+            "role": "update",
+            "action": "record",
+            "stats": "update_ratio_per_rate",
+        },
+    }
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for _ in range(2):
+            with Launches() as launches:
+                for _ in range(2):
+                    model(inputs).square().mean().backward()
+                    probe.end_micro_step()
+                optimizer.step()
+            assert launches.copies == []
+            probe.end_step()
+    assert rows_by_hook(probe, "stats") == {"g": 4, "u": 4}
+
+
+@pytest.mark.usefixtures("imitated")
 def test_samples_on_a_fake_gpu_are_copied_when_the_step_ends() -> None:
     with FakeTensorMode():
         model = nn.Linear(4, 4, device="cuda")
