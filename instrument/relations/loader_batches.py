@@ -70,16 +70,18 @@ def unobserve_batches(observer: Callable[[LoaderBatch], None]) -> None:
 
 def _observed_next(iterator: Any) -> Any:
     batch = _original(iterator)
-    tensors = [tensor for _, tensor in iter_tensors(batch) if is_readable(tensor)]
-    if tensors and _observers:
-        index = iterator._num_yielded - 1
-        try:
-            batches: int | None = len(iterator._index_sampler)
-        except TypeError:
-            batches = None
-        if iterator._dataset_kind == dataloader._DatasetKind.Iterable:
-            batches = None
-        prints = tuple(map(fingerprint, tensors))
+    try:
+        observed = _describe(iterator, batch)
+    except Exception:  # the batch of any loader must reach the loop
+        return batch
+    if observed.fingerprints:
         for observer in [*_observers]:
-            observer(LoaderBatch(id(iterator), index, iterator._num_workers, batches, prints))
+            observer(observed)
     return batch
+
+
+def _describe(iterator: Any, batch: Any) -> LoaderBatch:
+    is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
+    batches = None if is_iterable else len(iterator._index_sampler)
+    prints = tuple(fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
+    return LoaderBatch(id(iterator), iterator._num_yielded - 1, iterator._num_workers, batches, prints)

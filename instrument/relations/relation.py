@@ -53,18 +53,30 @@ class ModelCall:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        try:
-            named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        except (TypeError, ValueError):  # such as functions in C, which have no signature
-            named = {**{str(index): value for index, value in enumerate(args)}, **kwargs}
         self._versions = {
-            path: (tensor, _version(tensor)) for path, tensor in iter_tensors(dict(named)) if is_readable(tensor)
+            path: (tensor, _version(tensor))
+            for path, tensor in iter_tensors(_named(model, args, kwargs))
+            if is_readable(tensor)
         }
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The dense tensors in the arguments by path, without those that were changed in place since the call."""
         return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by the names in the signature of the model, or by their index."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    try:
+        signature = inspect.signature(model.forward)
+        named = dict(signature.bind(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # such as functions in C, which have no signature
+        return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
 
 
 def _version(tensor: Tensor) -> int:

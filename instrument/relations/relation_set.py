@@ -99,7 +99,8 @@ class RelationSet(InertWhenCopied):
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
         self._plan_check()
         phase, rows = self.clock.moment.phase, list[RelationRow]()
-        if self.training.is_checked or phase == "eval":  # an evaluation may follow any step
+        is_checked = self.training.is_checked or phase == "eval"  # an evaluation may follow any step
+        if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation)

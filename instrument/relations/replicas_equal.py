@@ -47,9 +47,10 @@ class ReplicasEqual(Relation):
 
 
 def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
-    """Return whether a wrapper synchronizes all processes in each step."""
+    """Return whether a wrapper synchronizes several processes, which are all processes, in each step."""
     states = [type(state).__name__ for _, state in getattr(wrapper, "_comm_hooks", ())]
-    return wrapper.process_group.size() == dist.get_world_size() and "PostLocalSGDState" not in states
+    is_complete = wrapper.process_group.size() == dist.get_world_size() > 1
+    return is_complete and "PostLocalSGDState" not in states
 
 
 def _digests(parameters: Mapping[str, Tensor]) -> bytes:

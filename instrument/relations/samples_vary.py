@@ -36,7 +36,8 @@ class SamplesVary(Relation):
             self._times = self._times_in_batch = 0
             return
         prints = tuple(map(fingerprint, tensors))
-        is_loaded = any(each in batch.fingerprints for batch in batches for each in prints)
+        several = [batch for batch in batches if batch.batches != 1]
+        is_loaded = any(each in batch.fingerprints for batch in several for each in prints)
         is_repeated = prints == self._previous
         self._times = self._times + 1 if is_repeated else 1
         is_varied = is_loaded or not is_repeated  # otherwise, it can be a constant input

@@ -153,7 +153,7 @@ class RelationRule(CatalogueRule[RuleBase]):
     """A rule that fires where a relation does not hold. `instrument/relations/` checks the relation with the name of the rule."""
 
     relation: ClassVar[str]
-    requires = "nothing: the relation is checked without hooks, where it applies"
+    requires = "what the relation compares, without hooks"
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         for row in rows.relations:

@@ -158,6 +158,17 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.embedding(tokens) + position, mask=mask))
 
 
+class Wrapper(nn.Module):
+    """A model that passes any arguments on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.model(*args, **kwargs)
+
+
 class Reconstruction(nn.Module):
     """An autoencoder of a text: the decoder gets a summary of all tokens."""
 
@@ -204,18 +215,20 @@ def padded(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 def padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     text, mask = padded(batch)
-    return F.cross_entropy(model(text[:, :-1], mask[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+    return F.cross_entropy(model(text[:, :-1], attention_mask=mask[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
 def ignored_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     text, mask = padded(batch)
     targets = text.where(mask > 0, -100)[:, 1:]
-    return F.cross_entropy(model(text[:, :-1], mask[:, :-1]).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(model(text[:, :-1], attention_mask=mask[:, :-1]).flatten(0, 1), targets.flatten())
 
 
 def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     text, mask = padded(batch)
-    losses = F.cross_entropy(model(text[:, :-1], mask[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none")
+    losses = F.cross_entropy(
+        model(text[:, :-1], attention_mask=mask[:, :-1]).transpose(1, 2), text[:, 1:], reduction="none"
+    )
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
@@ -227,6 +240,7 @@ FAULTS = [
     ("labels_shifted", Transformer, previous_token_loss, -1.0),
     # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
     ("padding_in_loss", Transformer, padding_loss, 5.0),
+    ("padding_in_loss", lambda: Wrapper(Transformer()), padding_loss, 5.0),
 ]
 
 
@@ -396,6 +410,12 @@ def echoed_batches() -> Iterator[Tensor]:
         yield from [batch] * 4
 
 
+def few_labelled_batches() -> Iterator[Tensor]:
+    """All labelled data in each step, next to a batch of other data, as in semi-supervised training."""
+    for _ in loader():
+        yield from loader(-Images.data[:8])
+
+
 DATA_FAULTS = [
     ("samples_vary", 3, first_batches),
     ("samples_vary", 3, stale_batches),
@@ -418,6 +438,7 @@ HEALTHY_DATA = [
     lambda: (batch for _ in range(8) for batch in loader(batch_size=64)),
     lambda: [next(iter(loader()))] * 8,
     echoed_batches,
+    few_labelled_batches,
     lambda: (torch.ones(8, 5) for _ in range(8)),
     lambda: (torch.ones(8, 5) * 2 for batch in loader(torch.arange(64))),
 ]
