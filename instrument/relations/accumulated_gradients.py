@@ -12,11 +12,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-<<<<<<< HEAD
-from .relation import Training
-=======
 from .relation import Training, version_of
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
 
 PER_OPTIMIZER = 4
 MAX_MICRO_STEPS = 256  # without a step of the optimizer, gradients may be added without end
@@ -61,12 +57,6 @@ class AccumulatedGradient:
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002
         current, last = self.parameter.grad, self._last
-<<<<<<< HEAD
-        self._is_added = current is not None and last is not None and current is last[0] and current._version == last[1]
-        if self._is_added and self.has_old and current is not None:
-            # The versions do not count `gradient.data.zero_()`. Only checked steps read values.
-            self._is_added = self._training.is_checked and bool(current.any())
-=======
         self._is_added = (
             current is not None and last is not None and current is last[0] and version_of(current) == last[1]
         )
@@ -74,29 +64,20 @@ class AccumulatedGradient:
             # The versions do not count `gradient.data.zero_()`. Only checked steps read values.
             is_readable = self._training.is_checked and current.layout is torch.strided
             self._is_added = is_readable and bool(current.any())
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
 
     def _after(self, parameter: Tensor) -> None:
         if not self._is_added:
             self.has_old = False
             self.micro_steps.clear()
         gradient = parameter.grad
-<<<<<<< HEAD
-        self._last = None if gradient is None else (gradient, gradient._version)
-=======
         self._last = None if gradient is None else (gradient, version_of(gradient))
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
         self.micro_steps.append(self._training.clock.moment.micro_step)
         self.copy = gradient.detach().clone() if gradient is not None and self._training.is_checked else None
 
     def end_step(self) -> None:
         """Begin a new sum after a step of the optimizer. It contains the old gradient until this one is cleared."""
         gradient = self.parameter.grad
-<<<<<<< HEAD
-        self._last = None if gradient is None else (gradient, gradient._version)
-=======
         self._last = None if gradient is None else (gradient, version_of(gradient))
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
         self.has_old, self.has_stepped = gradient is not None, True
         self.micro_steps.clear()
         self.copy = None

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-<<<<<<< HEAD
-=======
 from torch import Tensor
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -61,11 +58,7 @@ class RateInEffect(Relation):
             self._count += 1
             for index, group in enumerate(optimizer.param_groups):
                 rate = group.get("lr")
-<<<<<<< HEAD
-                if rate is not None and not 0.0 <= float(rate) < math.inf:
-=======
                 if isinstance(rate, float | int | Tensor) and not 0.0 <= float(rate) < math.inf:
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
                     self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:

@@ -235,8 +235,6 @@ def test_gradients_of_functions_are_not_accumulated() -> None:
     assert violations(probe) == []
 
 
-<<<<<<< HEAD
-=======
 @pytest.mark.parametrize("zero", [True, False])
 def test_sparse_and_complex_gradients_are_not_read(zero: bool) -> None:
     model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 2, dtype=torch.complex64)})
@@ -251,7 +249,6 @@ def test_sparse_and_complex_gradients_are_not_read(zero: bool) -> None:
     assert violations(probe) == ([] if zero else [("gradients_zeroed", 1)])
 
 
->>>>>>> 6a22ffa9475e5dc76fbf081dd94bd610ff67cb33
 # ------------------------------------------------------------------------------------------------ accumulation_divides
 
 
