@@ -60,7 +60,7 @@ def saved_steps(error: str) -> int:
 
 
 def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> None:
-    err = result_of(start(*FEW_STEPS, limit=100_000)).expect(1).err
+    err = result_of(start(*FEW_STEPS, limit=130_000)).expect(1).err
     assert "cannot write to out: File too large; steps up to " in err
     assert "the data recorded so far is in out" in err
     run = instrument.load("out")
@@ -71,7 +71,7 @@ def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> N
 
 
 def test_on_error_continue_trains_without_recording(workdir: Path) -> None:
-    out = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=100_000)).expect(0).out
+    out = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=130_000)).expect(0).out
     assert out.count("RECORDING STOPPED") == 2  # immediately, and at the end
     assert "step 60/60  evaluation" in out
     run = instrument.load("out")
