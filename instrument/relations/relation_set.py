@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
 from .loss_calls import LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
@@ -56,8 +58,7 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
-        parts = self.training.model.modules()
-        self.training.replicated_by = next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
+        self.training.replicated_by = _wrapper_of(self.training.model)
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -147,3 +148,12 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
+    inside = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    if inside is not None or not has_processes():
+        return inside
+    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return next((each for each in wrappers if each.module is model), None)
