@@ -60,7 +60,7 @@ def train(
                 gradients = [each.grad for each in plain.parameters() if each.grad is not None]
                 for gradient in gradients if by_hand and is_wrapped else ():
                     dist.all_reduce(gradient)
-                    gradient *= 2 if rank and step >= corrupted_from else 0.5
+                    gradient.mul_(2 if rank and step >= corrupted_from else 0.5)
                 optimizer.step()
                 probe.end_step(loss=loss)
                 if not is_alone:
