@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -104,15 +104,19 @@ class RelationSet(InertWhenCopied):
         if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation)
+                    rows += self._new_rows(name, relation.check)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
-    def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
+    def check_end(self) -> list[RelationRow]:
+        """Check the relations after a training that ended without an error. Return the rows to write."""
+        return [row for name, relation in self._relations.items() for row in self._new_rows(name, relation.check_end)]
+
+    def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]]) -> list[RelationRow]:
         rows = []
         try:
-            results = [*relation.check()]
+            results = [*check()]
         except Exception as error:  # a check reads values of any model, and must not end its training
             results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)

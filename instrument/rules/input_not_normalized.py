@@ -37,7 +37,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
     stage = "setup"
     evidence = "std"
     advice = "Subtract the mean of the data and divide by its standard deviation."
-    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean, std and abs_max, such as hooks=inputs"
+    requires = "the input (kind: forward_pre) of the first layer with weights, with mean, std and abs_max, such as hooks=inputs"
     statistics = ("mean", "std", "abs_max")
 
     def __init__(self, spec: InputNotNormalizedRule) -> None:
