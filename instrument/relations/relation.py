@@ -160,6 +160,10 @@ class Relation(ABC):
         It is called at the end of each step, or evaluation, with `training.is_checked`.
         """
 
+    def check_end(self) -> Iterator[Checked]:
+        """Yield what did not hold in the training as a whole. It is called after the last step, without hooks. Default: nothing."""
+        yield from ()
+
     def detach(self) -> None:
         """Remove what was registered. It can be called several times."""
         while self.handles:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
 from .loss_calls import LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
@@ -56,8 +58,7 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
-        parts = self.training.model.modules()
-        self.training.replicated_by = next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
+        self.training.replicated_by = _wrapper_of(self.training.model)
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -103,15 +104,19 @@ class RelationSet(InertWhenCopied):
         if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation)
+                    rows += self._new_rows(name, relation.check)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
-    def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
+    def check_end(self) -> list[RelationRow]:
+        """Check the relations after a training that ended without an error. Return the rows to write."""
+        return [row for name, relation in self._relations.items() for row in self._new_rows(name, relation.check_end)]
+
+    def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]]) -> list[RelationRow]:
         rows = []
         try:
-            results = [*relation.check()]
+            results = [*check()]
         except Exception as error:  # a check reads values of any model, and must not end its training
             results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)
@@ -147,3 +152,12 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
+    inside = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    if inside is not None or not has_processes():
+        return inside
+    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return next((each for each in wrappers if each.module is model), None)

@@ -1,4 +1,4 @@
-"""Trainings with `DistributedDataParallel`, healthy and faulty: `torchrun --nproc-per-node 2 relation_processes.py`.
+"""Data-parallel trainings, healthy and faulty: `torchrun --nproc-per-node 2 relation_processes.py`.
 
 Rank 0 prints the relations that were checked, by training: the relation, whether it holds, the layer and the path.
 """
@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ def train(
     is_wrapped: bool = True,
     is_inside: bool = False,
     alone_at_the_end: int = 0,
+    by_hand: bool = False,
+    seeds: tuple[int, int] = (0, 0),
+    corrupted_from: int = STEPS,
 ) -> list[tuple[str, bool, str, str]]:
     """Train for some steps. Return the rows of relations.
 
@@ -35,20 +39,28 @@ def train(
         is_wrapped: Whether the loop calls the wrapper, which averages the gradients.
         is_inside: Whether the hooks are attached to the wrapped model instead of the wrapper.
         alone_at_the_end: The number of further steps of rank 0, without the other process.
+        by_hand: Whether the loop averages the gradients, without a wrapper.
+        seeds: The seed of each rank for the parameters.
+        corrupted_from: The first step in which rank 1 changes its gradients.
     """
-    torch.manual_seed(0)
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)))
+    torch.manual_seed(seeds[rank])
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    model: Any = plain if by_hand else DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(action="ignore"):
-        observed = model.module if is_inside else model
+        observed = plain if is_inside else model
         with instrument.attach(observed, {}, optimizer=optimizer) as probe:
             for step in range(STEPS + (alone_at_the_end if rank == 0 else 0)):
                 is_alone = step >= STEPS
                 with model.no_sync() if is_alone else nullcontext():
-                    loss = (model if is_wrapped and not is_alone else model.module)(batch(rank, step)).square().mean()
+                    loss = (model if is_wrapped and not is_alone else plain)(batch(rank, step)).square().mean()
                     optimizer.zero_grad()
                     loss.backward()
+                gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+                for gradient in gradients if by_hand and is_wrapped else ():
+                    dist.all_reduce(gradient)
+                    gradient.mul_(2 if rank and step >= corrupted_from else 0.5)
                 optimizer.step()
                 probe.end_step(loss=loss)
                 if not is_alone:
@@ -72,6 +84,11 @@ def main() -> None:
         "all_data": train(batch=lambda rank, step: torch.ones(8, 4)),
         "one_leaves": train(alone_at_the_end=60),
         "not_synchronized": train(is_wrapped=False),
+        "past_the_wrapper": train(is_wrapped=False, is_inside=True),
+        "by_hand": train(by_hand=True),
+        "corrupted": train(by_hand=True, corrupted_from=2),
+        "other_starts": train(by_hand=True, seeds=(0, 1)),
+        "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),
     }
     if dist.get_rank() == 0:

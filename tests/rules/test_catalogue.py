@@ -70,10 +70,10 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         1e-9,
     ),
     "dead_units": (
-        values(OUTPUT, "dead_fraction", [0.6] * 6),
-        values(OUTPUT, "dead_fraction", [*[0.6] * 4, 0.4] * 3),
+        values(OUTPUT, "dead_fraction", [0.8] * 6),
+        values(OUTPUT, "dead_fraction", [*[0.8] * 4, 0.6] * 3),
         4,
-        0.6,
+        0.8,
     ),
     "saturated_activation": (
         values(OUTPUT, "saturated_fraction", [0.0, *[0.75] * 5]),
@@ -254,6 +254,9 @@ OF_SIGMOID = {
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
 QUARTERS = (0.60, 0.56, 0.61, 0.63)
 EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
+IMAGES = {**INPUT, "numel": 9, "module_type": "Conv2d", "layer": "a.b", "mean": 120.0, "std": 60.0}
+OF_CONVOLUTION = [{**CONV, "numel": 9, "layer": layer} for layer in ("a.b", "a")]
+NORMALIZED = {**OUTPUT, "numel": 9, "layer": "c", "module_type": "InstanceNorm2d"}
 # By case: a rule, steps, and the number of its events.
 EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
@@ -265,6 +268,10 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
+    "large mean": ("input_not_normalized", inputs(1.2, 0.3), 1),
+    "images from 0 to 1": ("input_not_normalized", [Step(rows=[{**IMAGES, "mean": 0.9, "std": 0.1, "abs_max": 1.0}])], 0),
+    "normalized by the next module": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, NORMALIZED])], 0),
+    "normalized later": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, {**OUTPUT, "layer": "d"}, NORMALIZED])], 1),
     "small rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19]), 0),
     "large rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]), 1),
     "negative loss": ("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300), 0),
@@ -295,9 +302,9 @@ def test_rule_fires_in_these_steps_or_not(rule: Any, steps: list[Step], count: i
 def test_several_rows_of_a_location_count_once() -> None:
     rows = [{**OUTPUT, "numel": 9, "dead_fraction": fraction} for fraction in (0.9, 0.2)]
     assert fired("dead_units", [Step(rows=rows)] * 9) == []  # another call in the step uses the units
-    rows[1]["dead_fraction"] = 0.7
+    rows[1]["dead_fraction"] = 0.8
     (event,) = fired("dead_units", [Step(rows=rows)] * 9)
-    assert event.value == 0.7
+    assert event.value == 0.8
     rows[0]["recompute"] = rows[1]["recompute"] = True
     assert fired("dead_units", [Step(rows=rows)] * 9) == []
 

@@ -537,6 +537,26 @@ def test_scheduler_of_an_earlier_optimizer_is_reported() -> None:
     assert torch.optim.lr_scheduler.LRScheduler.step.__qualname__ == "LRScheduler.step"
 
 
+@pytest.mark.parametrize(
+    ("configured", "steps", "factor", "is_reported"),
+    [
+        (0.05, 100, lambda step: (step + 1) / 20_000, True),
+        (0.05, 99, lambda step: (step + 1) / 20_000, False),
+        (0.05, 100, lambda step: (step + 1) / 2_000, False),
+        (0.05, 100, lambda step: 0.001, False),  # it does not rise
+        (1.0, 100, lambda step: 32**-0.5 * 4000**-1.5 * (step + 1), False),  # Vaswani et al. 2017
+    ],
+)
+def test_warm_up_that_never_ends_is_reported(configured: float, steps: int, factor: Any, is_reported: bool) -> None:
+    model = network()
+    optimizer = sgd(model, lr=configured)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    batches = torch.randn(steps, 4, 6, generator=torch.Generator().manual_seed(1))
+    probe = train(model, optimizer, change=lambda step: step and schedule.step(), batches=batches, rules="default")  # type: ignore[func-returns-value]
+    assert violations(probe) == [("rate_in_effect", steps)] * is_reported
+    assert (probe.run.events.rule == "rate_in_effect").sum() == is_reported
+
+
 def test_rate_that_is_not_a_number_is_reported() -> None:
     model = network()
     optimizer = sgd(model)

@@ -352,6 +352,12 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
     differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
     assert found["not_synchronized"] == differing
+    inside = [["replicas_equal", False, *name.split(".")[1:]] for name in names]
+    assert found["past_the_wrapper"] == [verified[0], *inside]
+    assert found["by_hand"] == verified[1:]
+    assert found["corrupted"] == [*inside, verified[1]]
+    assert {row[2] for row in found["other_starts"]} == {"0", "3"}
+    assert found["independent"] == []
     assert found["same_data"] == [["distinct_data", False, "", ""], verified[1]]
 
 
