@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, as_rate
 
 _step = LRScheduler.step
 _observers: list[Callable[[LRScheduler], None]] = []
@@ -56,9 +56,9 @@ class RateInEffect(Relation):
         if self.training.is_checked:
             self._count += 1
             for index, group in enumerate(optimizer.param_groups):
-                rate = group.get("lr")
-                if rate is not None and not 0.0 <= float(rate) < math.inf:
-                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
+                rate = as_rate(group.get("lr"))
+                if rate is not None and not 0.0 <= rate < math.inf:
+                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = rate
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer

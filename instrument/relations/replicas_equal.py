@@ -21,7 +21,7 @@ class ReplicasEqual(Relation):
 
     Gradients that differ make the parameters differ in the same step. Buffers are not compared: each process updates the running
     statistics of batch normalization with its own batch, until the next forward pass. Nor are parameters that DDP ignores, and those of
-    local SGD, which averages them later.
+    local SGD, which averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
     """
 
     sources = ("inputs",)
@@ -33,7 +33,7 @@ class ReplicasEqual(Relation):
 
     def check(self) -> Iterator[Checked]:
         wrapper = self.training.replicated_by
-        if wrapper is None or not keeps_all_equal(wrapper):
+        if wrapper is None or self.training.is_local or not keeps_all_equal(wrapper):
             return
         self._exchange = self._exchange or Exchange()
         ignored = {id(each) for name, each in wrapper.module.named_parameters() if name in wrapper.parameters_to_ignore}

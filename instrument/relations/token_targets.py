@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import is_initialized
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hooks.module_copies import copy_arguments, copy_modules
 from ..values.dtensor import is_sharded
@@ -121,7 +124,8 @@ class Causality(NamedTuple):
 def causality(training: Training, of: TokenTargets) -> Causality:
     """Change one token of an input and compute the outputs again, in evaluation mode, with a copy of the model.
 
-    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored.
+    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored. Other
+    processes do not repeat the call, so the model must not communicate with them.
     """
     model = training.model
     if isinstance(model, DistributedDataParallel):
@@ -139,7 +143,7 @@ def causality(training: Training, of: TokenTargets) -> Causality:
             part.training = False
         outputs = []
         for tokens in (of.tokens, of.tokens, changed):
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad(), torch.random.fork_rng(devices), _Alone() if is_initialized() else nullcontext():
                 outputs.append(_output(copied[model], of, tokens))
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -161,6 +165,22 @@ def causality(training: Training, of: TokenTargets) -> Causality:
     ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
     limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
     return Causality(ahead / scale, ahead > limit, back > limit)
+
+
+class _Alone(TorchDispatchMode):
+    """Raises an exception at a collective operation, for which this process would wait."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"it communicates with other processes ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 def _sides(change: Tensor, where: Tensor, at: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import torch
 from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
 from instrument.analysis.rule_events import rule_events
@@ -232,6 +234,17 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
+class Lines(Bigram):
+    """A language model of characters, of which one that occurs in texts is the default for padding."""
+
+    config = SimpleNamespace(pad_token_id=0)
+
+
+def lines_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    batch[0, 3], batch[1, -3:] = 0, 0
+    return next_token_loss(model, batch)
+
+
 FAULTS = [
     ("looks_ahead", lambda: Transformer(is_causal=False), next_token_loss, None),
     ("looks_ahead", lambda: Transformer(is_causal=False, batch_first=False), time_first_loss, None),
@@ -264,6 +277,7 @@ HEALTHY = [
     (lambda: Transformer(is_causal=False), masked_loss, set()),
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
+    (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
 ]
 
 
@@ -348,6 +362,9 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     verified = [["distinct_data", True, "", ""], ["replicas_equal", True, "", ""]]
     assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
     assert found["all_data"] == verified[1:]
+    assert found["local"] == verified[:1]
+    (text,) = found["communicating"]
+    assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
     names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
     differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
@@ -431,7 +448,24 @@ def test_fault_in_the_data_is_reported(relation: str, step: int, batches: Callab
     assert violations(probe) == [(relation, step)]
 
 
+class Repeated(Sampler[int]):
+    """Repeats each batch several times, such as the answers to one prompt. Its length draws random numbers."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __iter__(self) -> Iterator[int]:
+        for first in torch.randperm(8).tolist():
+            for _ in range(self.times):
+                yield from range(8 * first, 8 * first + 8)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 HEALTHY_DATA = [
+    lambda: loader(sampler=Repeated(5)),
+    lambda: loader(sampler=Repeated(2), num_workers=2),
     loader,
     lambda: loader(shuffle=True, num_workers=2),
     lambda: [Images.data] * 8,
@@ -451,6 +485,31 @@ def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -
             mean_square(model, batch).backward()
             probe.end_step()
     assert violations(probe) == []
+
+
+def test_lengths_of_samplers_draw_no_random_numbers() -> None:
+    def state(*, is_attached: bool) -> Tensor:
+        model = nn.Linear(5, 2)
+        torch.manual_seed(0)
+        with instrument.attach(model, {}) if is_attached else nullcontext():
+            list(loader(sampler=Repeated(1)))
+        return torch.get_rng_state()
+
+    assert torch.equal(state(is_attached=True), state(is_attached=False))
+
+
+def test_patches_of_the_iterators_of_data_loaders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = _BaseDataLoaderIter.__next__, []
+
+    def patched(self: Any) -> Any:
+        calls.append(1)
+        return original(self)
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", patched)
+    with instrument.attach(nn.Linear(5, 2), {}):
+        list(loader(batch_size=32))
+    assert _BaseDataLoaderIter.__next__ is patched
+    assert len(calls) == 3  # the last one ends the pass
 
 
 def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
