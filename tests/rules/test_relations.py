@@ -185,6 +185,25 @@ class Reconstruction(nn.Module):
         return self.head(self.decoder(x, self.encoder(x)[1])[0])
 
 
+class BothDirections(nn.Module):
+    """Predicts the previous tokens from later ones, and the next tokens from earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.backward_part, self.forward_part = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        return self.head(self.backward_part(x.flip(1))[0].flip(1)), self.head(self.forward_part(x)[0])
+
+
+def both_directions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    previous, following = model(batch)
+    loss = F.cross_entropy(following[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    return loss + F.cross_entropy(previous[:, 1:].flatten(0, 1), batch[:, :-1].flatten())
+
+
 def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
 
@@ -277,6 +296,7 @@ HEALTHY = [
     (lambda: Transformer(is_causal=False), masked_loss, set()),
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
+    (BothDirections, both_directions_loss, {"labels_shifted", "looks_ahead"}),
     (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
 ]
 
@@ -286,7 +306,7 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "head", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(model, {"h": {"layers": "embedding", "kind": "forward", "action": "record"}}) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
