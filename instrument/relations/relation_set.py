@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
@@ -73,7 +74,9 @@ class RelationSet(InertWhenCopied):
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
         training, inputs = self.training, self.training.inputs
-        training.replicated_by = training.replicated_by or DistributedDataParallel._active_ddp_module
+        training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
+        if wrapper is not None and torch.is_grad_enabled():
+            training.is_local = not wrapper.require_backward_grad_sync
         if self._is_observed() and len(inputs) < _MAX_CALLS:
             inputs.append(ModelCall(module, args, kwargs))
 
@@ -117,6 +120,8 @@ class RelationSet(InertWhenCopied):
         rows = []
         try:
             results = [*check()]
+            if (error := self._relations[name].error) is not None:
+                raise error
         except Exception as error:  # a check reads values of any model, and must not end its training
             results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)

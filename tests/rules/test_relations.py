@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import torch
 from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
 from instrument.analysis.rule_events import rule_events
@@ -183,6 +185,25 @@ class Reconstruction(nn.Module):
         return self.head(self.decoder(x, self.encoder(x)[1])[0])
 
 
+class BothDirections(nn.Module):
+    """Predicts the previous tokens from later ones, and the next tokens from earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.backward_part, self.forward_part = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        return self.head(self.backward_part(x.flip(1))[0].flip(1)), self.head(self.forward_part(x)[0])
+
+
+def both_directions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    previous, following = model(batch)
+    loss = F.cross_entropy(following[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    return loss + F.cross_entropy(previous[:, 1:].flatten(0, 1), batch[:, :-1].flatten())
+
+
 def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
 
@@ -232,6 +253,17 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
+class Lines(Bigram):
+    """A language model of characters, of which one that occurs in texts is the default for padding."""
+
+    config = SimpleNamespace(pad_token_id=0)
+
+
+def lines_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    batch[0, 3], batch[1, -3:] = 0, 0
+    return next_token_loss(model, batch)
+
+
 FAULTS = [
     ("looks_ahead", lambda: Transformer(is_causal=False), next_token_loss, None),
     ("looks_ahead", lambda: Transformer(is_causal=False, batch_first=False), time_first_loss, None),
@@ -264,6 +296,8 @@ HEALTHY = [
     (lambda: Transformer(is_causal=False), masked_loss, set()),
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
+    (BothDirections, both_directions_loss, {"labels_shifted", "looks_ahead"}),
+    (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
 ]
 
 
@@ -272,7 +306,7 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "head", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(model, {"h": {"layers": "embedding", "kind": "forward", "action": "record"}}) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
@@ -348,6 +382,9 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     verified = [["distinct_data", True, "", ""], ["replicas_equal", True, "", ""]]
     assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
     assert found["all_data"] == verified[1:]
+    assert found["local"] == verified[:1]
+    (text,) = found["communicating"]
+    assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
     names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
     differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
@@ -437,7 +474,24 @@ def test_fault_in_the_data_is_reported(relation: str, step: int, batches: Callab
     assert violations(probe) == [(relation, step)]
 
 
+class Repeated(Sampler[int]):
+    """Repeats each batch several times, such as the answers to one prompt. Its length draws random numbers."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __iter__(self) -> Iterator[int]:
+        for first in torch.randperm(8).tolist():
+            for _ in range(self.times):
+                yield from range(8 * first, 8 * first + 8)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 HEALTHY_DATA = [
+    lambda: loader(sampler=Repeated(5)),
+    lambda: loader(sampler=Repeated(2), num_workers=2),
     loader,
     lambda: loader(shuffle=True, num_workers=2),
     lambda: [Images.data] * 8,
@@ -457,6 +511,31 @@ def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -
             mean_square(model, batch).backward()
             probe.end_step()
     assert violations(probe) == []
+
+
+def test_lengths_of_samplers_draw_no_random_numbers() -> None:
+    def state(*, is_attached: bool) -> Tensor:
+        model = nn.Linear(5, 2)
+        torch.manual_seed(0)
+        with instrument.attach(model, {}) if is_attached else nullcontext():
+            list(loader(sampler=Repeated(1)))
+        return torch.get_rng_state()
+
+    assert torch.equal(state(is_attached=True), state(is_attached=False))
+
+
+def test_patches_of_the_iterators_of_data_loaders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = _BaseDataLoaderIter.__next__, []
+
+    def patched(self: Any) -> Any:
+        calls.append(1)
+        return original(self)
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", patched)
+    with instrument.attach(nn.Linear(5, 2), {}):
+        list(loader(batch_size=32))
+    assert _BaseDataLoaderIter.__next__ is patched
+    assert len(calls) == 3  # the last one ends the pass
 
 
 def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
