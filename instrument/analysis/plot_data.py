@@ -18,7 +18,7 @@ from ..rules.step_rows import is_gradient, location_name
 from ..tables.kinds import KINDS
 from ..tables.schemas import TABLES
 from ..tables.statistics import ALL, statistic_of
-from .finite import finite_only
+from .finite import NON_FINITE_COUNTS, finite_only
 from .run_tables import RunTables
 from .tensor_decoding import is_known
 
@@ -52,6 +52,11 @@ class RecordedSeries:
     def is_of_parameters(self) -> bool:
         """Whether the locations are parameters rather than modules."""
         return KINDS[self.kind].family != "module"
+
+    @property
+    def problem_counts(self) -> tuple[str, ...]:
+        """The counts of elements that are a problem. Infinite attention scores are masked keys."""
+        return ("nan_count",) if self.role == "scores" else NON_FINITE_COUNTS
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of a table that belong to the series, without recomputed forward passes."""

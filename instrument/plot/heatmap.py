@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 6.0  # width of the chart without labels, in inches
-NON_FINITE = ("nan_count", "inf_count")
 
 
 def heatmap(
@@ -71,7 +70,7 @@ def heatmap(
     series = select_series(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
     rows = series.of(stats)
     name = statistic or _default_statistic(series, statistics_in(rows))
-    counted = [count for count in NON_FINITE if count in rows]
+    counted = [count for count in series.problem_counts if count in rows]
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]
     height = height_of(len(table.locations))

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.diagnosis import diagnoses
+from ..analysis.finite import FINITE_STATISTICS
 from ..analysis.plot_data import RecordedSeries
 from ..config.schedule import STEP_PHASES
 from .evidence import WIDE, curve_of
@@ -143,11 +144,12 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
     names = history.statistics
     if not names:
         return
-    statistic = next((name for name in usual if name in names), names[0])
+    measured = [name for name in names if name in FINITE_STATISTICS]
+    statistic = next((name for name in (*usual, *measured) if name in names), names[0])
     groups = history.groups()
     values, last = history.values(statistic, groups), history.last(statistic)
     bad = np.zeros(values.shape, bool)
-    for name in ("nan_count", "inf_count"):
+    for name in series.problem_counts:
         if name in names:
             bad |= history.values(name, groups) > 0
     for row, location in enumerate(history.locations):

@@ -79,6 +79,8 @@ def test_missing_and_non_finite_cells_are_in_the_legend(tmp_path: Path) -> None:
     assert min(marks.get_xdata()) == 2.5
     assert legend_of(figure) == ["no value: not recorded or not finite", "has NaN or infinite elements"]
     assert legend_of(heatmap(stats_of({"a": [1.0]}))) == []
+    scores = stats_of({"a": [1.0]}, kind="function", role="scores").assign(numel=9, inf_count=3)
+    assert legend_of(heatmap(scores)) == []  # masked keys
 
 
 def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:

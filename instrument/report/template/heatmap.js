@@ -70,12 +70,14 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   });
 }
 
-/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them. */
+/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them.
+ *  Infinite attention scores are masked keys. */
 function notFinite(series, labels) {
+  const counts = series.role === "scores" ? ["nan_count"] : ["nan_count", "inf_count"];
   const x = [];
   const y = [];
   series.locations.forEach((location, row) => labels.forEach((label, column) => {
-    const bad = ["nan_count", "inf_count"].some((name) => series.statistics[name]?.[row][column] > 0);
+    const bad = counts.some((name) => series.statistics[name]?.[row][column] > 0);
     if (bad) { x.push(label); y.push(plain(location)); }
   }));
   if (!x.length) return [];
