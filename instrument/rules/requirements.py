@@ -211,6 +211,9 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
                 where, message, fix=f"set {field} in hooks.{name}, next to a statistic, such as stats: [rms]"
             )
         fix = f"add {', '.join(missing)} to hooks.{name}.stats, such as stats: [default, {', '.join(missing)}]"
+        if isinstance(rule, WatchRule):
+            recorded = sorted({each for spec in candidates.values() for each in spec.readable})
+            return Problem(f"{where}.stat", message, rule.stat, recorded, similar_names(rule.stat, recorded), fix=fix)
     elif isinstance(rule, WatchRule):
         fix = f"set action: record and stats: [{statistics}] in hooks.{rule.watch[0]}"
     else:
