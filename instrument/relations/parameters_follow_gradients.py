@@ -16,6 +16,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 TIMES = 4  # in how many checked steps in succession a parameter does not change
 PARAMETERS, ELEMENTS = 32, 16  # how many are compared
 MARGIN = 100.0  # how many units in the last place of a parameter the rate times the gradient is at least
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Sample:
@@ -134,7 +135,8 @@ def _without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 
 def _is_plain(parameter: Tensor) -> bool:
     """Return whether a parameter and its gradient are dense tensors with values."""
-    if type(parameter) is not Parameter or not parameter.numel() or parameter.is_meta:
+    is_known = type(parameter) is Parameter and parameter.dtype in _DTYPES
+    if not is_known or not parameter.numel() or parameter.is_meta:
         return False
     gradient = parameter.grad
     return gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)

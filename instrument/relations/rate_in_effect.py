@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -57,7 +58,7 @@ class RateInEffect(Relation):
             self._count += 1
             for index, group in enumerate(optimizer.param_groups):
                 rate = group.get("lr")
-                if rate is not None and not 0.0 <= float(rate) < math.inf:
+                if isinstance(rate, float | int | Tensor) and not 0.0 <= float(rate) < math.inf:
                     self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:

@@ -54,7 +54,7 @@ class ModelCall:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self._versions = {
-            path: (tensor, _version(tensor))
+            path: (tensor, version_of(tensor))
             for path, tensor in iter_tensors(_named(model, args, kwargs))
             if is_readable(tensor)
         }
@@ -62,7 +62,7 @@ class ModelCall:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The dense tensors in the arguments by path, without those that were changed in place since the call."""
-        return {path: tensor for path, (tensor, version) in self._versions.items() if _version(tensor) == version}
+        return {path: tensor for path, (tensor, version) in self._versions.items() if version_of(tensor) == version}
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,8 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return named
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return the number of operations that have changed a tensor in place; 0 for one of `torch.inference_mode`."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -235,6 +235,20 @@ def test_gradients_of_functions_are_not_accumulated() -> None:
     assert violations(probe) == []
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_sparse_and_complex_gradients_are_not_read(zero: bool) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 2, dtype=torch.complex64)})
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in model.values()], lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(5):
+            if zero:
+                optimizer.zero_grad()
+            model["head"](model["words"](torch.arange(4)).to(torch.complex64)).abs().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == ([] if zero else [("gradients_zeroed", 1)])
+
+
 # ------------------------------------------------------------------------------------------------ accumulation_divides
 
 
