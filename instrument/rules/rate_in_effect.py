@@ -9,7 +9,7 @@ from .rule import RelationRule
 
 
 class RateInEffectRule(RuleBase):
-    """A learning rate is not a number from 0, or a scheduler changes the rate of an optimizer that makes no steps.
+    """A learning rate is negative or not finite, or a scheduler changes the rate of an optimizer that makes no steps.
 
     Such a scheduler was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
     """
