@@ -169,6 +169,12 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
 
 
+def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
+    """Return the statistic to show first: the first usual one, or the first one that does not count elements."""
+    measured = (name for name in names if name not in ("numel", *NON_FINITE_COUNTS))
+    return next((name for name in (*usual, *measured) if name in names), names[0])
+
+
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     """Return the location of each row as an ordered categorical.
 

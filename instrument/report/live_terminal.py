@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.diagnosis import diagnoses
-from ..analysis.finite import FINITE_STATISTICS
-from ..analysis.plot_data import RecordedSeries
+from ..analysis.plot_data import RecordedSeries, shown_first
 from ..config.schedule import STEP_PHASES
 from .evidence import WIDE, curve_of
 from .live_run import LiveRun
@@ -144,8 +143,7 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
     names = history.statistics
     if not names:
         return
-    measured = [name for name in names if name in FINITE_STATISTICS]
-    statistic = next((name for name in (*usual, *measured) if name in names), names[0])
+    statistic = shown_first(names, usual)
     groups = history.groups()
     values, last = history.values(statistic, groups), history.last(statistic)
     bad = np.zeros(values.shape, bool)

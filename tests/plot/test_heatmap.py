@@ -83,6 +83,11 @@ def test_missing_and_non_finite_cells_are_in_the_legend(tmp_path: Path) -> None:
     assert legend_of(heatmap(scores)) == []  # masked keys
 
 
+def test_default_statistic_is_no_count_of_elements() -> None:
+    frame = stats_of({"a": [0.5, 0.25]}, kind="function", role="attention").rename(columns={"l2": "row_entropy"})
+    assert heatmap(frame.assign(numel=9)).axes[1].get_ylabel().startswith("row_entropy")
+
+
 def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:
     axes = heatmap(stats_of({"a": [float(step) for step in range(100)]}), most_steps=10).axes[0]
     np.testing.assert_allclose(mesh_of(axes).get_array()[0], np.arange(100).reshape(10, 10).mean(1))

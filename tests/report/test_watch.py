@@ -98,9 +98,7 @@ def test_consequences_are_below_their_cause_and_its_advice_follows(
     assert lines[start + 5] == f"Next: {RULES['loss_spike'].advice}"
 
 
-def test_masked_scores_are_no_problem_and_entropy_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_masked_scores_are_no_problem_and_entropy_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attention = {"hook": "weights", "kind": "function", "role": "attention", "row_entropy": 2.0}
     scores = {"hook": "scores", "kind": "function", "role": "scores", "max": 3.0}
     rows = [statistic("head", step, None, **attention) for step in range(2)]

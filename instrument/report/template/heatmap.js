@@ -27,7 +27,9 @@ function chosenSeries(report) {
 
 function usualStatistic(series) {
   const usual = series.parameters || series.gradient ? ["l2", "rms", "abs_max"] : ["std", "rms", "mean"];
-  return usual.find((name) => series.statistics[name]) ?? Object.keys(series.statistics)[0];
+  const names = Object.keys(series.statistics);
+  const measured = names.filter((name) => !["numel", "nan_count", "inf_count"].includes(name));
+  return [...usual, ...measured].find((name) => series.statistics[name]) ?? names[0];
 }
 
 function drawHeatmap(report) {
