@@ -17,7 +17,7 @@ import pandas as pd
 from ..rules.step_rows import is_gradient, location_name
 from ..tables.kinds import KINDS
 from ..tables.schemas import TABLES
-from ..tables.statistics import ALL, statistic_of
+from ..tables.statistics import ALL, COUNTS, statistic_of
 from .finite import NON_FINITE_COUNTS, finite_only
 from .run_tables import RunTables
 from .tensor_decoding import is_known
@@ -171,7 +171,7 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
 
 def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
     """Return the statistic to show first: the first usual one, or the first one that does not count elements."""
-    measured = (name for name in names if name not in ("numel", *NON_FINITE_COUNTS))
+    measured = (name for name in names if name not in COUNTS)
     return next((name for name in (*usual, *measured) if name in names), names[0])
 
 
