@@ -156,7 +156,8 @@ def _runs(given: str, where: str) -> list[RunTables]:
     try:
         opened = [RunTables(*find_runs(path)) for path in paths]
     except NoRunError as error:
-        raise ConfigError(Problem(where, str(error), given, allowed)) from None
+        message = str(error) if is_address(given) or Path(given).exists() else "file or folder not found"
+        raise ConfigError(Problem(where, message, given, allowed)) from None
     return [run.single(index) for run in opened for index in range(len(run.folders))]
 
 

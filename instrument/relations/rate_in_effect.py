@@ -1,4 +1,4 @@
-"""Relation: the learning rates are numbers from 0, and schedulers change those of the optimizers that make the steps."""
+"""Relation: the learning rates are finite and not negative, and schedulers change those of the optimizers that make the steps."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RateInEffect(Relation):
             yield Checked(False, float(scheduler.get_last_lr()[0]), text)
         self._schedulers.clear()
         if count:
-            yield Checked(True, count, "learning rates are numbers from 0")
+            yield Checked(True, count, "learning rates are finite and not negative")
 
     def check_end(self) -> Iterator[Checked]:
         for optimizer, largest in self._largest.items():
