@@ -222,6 +222,31 @@ def previous_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).transpose(1, 2), shifted)
 
 
+def other_sample_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch.roll(1, 0)[:, 1:].flatten())
+
+
+def rare_words_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return next_token_loss(model, batch.masked_fill(batch > 3, 4))
+
+
+def equal_positions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch, position_ids=torch.zeros(1, batch.shape[1], dtype=torch.int64)).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def positions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch, position_ids=torch.arange(batch.shape[1])[None]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
 def masked_loss(model: nn.Module, batch: Tensor) -> Tensor:
     hidden = torch.rand(batch.shape) < 0.4
     return F.cross_entropy(model(batch.masked_fill(hidden, 0)).flatten(0, 1), batch.where(hidden, -100).flatten())
@@ -270,6 +295,8 @@ FAULTS = [
     ("labels_shifted", Transformer, same_token_loss, 0.0),
     ("labels_shifted", Transformer, two_ahead_loss, 2.0),
     ("labels_shifted", Transformer, previous_token_loss, -1.0),
+    ("labels_shifted", Transformer, other_sample_loss, 33.0),
+    ("positions_differ", gpt2, equal_positions_loss, 12.0),
     # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
     ("padding_in_loss", Transformer, padding_loss, 5.0),
     ("padding_in_loss", lambda: Wrapper(Transformer()), padding_loss, 5.0),
@@ -287,7 +314,22 @@ def test_fault_of_a_language_model_is_reported_in_its_first_step(
     assert [event["rule"] for event in probe.events.to_dict("records") if event["severity"] == "warning"] == [relation]
 
 
+def test_unknown_words_are_reported() -> None:
+    probe = train(Transformer(), tokens(samples=16), rare_words_loss)
+    assert violations(probe) == [("tokens_vary", 2)]  # 528 targets, of which 7/11 are larger than 3
+    (row,) = rows_of(probe, "tokens_vary")
+    assert row["layer"] == "embedding"
+    assert row["value"] == pytest.approx(7 / 11, abs=0.05)
+    with instrument.attach(model := Transformer(), {}) as probe:
+        for batch in tokens(samples=16):
+            next_token_loss(model, batch).backward()
+            probe.end_step()
+    (row,) = rows_of(probe, "tokens_vary")
+    assert (row["holds"], row["value"]) == (True, pytest.approx(1 / 11, abs=0.05))
+
+
 HEALTHY = [
+    (gpt2, positions_loss, {"labels_shifted", "looks_ahead", "positions_differ"}),
     (Transformer, next_token_loss, {"labels_shifted", "looks_ahead"}),
     (lambda: Transformer(batch_first=False), time_first_loss, {"labels_shifted", "looks_ahead"}),
     (Transformer, ignored_padding_loss, {"labels_shifted", "looks_ahead", "padding_in_loss"}),
@@ -306,13 +348,14 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "embedding", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(model, {"h": {"layers": "re:(lm_)?head", "kind": "forward", "action": "record"}}) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
             probe.end_step()
-    assert {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]} == verified
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held - {"dropout_keeps_units", "tied_weights"} == verified | {"double_softmax"}
     assert violations(probe) == []
     assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
 
@@ -396,6 +439,94 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     assert {row[2] for row in found["other_starts"]} == {"0", "3"}
     assert found["independent"] == []
     assert found["same_data"] == [["distinct_data", False, "", ""], verified[1]]
+
+
+def classes(high: int) -> list[tuple[Tensor, Tensor]]:
+    """Return 6 batches of 40 samples with labels below `high`."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(40, 5, generator=generator), torch.randint(high, (40,), generator=generator)) for _ in range(6)
+    ]
+
+
+def classifier(*last: nn.Module, units: int = 4, dropped: float = 0.5, outputs: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, units), nn.Dropout(dropped), nn.Linear(units, outputs), *last)
+
+
+def class_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def logit_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1).float(), (batch[1] > 2).float())
+
+
+def probability_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.binary_cross_entropy(model(batch[0]).squeeze(1).clamp(1e-6, 1 - 1e-6), (batch[1] > 2).float())
+
+
+LOSS_FAULTS = [
+    ("double_softmax", "3", 0, lambda: classifier(nn.Softmax(1)), class_loss, 6),
+    ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid()), class_loss, 6),
+    ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), logit_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), probability_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), probability_loss, 6),
+    ("unused_outputs", "", 4, classifier, class_loss, 3),
+    ("narrow_layer", "0", 1, lambda: classifier(units=1), class_loss, 6),
+    ("dropout_keeps_units", "1", 0, lambda: classifier(dropped=0.95), class_loss, 6),
+]
+
+
+@pytest.mark.parametrize(("relation", "layer", "step", "build", "loss_of", "high"), LOSS_FAULTS)
+def test_fault_of_a_classifier_is_reported(
+    relation: str, layer: str, step: int, build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], high: int
+) -> None:
+    probe = train(build(), classes(high), loss_of)
+    assert violations(probe) == [(relation, step)]
+    assert [row["layer"] for row in rows_of(probe, relation) if row["holds"] is False] == [layer]
+
+
+class Scored(nn.Module):
+    """A classifier with a layer of one unit that weights its features, as in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(5, 1), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.score(x).sigmoid())
+
+
+HEALTHY_CLASSIFIERS = [
+    (classifier, class_loss, 6, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
+    (lambda: classifier(nn.LogSoftmax(1)), class_loss, 4, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
+    (lambda: classifier(outputs=1), logit_loss, 6, {"double_softmax", "dropout_keeps_units"}),
+    (lambda: classifier(nn.Sigmoid(), outputs=1), probability_loss, 6, {"wrong_range_of_loss", "dropout_keeps_units"}),
+    (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
+    (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
+]
+
+
+@pytest.mark.parametrize(("build", "loss_of", "high", "verified"), HEALTHY_CLASSIFIERS)
+def test_healthy_classifier_is_not_reported(
+    build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], high: int, verified: set[str]
+) -> None:
+    with instrument.attach(model := build(), {}) as probe:
+        for batch in classes(high):
+            loss_of(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held - {"mode_of_phase"} == verified
+
+
+def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs() -> None:
+    with instrument.attach(model := classifier(), {}) as probe:
+        for x, y in classes(3):
+            F.cross_entropy(model(x), y, reduction="none").mean().backward()
+            F.cross_entropy(model(x[:20]), y[:20]).backward()
+            probe.end_step()
+    assert rows_of(probe, "unused_outputs") == []
 
 
 class Images(Dataset[Tensor]):
