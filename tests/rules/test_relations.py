@@ -348,7 +348,9 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "re:(lm_)?head", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(
+        model, {"h": {"layers": "re:embedding|lm_head", "kind": "forward", "action": "record"}}
+    ) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
