@@ -57,6 +57,21 @@ class KeptTensors(dict[str, Mapping[str, Tensor]]):
 
 
 @dataclass(slots=True)
+class Parts:
+    """The parts of a tensor that a hook with `split_dim` gets one by one, while it does.
+
+    Attributes:
+        whole: The tensor, with one part per index of dimension 0.
+        parts: The parts.
+        sums: The sums of all parts that a function of statistics has formed at once: [parts] each.
+    """
+
+    whole: Tensor
+    parts: Sequence[Tensor]
+    sums: dict[Any, Sequence[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Context:
     """The second argument of a custom hook function: describes one call of one hook for one tensor.
 
@@ -97,6 +112,7 @@ class Context:
             does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
             without a condition.
         unit_dim: The dimension of the units that the hook names. None for the default.
+        split: With `split_dim`: all parts of the tensor, and the index of this one. Otherwise None.
     """
 
     hook: str
@@ -125,6 +141,7 @@ class Context:
     state: dict[str, Any] = field(default_factory=dict)
     holds: bool | Tensor | None = None
     unit_dim: int | None = None
+    split: tuple[Parts, int] | None = None
 
     @property
     def step(self) -> int:

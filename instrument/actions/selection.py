@@ -16,7 +16,7 @@ from ..errors import HookError
 from ..stats.unit_statistics import unit_dim
 from ..tables.kinds import KINDS
 from ..values.dtensor import full_tensor
-from .base import Context
+from .base import Context, Parts
 from .intervention import describe
 from .measurement import to_dense
 from .tensor_selection import TensorSelection
@@ -132,5 +132,10 @@ def act_on_indices(action: Callable[[Tensor, Context], object], dim: int, tensor
         raise HookError(
             f"{describe(context)}: split_dim requires the complete tensor, but this one is sharded over processes"
         )
-    for index, part in enumerate(to_dense(tensor, describe(context)).movedim(dim, 0).contiguous()):
-        action(part, replace(context, path=f"{context.path}:{index}"))
+    whole = to_dense(tensor, describe(context)).movedim(dim, 0).contiguous()
+    parts = Parts(whole, whole.unbind())
+    try:
+        for index, part in enumerate(parts.parts):
+            action(part, replace(context, path=f"{context.path}:{index}", split=(parts, index)))
+    finally:
+        parts.whole, parts.parts = whole[:0], ()  # rows may keep the context

@@ -23,11 +23,12 @@ from .plot_data import in_forward_order, rank_in
 Severity = Literal["info", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 FAR = 1000
-"""Steps without a problem after which the next one has another cause: what the second moment of Adam remembers, 1 / (1 - 0.999)."""
+"""The number of steps without a problem after which the next one has another cause: the time constant of the second moment of Adam,
+1 / (1 - 0.999)."""
 FORWARD, LOSS, BACKWARD, UPDATE = range(4)
 """The parts of a training step, in their order."""
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
-"""The order of the stages that come after all others: their problems cause none of earlier stages."""
+"""The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
 """Where a problem is that concerns the run as a whole."""
 MAX_NAMED = 4  # consequences in a sentence

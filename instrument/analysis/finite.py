@@ -8,6 +8,7 @@ threshold; only the counts of such a row are shown.
 |---|---|
 | gradients, parameters, updates and similar tensors, which should have no such elements | 1% |
 | other tensors, in which infinities may be a mask | 50% |
+| attention scores, in which most elements can be masked | 100% |
 
 `instrument.rules.step_rows.non_finite_fraction` has these thresholds, for rules too.
 

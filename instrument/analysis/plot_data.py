@@ -17,8 +17,8 @@ import pandas as pd
 from ..rules.step_rows import is_gradient, location_name
 from ..tables.kinds import KINDS
 from ..tables.schemas import TABLES
-from ..tables.statistics import ALL, statistic_of
-from .finite import finite_only
+from ..tables.statistics import ALL, COUNTS, statistic_of
+from .finite import NON_FINITE_COUNTS, finite_only
 from .run_tables import RunTables
 from .tensor_decoding import is_known
 
@@ -52,6 +52,11 @@ class RecordedSeries:
     def is_of_parameters(self) -> bool:
         """Whether the locations are parameters rather than modules."""
         return KINDS[self.kind].family != "module"
+
+    @property
+    def problem_counts(self) -> tuple[str, ...]:
+        """The counts of elements that are a problem. Infinite attention scores are masked keys."""
+        return ("nan_count",) if self.role == "scores" else NON_FINITE_COUNTS
 
     def of(self, frame: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of a table that belong to the series, without recomputed forward passes."""
@@ -162,6 +167,12 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     custom = [name for name in map(str, frame) if name not in NOT_CUSTOM and name.isidentifier()]
     numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
     return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
+
+
+def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:
+    """Return the statistic to show first: the first usual one, or the first one that does not count elements."""
+    measured = (name for name in names if name not in COUNTS)
+    return next((name for name in (*usual, *measured) if name in names), names[0])
 
 
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:

@@ -72,7 +72,7 @@ def _read_file(path: str | Path) -> Any:
     try:
         return yaml.safe_load(file.read_text())
     except OSError as error:
-        message = f"the file cannot be read: {error.strerror}"
+        message = f"neither a file that can be read nor a hook set: {error.strerror}"
         allowed = f"a YAML file, or a hook set: {', '.join(packaged)}"
         similar = similar_names(str(path), packaged)
         raise ConfigError(Problem("specs", message, given=str(path), allowed=allowed, similar=similar)) from None

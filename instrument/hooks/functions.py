@@ -35,6 +35,7 @@ from ..tables.kinds import ATTENTION_ROLES, KINDS
 from ..tables.reasons import (
     COMPILED,
     FAST_PATH,
+    NO_ATTENTION,
     NO_FUNCTION,
     NO_TENSOR,
     NO_VISIBLE_FUNCTION,
@@ -93,8 +94,8 @@ class HookedModule(RunningModule):
             elif attached in self.compiled:
                 attached.count_missed_opportunity(PARTLY_COMPILED)
             else:
-                is_hidden = has_compiled() or attached.role in ATTENTION_ROLES  # flex attention is always compiled
-                no_function = NO_VISIBLE_FUNCTION if is_hidden else NO_FUNCTION
+                no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
+                no_function = NO_ATTENTION if attached.role in ATTENTION_ROLES else no_function
                 attached.count_exempt(self.obstacles.get(attached) or self.pause_reason or no_function)
 
 

@@ -107,9 +107,8 @@ def _with_heads(weights: Tensor, scores: Tensor) -> Attention:
 
 def _safe_softmax(scores: Tensor) -> Tensor:
     """Return the softmax, with zeros for a query without keys, as `scaled_dot_product_attention` does."""
-    if not scores.shape[-1]:
-        return scores.softmax(-1)
-    return scores.softmax(-1).masked_fill_(scores.amax(-1, keepdim=True).isneginf(), 0.0)
+    weights = scores.softmax(-1)
+    return weights.masked_fill_(scores.amax(-1, keepdim=True) == -math.inf, 0.0) if weights.numel() else weights
 
 
 class _SoftmaxArguments(TorchDispatchMode):

@@ -33,7 +33,7 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
         if not named and selection.optional:
             return []
         if not named:
-            raise ConfigError(_no_such_structure(selection, found, f"{where}.structure"))
+            raise ConfigError(_no_such_structure(selection, found, where))
     typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
     if not typed:
         types = sorted({layer.type for layer in named})
@@ -49,13 +49,13 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
 
 
 def _no_such_structure(selection: Selection, found: Mapping[StructureName, Sequence[Layer]], where: str) -> Problem:
-    given = list(selection.structure)
+    names = ", ".join(selection.structure)
     if elsewhere := [layer.label for of_name in found.values() for layer in of_name]:
-        message = f"'layers' matches none of the modules with this structure: {shorten(elsewhere, 4)}"
-        return Problem(where, message, given)
+        message = f"these patterns match none of the modules with structure: {names}"
+        return Problem(f"{where}.layers", message, list(selection.globs), shorten(elsewhere))
     looked_for = "; ".join(f"no {name} found ({STRUCTURES[name]})" for name in selection.structure)
-    fix = "select the modules with 'layers' or 'types'; plan=true shows all modules"
-    return Problem(where, looked_for, given, fix=fix)
+    fix = "select the modules with 'layers' or 'types', or remove the hook; plan=true shows all modules"
+    return Problem(f"{where}.structure", looked_for, names, fix=fix)
 
 
 def _no_such_layer(pattern: str, layers: Layers, where: str) -> Problem:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
+from ..analysis.plot_data import Matrix, forward_order, matrices, row_locations, shown_first, statistics_in
 from ..analysis.series_selection import select_series
 from ..tables.statistics import statistic_of
 from .axes_and_scales import (
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 6.0  # width of the chart without labels, in inches
-NON_FINITE = ("nan_count", "inf_count")
 
 
 def heatmap(
@@ -70,8 +69,9 @@ def heatmap(
     stats = table_of(run, "stats")
     series = select_series(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
     rows = series.of(stats)
-    name = statistic or _default_statistic(series, statistics_in(rows))
-    counted = [count for count in NON_FINITE if count in rows]
+    usual = "l2" if series.is_gradient or series.is_of_parameters else "std"
+    name = statistic or shown_first(statistics_in(rows), [usual])
+    counted = [count for count in series.problem_counts if count in rows]
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]
     height = height_of(len(table.locations))
@@ -86,12 +86,6 @@ def heatmap(
     merged = statistic_of(name).merged
     axes.set_xlabel("step" + merge_note(table, rows["step"].nunique(), merged, several))
     return figure
-
-
-def _default_statistic(series: RecordedSeries, there: list[str]) -> str:
-    """Return the default statistic of a series, or the first recorded one."""
-    first = "l2" if series.is_gradient or series.is_of_parameters else "std"
-    return first if first in there else there[0]
 
 
 def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:

@@ -68,7 +68,7 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
         )
     if attached.exemptions:
         spec = attached.site.spec
-        if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION}:
+        if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:
             if spec.name in firing:
                 return reasons.ONLY_IN_OTHER_MODULES
             if spec.optional:
@@ -87,8 +87,8 @@ def _has_no_attention(attached: AttachedHook) -> bool:
     is_leaf = next(attached.site.layer.module.children(), None) is None
     if attached.expected:
         return is_leaf and not attached.fired and attached.reasons.keys() <= {reasons.NOT_CALLED}
-    no_function = {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NOT_ATTENTION}
-    return bool(attached.exemptions) and attached.exemptions.keys() <= no_function
+    no_attention = {reasons.NO_ATTENTION, reasons.NOT_ATTENTION}
+    return bool(attached.exemptions) and attached.exemptions.keys() <= no_attention
 
 
 def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:

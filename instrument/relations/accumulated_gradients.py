@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .relation import Training
+from .relation import Training, version_of
 
 PER_OPTIMIZER = 4
 MAX_MICRO_STEPS = 256  # without a step of the optimizer, gradients may be added without end
@@ -57,24 +57,27 @@ class AccumulatedGradient:
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002
         current, last = self.parameter.grad, self._last
-        self._is_added = current is not None and last is not None and current is last[0] and current._version == last[1]
+        self._is_added = (
+            current is not None and last is not None and current is last[0] and version_of(current) == last[1]
+        )
         if self._is_added and self.has_old and current is not None:
             # The versions do not count `gradient.data.zero_()`. Only checked steps read values.
-            self._is_added = self._training.is_checked and bool(current.any())
+            is_readable = self._training.is_checked and current.layout is torch.strided
+            self._is_added = is_readable and bool(current.any())
 
     def _after(self, parameter: Tensor) -> None:
         if not self._is_added:
             self.has_old = False
             self.micro_steps.clear()
         gradient = parameter.grad
-        self._last = None if gradient is None else (gradient, gradient._version)
+        self._last = None if gradient is None else (gradient, version_of(gradient))
         self.micro_steps.append(self._training.clock.moment.micro_step)
         self.copy = gradient.detach().clone() if gradient is not None and self._training.is_checked else None
 
     def end_step(self) -> None:
         """Begin a new sum after a step of the optimizer. It contains the old gradient until this one is cleared."""
         gradient = self.parameter.grad
-        self._last = None if gradient is None else (gradient, gradient._version)
+        self._last = None if gradient is None else (gradient, version_of(gradient))
         self.has_old, self.has_stepped = gradient is not None, True
         self.micro_steps.clear()
         self.copy = None

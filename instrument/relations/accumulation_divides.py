@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
-from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, Relation, Training
 
 
 class _Step(NamedTuple):
-    """The gradients of the losses of each micro-step in a step of an optimizer, and the change of a gradient before the step."""
+    """The gradients of the losses of each micro-step in a step of an optimizer, and the factor of a gradient before the step."""
 
     seeds: list[list[Tensor]]
     change: Tensor | None
@@ -50,8 +50,10 @@ class AccumulationDivides(Relation):
         unobserve_losses(self._on_loss)
         super().detach()
 
-    def _on_loss(self, call: LossCall) -> None:
+    def _on_loss(self, call: LossCall | BinaryLossCall) -> None:
         clock = self.training.clock
+        if isinstance(call, BinaryLossCall):
+            return
         if self.training.is_checked and clock.moment.phase == "train" and call.is_mean and call.result.requires_grad:
             call.result.register_hook(partial(self._on_gradient, clock.moment.micro_step))
 
@@ -65,7 +67,10 @@ class AccumulationDivides(Relation):
         parts = gradient.micro_steps
         seeds = [self._seeds[each] for each in parts if each in self._seeds]
         if len(parts) > 1 and len({*parts}) == len(parts) == len(seeds) and not gradient.has_old:
-            self._steps.append(_Step(seeds, gradient.relative_change()))
+            change, scale = gradient.relative_change(), self.training.clock.amp_scale
+            if change is not None and scale is not None:
+                change = change * scale().to(change.device)
+            self._steps.append(_Step(seeds, change))
 
     def _after_step(self, gradient: AccumulatedGradient, optimizer: Optimizer) -> None:  # noqa: ARG002
         gradient.end_step()
@@ -75,8 +80,7 @@ class AccumulationDivides(Relation):
         self._seeds.clear()
         for seeds, change in steps:
             count, numbers = len(seeds), [torch.stack(each).tolist() for each in seeds]
-            scale = 1.0 if self.training.scaler is None else self.training.scaler.get_scale()
-            is_divided = change is None or not float(change) * scale > 1.001 / count
+            is_divided = change is None or not float(change) > 1.001 / count
             if all(number == 1.0 for each in numbers for number in each):
                 if not is_divided:
                     text = f"the gradients of {count} micro-batches were added, and each loss counts completely"

@@ -43,7 +43,7 @@ class GradientsZeroed(Relation):
             names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
             for key in self._found:
                 layer, _, path = names.get(key, "").rpartition(".")
-                yield Checked(False, None, "a gradient was added to that of the last step", layer, path)
+                yield Checked(False, None, "a gradient was added to that of the previous step", layer, path)
             self._found.clear()
         elif self._count:
-            yield Checked(True, self._count, "gradients are zeroed before the next ones")
+            yield Checked(True, self._count, "gradients are zeroed before the next ones are added")

@@ -38,7 +38,7 @@ class LooksAhead(Relation):
             (each, result), *_ = results
             text = (
                 f"the model is trained to predict the next token, and its outputs use later tokens of the input {each.path}: "
-                f"one changes earlier outputs by {result.ahead:.2g} of the largest output"
+                f"changing one changes earlier outputs by {result.ahead:.2g} of the largest output"
             )
             yield Checked(False, result.ahead, text)
         else:

@@ -11,11 +11,12 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, as_rate
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
 PARAMETERS, ELEMENTS = 32, 16  # how many are compared
 MARGIN = 100.0  # how many units in the last place of a parameter the rate times the gradient is at least
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class _Sample:
@@ -134,7 +135,8 @@ def _without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 
 def _is_plain(parameter: Tensor) -> bool:
     """Return whether a parameter and its gradient are dense tensors with values."""
-    if type(parameter) is not Parameter or not parameter.numel() or parameter.is_meta:
+    is_known = type(parameter) is Parameter and parameter.dtype in _DTYPES
+    if not is_known or not parameter.numel() or parameter.is_meta:
         return False
     gradient = parameter.grad
     return gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)
@@ -156,9 +158,10 @@ def _is_representable(parameter: Parameter, rate: object) -> Tensor:
 
     It is that of SGD. A smaller change, as in a warm-up or after convergence, may leave all elements as they are.
     """
-    if parameter.grad is None or not isinstance(rate, float | int | Tensor):
+    number = as_rate(rate)
+    if parameter.grad is None or number is None:
         return torch.zeros((), dtype=torch.bool)
-    change = float(rate) * _gradient(parameter).abs()
+    change = number * _gradient(parameter).abs()
     rounding = MARGIN * torch.finfo(parameter.dtype).eps * _elements(parameter).abs()
     return ((change > rounding) & change.isfinite()).any()
 

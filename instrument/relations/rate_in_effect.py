@@ -1,4 +1,4 @@
-"""Relation: the learning rates are numbers from 0, and schedulers change those of the optimizers that make the steps."""
+"""Relation: the learning rates are finite and not negative, and schedulers change those of the optimizers that make the steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, as_rate
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
@@ -65,9 +65,9 @@ class RateInEffect(Relation):
             self._count += 1
             self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
             for index, group in enumerate(optimizer.param_groups):
-                rate = group.get("lr")
-                if rate is not None and not 0.0 <= float(rate) < math.inf:
-                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
+                rate = as_rate(group.get("lr"))
+                if rate is not None and not 0.0 <= rate < math.inf:
+                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = rate
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer
@@ -87,7 +87,7 @@ class RateInEffect(Relation):
             yield Checked(False, float(scheduler.get_last_lr()[0]), text)
         self._schedulers.clear()
         if count:
-            yield Checked(True, count, "learning rates are numbers from 0")
+            yield Checked(True, count, "learning rates are finite and not negative")
 
     def check_end(self) -> Iterator[Checked]:
         for optimizer, largest in self._largest.items():

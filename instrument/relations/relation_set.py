@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
@@ -18,7 +19,7 @@ from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
@@ -73,7 +74,9 @@ class RelationSet(InertWhenCopied):
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
         training, inputs = self.training, self.training.inputs
-        training.replicated_by = training.replicated_by or DistributedDataParallel._active_ddp_module
+        training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
+        if wrapper is not None and torch.is_grad_enabled():
+            training.is_local = not wrapper.require_backward_grad_sync
         if self._is_observed() and len(inputs) < _MAX_CALLS:
             inputs.append(ModelCall(module, args, kwargs))
 
@@ -83,9 +86,14 @@ class RelationSet(InertWhenCopied):
         elif self.clock.moment.phase == "train":
             self.training.batches.append(batch._replace(step=self.clock.moment.step))
 
-    def _on_loss(self, call: LossCall) -> None:
-        if self._is_observed() and len(self.training.losses) < _MAX_CALLS:
-            self.training.losses.append(call)
+    def _on_loss(self, call: LossCall | BinaryLossCall) -> None:
+        if not self._is_observed():
+            return
+        if isinstance(call, LossCall):
+            if len(self.training.losses) < _MAX_CALLS:
+                self.training.losses.append(call)
+        elif len(self.training.binary_losses) < _MAX_CALLS:
+            self.training.binary_losses.append(call)
 
     def _is_observed(self) -> bool:
         self._plan_check()
@@ -117,6 +125,8 @@ class RelationSet(InertWhenCopied):
         rows = []
         try:
             results = [*check()]
+            if (error := self._relations[name].error) is not None:
+                raise error
         except Exception as error:  # a check reads values of any model, and must not end its training
             results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)
@@ -143,6 +153,7 @@ class RelationSet(InertWhenCopied):
     def _forget(self) -> None:
         self.training.inputs.clear()
         self.training.losses.clear()
+        self.training.binary_losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""

@@ -29,7 +29,8 @@ class ReplicasEqual(Relation):
     This is training with `DistributedDataParallel`, or without it if the loop synchronizes the gradients: they were equal in all
     processes before a step of the optimizer, although the inputs of the model were not. Gradients that differ make the parameters
     differ in the same step. Buffers are not compared: each process updates the running statistics of batch normalization with its own
-    batch, until the next forward pass. Nor are parameters that DDP ignores, and those of local SGD, which averages them later.
+    batch, until the next forward pass. Nor are parameters that DDP ignores, and those of local SGD, which averages them later. A step
+    whose last call is in a block `no_sync` can be one of local SGD.
     """
 
     sources = ("inputs",)
@@ -57,7 +58,7 @@ class ReplicasEqual(Relation):
         named = [*self.training.model.named_parameters()]
         gradients, self._gradients = self._gradients, []
         evidence = _NONE
-        if wrapper is not None and keeps_all_equal(wrapper):
+        if wrapper is not None and keeps_all_equal(wrapper) and not self.training.is_local:
             names = {id(each): name for name, each in wrapper.module.named_parameters()}
             named = [(name, each) for name, each in named if names.get(id(each)) not in wrapper.parameters_to_ignore]
         elif wrapper is None and gradients and all(type(each) is Parameter for _, each in named):

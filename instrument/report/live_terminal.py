@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.diagnosis import diagnoses
-from ..analysis.plot_data import RecordedSeries
+from ..analysis.plot_data import RecordedSeries, shown_first
 from ..config.schedule import STEP_PHASES
 from .evidence import WIDE, curve_of
 from .live_run import LiveRun
@@ -143,11 +143,11 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
     names = history.statistics
     if not names:
         return
-    statistic = next((name for name in usual if name in names), names[0])
+    statistic = shown_first(names, usual)
     groups = history.groups()
     values, last = history.values(statistic, groups), history.last(statistic)
     bad = np.zeros(values.shape, bool)
-    for name in ("nan_count", "inf_count"):
+    for name in series.problem_counts:
         if name in names:
             bad |= history.values(name, groups) > 0
     for row, location in enumerate(history.locations):

@@ -9,7 +9,7 @@ from .rule import RelationRule
 
 
 class GradientsZeroedRule(RuleBase):
-    """A gradient is added to that of the last step, because no code zeroes it.
+    """A gradient is added to that of the previous step, because no code zeroes it.
 
     A few parameters of each optimizer are observed. Gradients of micro-batches are added within a step. The check is that of TrainCheck
     (Jiang et al., OSDI 2025) for a missing `zero_grad`.

@@ -9,7 +9,7 @@ from .rule import RelationRule
 
 
 class ParametersFollowGradientsRule(RuleBase):
-    """Optimizers do not change what has a gradient, or change what is frozen.
+    """Optimizers do not change parameters that have a gradient, or change frozen ones.
 
     Reported are: an optimizer that changes none of its parameters in 4 checked steps, although gradients and learning rates are not
     zero; a parameter with a gradient that no optimizer holds, because it replaced another one or because it was left out; and a frozen

@@ -9,7 +9,7 @@ from .rule import RelationRule
 
 
 class RateInEffectRule(RuleBase):
-    """A learning rate is not a number from 0, a warm-up never ends, or a scheduler changes the rate of an optimizer without steps.
+    """A learning rate is negative or not finite, a warm-up never ends, or a scheduler changes the rate of an optimizer without steps.
 
     A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
     warm-up takes more than 10,000 steps, which are many (Devlin et al. 2019). Its schedule may count epochs or samples. A scheduler

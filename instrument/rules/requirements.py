@@ -11,6 +11,7 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
+from ..tables.statistics import STATISTICS
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
@@ -211,6 +212,11 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
                 where, message, fix=f"set {field} in hooks.{name}, next to a statistic, such as stats: [rms]"
             )
         fix = f"add {', '.join(missing)} to hooks.{name}.stats, such as stats: [default, {', '.join(missing)}]"
+        if isinstance(rule, WatchRule):
+            recorded = sorted({each for spec in candidates.values() for each in spec.readable})
+            similar = similar_names(rule.stat, recorded)
+            is_misspelled = bool(similar) and rule.stat not in STATISTICS
+            return Problem(f"{where}.stat", message, rule.stat, recorded, similar, fix="" if is_misspelled else fix)
     elif isinstance(rule, WatchRule):
         fix = f"set action: record and stats: [{statistics}] in hooks.{rule.watch[0]}"
     else:

@@ -17,9 +17,9 @@ BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 _NO_TARGETS: FloatArray = np.empty(0)
 
-NON_FINITE_FRACTION, MASK_FRACTION = 0.01, 0.5
+NON_FINITE_FRACTION, MASK_FRACTION, SCORES_FRACTION = 0.01, 0.5, 1.0
 """The fraction of NaN and infinite elements from which the statistics of a row are invalid: of gradients, parameters and
-updates, and of other tensors, in which infinities may be a mask."""
+updates, of other tensors, in which infinities may be a mask, and of attention scores, in which they are one."""
 
 
 def is_gradient(kind: str, role: str) -> bool:
@@ -29,6 +29,8 @@ def is_gradient(kind: str, role: str) -> bool:
 
 def non_finite_fraction(kind: str, role: str) -> float:
     """Return the fraction of NaN and infinite elements from which the statistics of a tensor are invalid."""
+    if role == "scores":
+        return SCORES_FRACTION
     is_strict = is_gradient(kind, role) or KINDS[kind].family != "module"
     return NON_FINITE_FRACTION if is_strict else MASK_FRACTION
 

@@ -13,7 +13,7 @@ from .rule import Bounds, BoundsRule, CatalogueRule, Firing
 from .step_rows import Location, StepRows
 
 ADVICE = (
-    "Compare it with the steps before, and repeat them with more hooks. For runs of python -m instrument, use "
+    "Compare the value with those of earlier steps, and repeat these steps with more hooks. For runs of python -m instrument, use "
     "python -m instrument.replay."
 )
 

@@ -59,6 +59,10 @@ NO_VISIBLE_FUNCTION = (
     f"{NO_FUNCTION}; if a part of it is compiled by torch.compile (also torch.cond and flex_attention), functions in that part "
     "are not seen"
 )
+NO_ATTENTION = (
+    "the module was called, but computed no attention by softmax, scaled_dot_product_attention or multi_head_attention_forward; in a "
+    "part that is compiled by torch.compile (also torch.cond and flex_attention), attention is not seen"
+)
 NOT_ATTENTION = "the module called softmax, but not for attention: along another dimension than the last one, or of fewer than 3 dimensions"
 ATTENTION_ELSEWHERE = "the module computes no attention; other modules that the hook matches do"
 OTHER_SOFTMAX = (

@@ -199,6 +199,7 @@ _UNITS = {
     "fraction": "fraction of the finite values",
     "units": "fraction of the units",
     "ratio": "",
+    "nats": "nats",
     "value": "the tensor's own",
 }
 _ARROW = {"int64": "int64", "float64": "double"}

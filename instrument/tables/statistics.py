@@ -49,7 +49,7 @@ class Statistic:
         name: The value in `stats:`, and the name of the column.
         meaning: The formula over the n finite values x.
         unit: `count` or `elements`: a number of elements; `fraction` of the finite values (0 to 1); `units`: fraction of the units;
-            `ratio`; or `value`: the unit of the tensor; `custom`: unknown. Counts, minimum and maximum are exact; the
+            `ratio`; `nats`; or `value`: the unit of the tensor; `custom`: unknown. Counts, minimum and maximum are exact; the
             others agree with float64 to 1e-5.
         formula: Computes it from the `instrument.stats.sums.Sums` of many tensors, arrays [rows]; NaN for no value.
         needs: The sums that not every tensor has, in addition to those that all statistics share.
@@ -60,7 +60,7 @@ class Statistic:
 
     name: str
     meaning: str
-    unit: Literal["count", "elements", "fraction", "units", "ratio", "value", "custom"]
+    unit: Literal["count", "elements", "fraction", "units", "ratio", "nats", "value", "custom"]
     formula: Callable[[Any], Any] = lambda sums: sums.n * float("nan")
     needs: tuple[Sum, ...] = ()
     default: bool = True
@@ -218,7 +218,7 @@ _STATISTICS = (
     Statistic(
         "row_entropy",
         "mean over queries of the entropy -sum(p ln p) of their attention weights p, in nats, without masked queries and those with NaN",
-        "ratio",
+        "nats",
         lambda s: s.row_entropies / s.rows,
         needs=(ROWS, ROW_ENTROPIES),
         default=False,
@@ -273,7 +273,7 @@ _STATISTICS = (
     Statistic(
         "softmax_entropy",
         "mean over the rows (the last dimension) of the entropy of softmax(x), in nats; rows with NaN do not count",
-        "ratio",
+        "nats",
         lambda s: s.entropies / s.logit_rows,
         needs=(ENTROPIES, LOGIT_ROWS),
         default=False,

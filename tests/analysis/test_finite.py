@@ -22,6 +22,7 @@ from instrument.tables.schemas import TABLES
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}
 OUTPUT = {"kind": "forward", "role": "output"}
+SCORES = {"kind": "function", "role": "scores"}
 
 
 def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float | None) -> dict[str, Any]:
@@ -41,6 +42,8 @@ def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float |
         (row({"kind": "tensor", "role": "output"}, 100, 1, 0), True),
         (row(OUTPUT, 1000, 0, 499), False),
         (row(OUTPUT, 1000, 0, 500), True),
+        (row(SCORES, 1000, 0, 999), False),
+        (row(SCORES, 1000, 0, 1000), True),
         (row(OUTPUT, None, 1, None), True),
         (row(OUTPUT, None, None, None), False),
         (row(OUTPUT, 0, 0, 0), False),

@@ -26,7 +26,7 @@ from instrument.plan.tensor_path_checks import check_functions
 from instrument.tables.reasons import (
     ATTENTION_ELSEWHERE,
     FAST_PATH,
-    NO_VISIBLE_FUNCTION,
+    NO_ATTENTION,
     NOT_ATTENTION,
     OTHER_SOFTMAX,
     TRANSFORMED,
@@ -224,7 +224,7 @@ def test_weights_of_timm_do_not_depend_on_its_implementation() -> None:
         (lambda x: x.softmax(1), (2, 3, 4, 4), NOT_ATTENTION),
         (lambda x: F.softmax(x, 0), (3, 3, 3), NOT_ATTENTION),
         (lambda x: torch.softmax(input=x, dim=2), (2, 3, 4), OTHER_SOFTMAX),
-        (lambda x: x.log_softmax(-1), (2, 3, 4, 4), NO_VISIBLE_FUNCTION),
+        (lambda x: x.log_softmax(-1), (2, 3, 4, 4), NO_ATTENTION),
     ],
 )
 def test_other_softmax_is_not_attention(function: Callable[..., Tensor], shape: tuple[int, ...], cause: str) -> None:

@@ -160,7 +160,7 @@ def test_error_in_the_loop_is_raised_and_rows_are_kept(
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
-        ("no_such.yaml", "specs: the file cannot be read: No such file"),
+        ("no_such.yaml", "specs: neither a file that can be read nor a hook set: No such file"),
         ("bad.yaml", "specs: the file is not YAML"),
         ("words.yaml", "hooks: must be a mapping"),
         ({"a": {"layers": "nope", "kind": "forward", "action": "record"}}, r"hooks\.a\.layers: .* matches no module"),

@@ -105,11 +105,12 @@ def test_structure_is_restricted_by_the_other_fields() -> None:
 
 def test_missing_structure_is_an_error_with_a_fix() -> None:
     found = problem_of(nn.Sequential(nn.Linear(2, 2)), kind="forward", structure="attention")
-    assert (found.where, found.given) == ("hooks.mine.structure", ["attention"])
+    assert (found.where, found.given) == ("hooks.mine.structure", "attention")
     assert "no attention found (nn.MultiheadAttention, or a module with projections to queries" in found.message
     assert "'layers'" in found.fix
     elsewhere = problem_of(NanoGPT(), kind="forward", structure="head", layers="transformer.**")
-    assert "matches none of the modules with this structure: lm_head" in elsewhere.message
+    assert (elsewhere.where, elsewhere.given) == ("hooks.mine.layers", ["transformer.**"])
+    assert elsewhere.allowed == "lm_head"
 
 
 def test_optional_structure_is_left_out_with_a_remark() -> None:

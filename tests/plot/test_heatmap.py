@@ -79,6 +79,13 @@ def test_missing_and_non_finite_cells_are_in_the_legend(tmp_path: Path) -> None:
     assert min(marks.get_xdata()) == 2.5
     assert legend_of(figure) == ["no value: not recorded or not finite", "has NaN or infinite elements"]
     assert legend_of(heatmap(stats_of({"a": [1.0]}))) == []
+    scores = stats_of({"a": [1.0]}, kind="function", role="scores").assign(numel=9, inf_count=3)
+    assert legend_of(heatmap(scores)) == []  # masked keys
+
+
+def test_default_statistic_is_no_count_of_elements() -> None:
+    frame = stats_of({"a": [0.5, 0.25]}, kind="function", role="attention").rename(columns={"l2": "row_entropy"})
+    assert heatmap(frame.assign(numel=9)).axes[1].get_ylabel().startswith("row_entropy")
 
 
 def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:

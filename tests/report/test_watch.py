@@ -98,6 +98,21 @@ def test_consequences_are_below_their_cause_and_its_advice_follows(
     assert lines[start + 5] == f"Next: {RULES['loss_spike'].advice}"
 
 
+def test_masked_scores_are_no_problem_and_entropy_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attention = {"hook": "weights", "kind": "function", "role": "attention", "row_entropy": 2.0}
+    scores = {"hook": "scores", "kind": "function", "role": "scores", "max": 3.0}
+    rows = [statistic("head", step, None, **attention) for step in range(2)]
+    rows += [statistic("head", step, None, **scores) | {"inf_count": 3} for step in range(2)]
+    rows += [statistic("broken", step, None, **scores) | {"nan_count": 1, "inf_count": 1} for step in range(2)]
+    assert watch.main([str(write_run(tmp_path / "run", rows={"stats": rows})), "--once"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "head" in line or "broken" in line]
+    assert sorted(line[:4] for line in lines) == [
+        ["scores", "broken", "max", "!!"],
+        ["scores", "head", "max", "▅▅"],
+        ["weights", "head", "row_entropy", "▅▅"],
+    ]
+
+
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from instrument.report import live_terminal as terminal
 

@@ -27,6 +27,7 @@ def train(
     batch: Callable[[int, int], Tensor] = lambda rank, step: torch.randn(8, 4, generator=seeded(100 * rank + step)),
     is_wrapped: bool = True,
     is_inside: bool = False,
+    is_local: bool = False,
     alone_at_the_end: int = 0,
     by_hand: bool = False,
     seeds: tuple[int, int] = (0, 0),
@@ -38,6 +39,7 @@ def train(
         batch: Returns the batch of a rank in a step.
         is_wrapped: Whether the loop calls the wrapper, which averages the gradients.
         is_inside: Whether the hooks are attached to the wrapped model instead of the wrapper.
+        is_local: Whether the processes average their parameters in each third step, and no gradients.
         alone_at_the_end: The number of further steps of rank 0, without the other process.
         by_hand: Whether the loop averages the gradients, without a wrapper.
         seeds: The seed of each rank for the parameters.
@@ -53,7 +55,7 @@ def train(
         with instrument.attach(observed, {}, optimizer=optimizer) as probe:
             for step in range(STEPS + (alone_at_the_end if rank == 0 else 0)):
                 is_alone = step >= STEPS
-                with model.no_sync() if is_alone else nullcontext():
+                with model.no_sync() if is_alone or is_local else nullcontext():
                     loss = (model if is_wrapped and not is_alone else plain)(batch(rank, step)).square().mean()
                     optimizer.zero_grad()
                     loss.backward()
@@ -62,6 +64,8 @@ def train(
                     dist.all_reduce(gradient)
                     gradient.mul_(2 if rank and step >= corrupted_from else 0.5)
                 optimizer.step()
+                if is_local and step % 3 == 2:
+                    average(plain)
                 probe.end_step(loss=loss)
                 if not is_alone:
                     dist.barrier()
@@ -70,6 +74,40 @@ def train(
     # Without the relations of optimizers, which hold.
     found = [row for row in map(tuple, rows) if row[0] in OF_PROCESSES or not row[1]]
     return sorted(found)  # values of the other process may arrive a step later
+
+
+@torch.no_grad()
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter)
+        parameter.div_(dist.get_world_size())
+
+
+class Communicating(nn.Module):
+    """A language model whose processes share a mean of their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        mean = x.detach().mean((0, 1))
+        dist.all_reduce(mean)
+        return self.head(x + mean)
+
+
+def communicate() -> list[str]:
+    """Train a model that communicates in its forward pass. Return the text of the relation that would call it again."""
+    model = DistributedDataParallel(Communicating())
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}) as probe:
+        for step in range(2):
+            tokens = torch.randint(0, 11, (3, 12), generator=seeded(step))
+            logits = model(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            probe.end_step()
+    table = probe.relations.to_dict("records") if len(probe.relations) else []
+    return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -82,6 +120,8 @@ def main() -> None:
         "healthy": train(),
         "inside": train(is_inside=True),
         "all_data": train(batch=lambda rank, step: torch.ones(8, 4)),
+        "local": train(is_local=True),
+        "communicating": communicate(),
         "one_leaves": train(alone_at_the_end=60),
         "not_synchronized": train(is_wrapped=False),
         "past_the_wrapper": train(is_wrapped=False, is_inside=True),

@@ -19,6 +19,7 @@ from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.relations.rate_in_effect import RateInEffect
 
 RELATIONS = (
     "accumulation_divides",
@@ -235,6 +236,20 @@ def test_gradients_of_functions_are_not_accumulated() -> None:
     assert violations(probe) == []
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_sparse_and_complex_gradients_are_not_read(zero: bool) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 2, dtype=torch.complex64)})
+    optimizer = torch.optim.SGD([{"params": part.parameters()} for part in model.values()], lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(5):
+            if zero:
+                optimizer.zero_grad()
+            model["head"](model["words"](torch.arange(4)).to(torch.complex64)).abs().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == ([] if zero else [("gradients_zeroed", 1)])
+
+
 # ------------------------------------------------------------------------------------------------ accumulation_divides
 
 
@@ -371,6 +386,19 @@ def test_modes_of_healthy_trainings_hold() -> None:
     without_modes = network().eval()
     for model in (frozen_norm, always_evaluating, frozen, without_modes):
         assert violations(train(model, sgd(model))) == []
+
+
+def test_training_of_an_input_holds_in_evaluation_mode() -> None:
+    model = network(nn.Dropout(0.3)).eval()
+    image = nn.Parameter(BATCHES[0].clone())
+    optimizer = torch.optim.SGD([image], lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(image).square().sum().backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == []
 
 
 def evaluations(model: nn.Module, *, prepare: Callable[[], object]) -> AttachedProbe:
@@ -551,6 +579,28 @@ def test_rate_that_is_not_a_number_is_reported() -> None:
         optimizer.param_groups[0]["lr"] = float("nan") if step == 2 else 0.1
 
     assert violations(train(model, optimizer, change=change))[0] == ("rate_in_effect", 2)
+
+
+def test_rates_of_elements_do_not_end_the_training() -> None:
+    class Elementwise(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.param_groups[0]["lr"][0] * parameter.grad)
+
+    model = network()
+    assert violations(train(model, Elementwise(model.parameters(), {"lr": torch.tensor([0.1, 0.2])}))) == []
+
+
+def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RateInEffect, optimizer: Any) -> None:
+        raise ValueError("wrong shape")
+
+    monkeypatch.setattr(RateInEffect, "_before_step", fail)
+    model = network()
+    table = train(model, sgd(model)).relations.to_dict("records")
+    (text,) = [row["text"] for row in table if row["relation"] == "rate_in_effect"]
+    assert text == "the check failed: ValueError: wrong shape"
 
 
 def test_schedulers_of_trained_optimizers_hold() -> None:

@@ -252,7 +252,7 @@ def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("given", "parts"),
     [
-        ("missing", ["rules.same.from: folder not found", "given    missing"]),
+        ("missing", ["rules.same.from: file or folder not found", "given    missing"]),
         ("missing*", ["rules.same.from: the pattern matches nothing"]),
         ("empty", ["rules.same.from: no run.json in or below empty"]),
         ("text.parquet", ["not a reference: it was not made by", "fix      python -m instrument.reference make"]),
@@ -260,7 +260,7 @@ def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) ->
         ("failed", ["the run is not healthy: its status is failed", "given    failed/b", "fix      leave it out"]),
         ("diverged", ["the run is not healthy: its loss is not finite at step 1"]),
         ("bare", ["the runs recorded no statistics"]),
-        (["run", "missing"], ["folder not found: missing"]),
+        (["run", "missing"], ["file or folder not found"]),
         (
             "run",
             ["the model has no recorded layer of the reference", "recorded are a (seen)", "make a reference of runs"],
@@ -347,4 +347,4 @@ def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], wo
     assert (workdir / "runs/b/references/same.parquet").is_file()
     assert "same" not in set(instrument.load("runs/b").events["rule"])
     answer = cli(*run, rule % "runs/c", "hydra.run.dir=runs/d")
-    assert (answer.code, "rules.same.from: folder not found" in answer.err) == (2, True)
+    assert (answer.code, "rules.same.from: file or folder not found" in answer.err) == (2, True)

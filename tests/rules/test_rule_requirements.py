@@ -51,6 +51,11 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ),
         ({"rule": "vanishing_gradient"}, ["fix      add rms to hooks.norms.stats"]),
         ({"watch": "tame", "stat": "l2", "above": 1}, ["fix      set action: record and stats: [l2] in hooks.tame"]),
+        (
+            {"watch": "norms", "stat": "kurtosis", "above": 1},
+            ["rules.r.stat: no hook records", "given    kurtosis", "fix      add kurtosis to hooks.norms.stats"],
+        ),
+        ({"watch": "norms", "stat": "l3", "above": 1}, ["rules.r.stat: no hook records", "given    l3", "similar  l2"]),
         ({"watch": "sean", "stat": "l2", "above": 1}, ["rules.r.watch: no hook has this name", "similar  seen"]),
         ({"rule": "all_zero", "hook": "sean"}, ["rules.r.hook: no hook has this name", "given    sean"]),
         ({"rule": "all_zero", "then": {"enable": "tam"}}, ["rules.r.then: no hook has this name", "similar  tame"]),

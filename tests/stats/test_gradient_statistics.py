@@ -156,7 +156,7 @@ def test_noise_is_measured_in_each_step() -> None:
 @pytest.mark.parametrize(
     ("count", "options"), [(1, {}), (4, {"declared": False}), (4, {"passes": 2})], ids=["one", "undeclared", "twice"]
 )
-def test_noise_is_none_without_one_gradient_for_each_of_several_micro_steps(count: int, options: Any) -> None:
+def test_noise_requires_one_gradient_in_each_of_several_micro_steps(count: int, options: Any) -> None:
     rows = rows_of(micro_steps(linear(), torch.randn(2, count, 4, 5), **options))
     assert [(row["gradient_noise"], row["gradient_signal"]) for row in rows] == [(None, None)] * 2
 

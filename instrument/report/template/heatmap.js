@@ -27,7 +27,9 @@ function chosenSeries(report) {
 
 function usualStatistic(series) {
   const usual = series.parameters || series.gradient ? ["l2", "rms", "abs_max"] : ["std", "rms", "mean"];
-  return usual.find((name) => series.statistics[name]) ?? Object.keys(series.statistics)[0];
+  const names = Object.keys(series.statistics);
+  const measured = names.filter((name) => !["numel", "nan_count", "inf_count"].includes(name));
+  return [...usual, ...measured].find((name) => series.statistics[name]) ?? names[0];
 }
 
 function drawHeatmap(report) {
@@ -70,12 +72,14 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   });
 }
 
-/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them. */
+/** Crosses at tensors with non-finite elements, for any statistic, because other statistics do not include them.
+ *  Infinite attention scores are masked keys. */
 function notFinite(series, labels) {
+  const counts = series.role === "scores" ? ["nan_count"] : ["nan_count", "inf_count"];
   const x = [];
   const y = [];
   series.locations.forEach((location, row) => labels.forEach((label, column) => {
-    const bad = ["nan_count", "inf_count"].some((name) => series.statistics[name]?.[row][column] > 0);
+    const bad = counts.some((name) => series.statistics[name]?.[row][column] > 0);
     if (bad) { x.push(label); y.push(plain(location)); }
   }));
   if (!x.length) return [];
