@@ -1,6 +1,6 @@
-"""Observes the calls of cross-entropy, in the loop and inside models, while a relation reads them.
+"""Observes the calls of losses, in the loop and inside models, while a relation reads them.
 
-The losses of `torch.nn.functional` for classes and for binary targets call functions in C, which are replaced meanwhile. A
+The losses of `torch.nn.functional` call functions in C, which are replaced meanwhile. A
 `TorchFunctionMode` would change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
 """
 
@@ -22,6 +22,10 @@ _NAMES = {
     "nll_loss_nd": torch._C._nn,
     "binary_cross_entropy": torch._C._nn,
     "binary_cross_entropy_with_logits": torch,
+    "mse_loss": torch._C._nn,
+    "l1_loss": torch._C._nn,
+    "smooth_l1_loss": torch._C._nn,
+    "huber_loss": torch._C._nn,
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
@@ -42,7 +46,6 @@ _UNCHANGED = frozenset(
     ]
 )
 _originals: dict[str, Callable[..., Any]] = {}
-_observers: list[Callable[[LossCall | BinaryLossCall], None]] = []
 
 
 class BinaryLossCall(NamedTuple):
@@ -55,6 +58,21 @@ class BinaryLossCall(NamedTuple):
 
     of_logits: bool
     operation: str
+
+
+class PairLossCall(NamedTuple):
+    """A call of a loss of pairs of a prediction and a target, such as `mse_loss`.
+
+    Attributes:
+        name: The name of the function.
+        shape: The shape of the pairs.
+        broadcasts: Whether each of several predictions [samples, 1] is paired with each of as many targets [samples], or vice versa,
+            and the result is one number.
+    """
+
+    name: str
+    shape: torch.Size
+    broadcasts: bool
 
 
 class LossCall(NamedTuple):
@@ -83,8 +101,12 @@ class LossCall(NamedTuple):
     logits: Tensor | None
 
 
-def observe_losses(observer: Callable[[LossCall | BinaryLossCall], None]) -> None:
-    """Call a function with each call of cross-entropy whose input requires gradients, until `unobserve_losses`."""
+AnyLossCall = LossCall | BinaryLossCall | PairLossCall
+_observers: list[Callable[[AnyLossCall], None]] = []
+
+
+def observe_losses(observer: Callable[[AnyLossCall], None]) -> None:
+    """Call a function with each call of a loss whose input requires gradients, until `unobserve_losses`."""
     _observers.append(observer)
     if not _originals:
         for name, module in _NAMES.items():
@@ -94,7 +116,7 @@ def observe_losses(observer: Callable[[LossCall | BinaryLossCall], None]) -> Non
             setattr(module, name, observed)
 
 
-def unobserve_losses(observer: Callable[[LossCall | BinaryLossCall], None]) -> None:
+def unobserve_losses(observer: Callable[[AnyLossCall], None]) -> None:
     """Stop calling a function. Do nothing if it is not called."""
     if observer in _observers:
         _observers.remove(observer)
@@ -119,9 +141,11 @@ def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> LossCall | BinaryLossCall | None:
+def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
     if name.startswith("binary"):
         return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
+    if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        return PairLossCall(name, args[0].shape, result.ndim == 0 and _is_outer(*args[:2]))
     if len(args) < 5 or not _has_classes(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
@@ -137,6 +161,15 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> LossCall | Bi
         _operation(logits) if name == "cross_entropy_loss" else "",
         logits.detach()[:MAX_SAMPLES].clone() if is_small else None,
     )
+
+
+def _is_outer(predictions: Tensor, targets: Tensor) -> bool:
+    """Return whether two tensors are views of columns and rows, [samples, samples], as of [samples, 1] and [samples]."""
+    shape = predictions.shape
+    if len(shape) != 2 or shape != targets.shape or shape[0] != shape[1] or shape[0] == 1:
+        return False
+    strides = [predictions.stride(), targets.stride()]
+    return any(one[0] == 0 < one[1] and other[1] == 0 < other[0] for one, other in (strides, reversed(strides)))
 
 
 def _operation(tensor: Tensor) -> str:

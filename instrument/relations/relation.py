@@ -21,7 +21,7 @@ from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
 from .loader_batches import LoaderBatch, is_readable
-from .loss_calls import BinaryLossCall, LossCall
+from .loss_calls import BinaryLossCall, LossCall, PairLossCall
 
 Source = Literal["inputs", "losses", "batches"]
 
@@ -93,8 +93,8 @@ class Training:
         optimizers: The optimizers, possibly none.
         clock: The clock of the probe.
         scaler: The gradient scaler; None without one, or if it is not enabled.
-        inputs, losses, binary_losses: The calls of the model in this step, and those of cross-entropy with gradients, for classes and
-            for binary targets, if the step is checked and a relation reads them. At most 16 of each.
+        inputs, losses, binary_losses, pair_losses: The calls of the model in this step, and those of losses with gradients, for
+            classes, binary targets and numbers, if the step is checked and a relation reads them. At most 16 of each.
         batches: The first batches of data loaders in training, also those of earlier steps.
         replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
@@ -108,6 +108,7 @@ class Training:
     inputs: list[ModelCall] = field(default_factory=list)
     losses: list[LossCall] = field(default_factory=list)
     binary_losses: list[BinaryLossCall] = field(default_factory=list)
+    pair_losses: list[PairLossCall] = field(default_factory=list)
     batches: list[LoaderBatch] = field(default_factory=list)
     replicated_by: DistributedDataParallel | None = None
     is_local: bool = False

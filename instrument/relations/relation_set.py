@@ -19,7 +19,7 @@ from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
+from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
@@ -86,14 +86,18 @@ class RelationSet(InertWhenCopied):
         elif self.clock.moment.phase == "train":
             self.training.batches.append(batch._replace(step=self.clock.moment.step))
 
-    def _on_loss(self, call: LossCall | BinaryLossCall) -> None:
+    def _on_loss(self, call: AnyLossCall) -> None:
+        training = self.training
         if not self._is_observed():
             return
         if isinstance(call, LossCall):
-            if len(self.training.losses) < _MAX_CALLS:
-                self.training.losses.append(call)
-        elif len(self.training.binary_losses) < _MAX_CALLS:
-            self.training.binary_losses.append(call)
+            if len(training.losses) < _MAX_CALLS:
+                training.losses.append(call)
+        elif isinstance(call, BinaryLossCall):
+            if len(training.binary_losses) < _MAX_CALLS:
+                training.binary_losses.append(call)
+        elif len(training.pair_losses) < _MAX_CALLS:
+            training.pair_losses.append(call)
 
     def _is_observed(self) -> bool:
         self._plan_check()
@@ -154,6 +158,7 @@ class RelationSet(InertWhenCopied):
         self.training.inputs.clear()
         self.training.losses.clear()
         self.training.binary_losses.clear()
+        self.training.pair_losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""

@@ -566,7 +566,7 @@ def test_warm_up_that_never_ends_is_reported(configured: float, steps: int, fact
     optimizer = sgd(model, lr=configured)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     batches = torch.randn(steps, 4, 6, generator=torch.Generator().manual_seed(1))
-    probe = train(model, optimizer, change=lambda step: step and schedule.step(), batches=batches, rules="default")  # type: ignore[func-returns-value]
+    probe = train(model, optimizer, change=lambda step: step and schedule.step(), batches=batches, rules="default")  # type: ignore[arg-type, func-returns-value]
     assert violations(probe) == [("rate_in_effect", steps)] * is_reported
     assert (probe.run.events.rule == "rate_in_effect").sum() == is_reported
 

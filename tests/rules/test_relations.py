@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -467,12 +469,43 @@ def probability_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.binary_cross_entropy(model(batch[0]).squeeze(1).clamp(1e-6, 1 - 1e-6), (batch[1] > 2).float())
 
 
+def number_loss(
+    model: nn.Module, batch: Any, function: Callable[..., Tensor] = F.mse_loss, *, target_first: bool = False
+) -> Tensor:
+    pair = model(batch[0]), batch[1].float()
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns of the shapes
+        return function(*(pair[0].T, pair[1][:, None]) if target_first else pair)
+
+
+def number_losses(model: nn.Module, batch: Any) -> Tensor:
+    """Return losses with targets of the same shape, one target of all samples, and pairs on purpose."""
+    output, targets = model(batch[0]), batch[1].float()
+    predictions, others = torch.broadcast_tensors(output, targets)
+    pairs = F.mse_loss(predictions, others, reduction="none")
+    return (
+        F.mse_loss(output, targets[:, None])
+        + F.l1_loss(output, targets[:1].expand(40, 1))
+        + (pairs * pairs.lt(1)).mean()
+    )
+
+
 LOSS_FAULTS = [
     ("double_softmax", "3", 0, lambda: classifier(nn.Softmax(1)), class_loss, 6),
     ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid()), class_loss, 6),
     ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), logit_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), probability_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), probability_loss, 6),
+    *(
+        (
+            "loss_broadcasts",
+            "",
+            0,
+            lambda: classifier(outputs=1),
+            partial(number_loss, function=each, target_first=first),
+            6,
+        )
+        for each, first in ((F.mse_loss, False), (F.l1_loss, True), (F.smooth_l1_loss, False), (F.huber_loss, False))
+    ),
     ("unused_outputs", "", 4, classifier, class_loss, 3),
     ("narrow_layer", "0", 1, lambda: classifier(units=1), class_loss, 6),
     ("dropout_keeps_units", "1", 0, lambda: classifier(dropped=0.95), class_loss, 6),
@@ -505,6 +538,7 @@ HEALTHY_CLASSIFIERS = [
     (lambda: classifier(outputs=1), logit_loss, 6, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(nn.Sigmoid(), outputs=1), probability_loss, 6, {"wrong_range_of_loss", "dropout_keeps_units"}),
     (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
+    (lambda: classifier(outputs=1), number_losses, 6, {"loss_broadcasts", "dropout_keeps_units"}),
     (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
 ]
 
