@@ -204,6 +204,23 @@ def both_directions_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss + F.cross_entropy(previous[:, 1:].flatten(0, 1), batch[:, :-1].flatten())
 
 
+class Capacity(Bigram):
+    """A mixture of experts, of which each computes the first tokens of a batch that choose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Embedding(VOCABULARY, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, choices = self.embedding(tokens).flatten(0, 1), self.router(tokens).flatten(0, 1).argmax(-1)
+        out = x.clone()
+        for index, expert in enumerate(self.experts):
+            chosen = (choices == index).nonzero().flatten()[: len(x) // 3]
+            out = out.index_add(0, chosen, expert(x[chosen]))
+        return self.head(out.view(*tokens.shape, -1).cumsum(1))
+
+
 def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
 
@@ -297,6 +314,7 @@ HEALTHY = [
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
     (BothDirections, both_directions_loss, {"labels_shifted", "looks_ahead"}),
+    (Capacity, next_token_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
     (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
 ]
 
