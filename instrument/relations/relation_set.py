@@ -99,19 +99,19 @@ class RelationSet(InertWhenCopied):
         self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY == 0
 
     def check(self) -> list[RelationRow]:
-        """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
+        """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""
         self._plan_check()
         phase, rows = self.clock.moment.phase, list[RelationRow]()
         is_checked = self.training.is_checked or phase == "eval"  # an evaluation may follow any step
         if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation)
+                    rows += self._new_rows(name, relation, phase)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
-    def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
+    def _new_rows(self, name: str, relation: Relation, phase: str) -> list[RelationRow]:
         rows = []
         try:
             results = [*relation.check()]
@@ -123,7 +123,7 @@ class RelationSet(InertWhenCopied):
         for holds, value, text, layer, path in results:
             if holds and is_violated:
                 continue
-            location = f"{holds} {layer} {path}" if holds is False else str(holds)
+            location = f"{phase} {layer} {path}" if holds is False else str(holds)
             if not self._seen[name, location] and self._seen[name, ""] < MAX_ROWS:
                 self._seen[name, location] = 1
                 self._seen[name, ""] += holds is False

@@ -412,6 +412,28 @@ def test_evaluation_in_training_mode_is_reported(part: nn.Module) -> None:
     assert (row["step"], row["phase"]) == (1, "eval")
 
 
+def test_wrong_mode_is_reported_in_both_phases() -> None:
+    model = network(nn.Dropout(0.3))
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for step, batch in enumerate(BATCHES[:4]):
+            if step == 2:
+                model.eval()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+            if step == 1:
+                with probe.evaluating(), torch.no_grad():
+                    model(batch)
+    events = probe.events[probe.events["rule"] == "mode_of_phase"]
+    assert [(row["step"], row["phase"]) for row in rows(probe, "mode_of_phase", holds=False)] == [
+        (2, "eval"),
+        (2, "train"),
+    ]
+    assert len(events) == 2
+
+
 def test_evaluations_in_evaluation_mode_hold() -> None:
     model = network(nn.Dropout(0.3), nn.BatchNorm1d(8))
     assert violations(evaluations(model, prepare=model.eval)) == []
