@@ -20,8 +20,8 @@ class ReplicasEqual(Relation):
     """Compares the bits of the trained parameters of all processes after a step, for models in `DistributedDataParallel`.
 
     Gradients that differ make the parameters differ in the same step. Buffers are not compared: each process updates the running
-    statistics of batch normalization with its own batch, until the next forward pass. Nor are parameters that DDP ignores, and those of
-    local SGD, which averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
+    statistics of batch normalization with its own batch, until the next forward pass. Nor are parameters outside of wrappers, those
+    that DDP ignores, and those of local SGD, which averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
     """
 
     sources = ("inputs",)
@@ -36,11 +36,19 @@ class ReplicasEqual(Relation):
         if wrapper is None or self.training.is_local or not keeps_all_equal(wrapper):
             return
         self._exchange = self._exchange or Exchange()
-        ignored = {id(each) for name, each in wrapper.module.named_parameters() if name in wrapper.parameters_to_ignore}
+        parts = [each for each in self.training.model.modules() if isinstance(each, DistributedDataParallel)] or [
+            wrapper
+        ]
+        replicated = {
+            id(parameter)
+            for part in parts
+            for name, parameter in part.module.named_parameters()
+            if name not in part.parameters_to_ignore
+        }
         parameters = {
             name: parameter
             for name, parameter in self.training.model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in ignored
+            if parameter.requires_grad and id(parameter) in replicated
         }
         for step, values in self._exchange.post(self.training.clock.moment.step, _digests(parameters)):
             yield from _compare([*parameters], step, values)

@@ -401,6 +401,7 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
     assert found["all_data"] == verified[1:]
     assert found["local"] == verified[:1]
+    assert found["partly_wrapped"] == []
     (text,) = found["communicating"]
     assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
