@@ -21,7 +21,8 @@ class ReplicasEqual(Relation):
 
     Gradients that differ make the parameters differ in the same step. Buffers are not compared: each process updates the running
     statistics of batch normalization with its own batch, until the next forward pass. Nor are parameters outside of wrappers, those
-    that DDP ignores, and those of local SGD, which averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
+    that DDP ignores, and those of local SGD, which averages them later. A step whose last call is in a block `no_sync` can be one of
+    local SGD.
     """
 
     sources = ("inputs",)
