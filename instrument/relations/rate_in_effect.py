@@ -13,15 +13,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..hooks.optimizer_owners import parameter_ids
 from .relation import RELATIONS, Checked, Relation, Training, as_rate
 
-_step = LRScheduler.step
+_replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
 _observers: list[Callable[[LRScheduler], None]] = []
 
 
-@wraps(_step)
-def _observed_step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-    for observer in [*_observers]:
-        observer(self)
-    _step(self, *args, **kwargs)
+def _observed(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        for observer in [*_observers]:
+            observer(self)
+        original(self, *args, **kwargs)
+
+    return step
 
 
 @RELATIONS.register("rate_in_effect")
@@ -42,13 +45,18 @@ class RateInEffect(Relation):
         for optimizer in self.training.optimizers:
             self.observe_steps(optimizer, self._before_step)
         _observers.append(self._on_scheduler)
-        LRScheduler.step = _observed_step  # type: ignore[method-assign]
+        if not _replaced:
+            original = LRScheduler.step
+            _replaced.append((original, _observed(original)))
+            LRScheduler.step = _replaced[0][1]  # type: ignore[method-assign]
 
     def detach(self) -> None:
         if self._on_scheduler in _observers:
             _observers.remove(self._on_scheduler)
-        if not _observers and LRScheduler.step is _observed_step:
-            LRScheduler.step = _step  # type: ignore[method-assign]
+        if (
+            not _observers and _replaced and LRScheduler.step is _replaced[0][1]
+        ):  # otherwise, other code has replaced it too
+            LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
         self._schedulers.clear()
         super().detach()
 

@@ -16,6 +16,7 @@ import torch
 from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -537,18 +538,26 @@ def test_lengths_of_samplers_draw_no_random_numbers() -> None:
     assert torch.equal(state(is_attached=True), state(is_attached=False))
 
 
-def test_patches_of_the_iterators_of_data_loaders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = _BaseDataLoaderIter.__next__, []
+def test_other_patches_of_pytorch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for owner, name in ((_BaseDataLoaderIter, "__next__"), (LRScheduler, "step")):
+        original = getattr(owner, name)
 
-    def patched(self: Any) -> Any:
-        calls.append(1)
-        return original(self)
+        def patched(self: Any, original: Any = original, name: str = name) -> Any:
+            calls.append(name)
+            return original(self)
 
-    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", patched)
-    with instrument.attach(nn.Linear(5, 2), {}):
+        monkeypatch.setattr(owner, name, patched)
+    before = _BaseDataLoaderIter.__next__, LRScheduler.step
+    optimizer = torch.optim.SGD((model := nn.Linear(5, 2)).parameters())
+    with instrument.attach(model, {}, optimizer=optimizer):
         list(loader(batch_size=32))
-    assert _BaseDataLoaderIter.__next__ is patched
-    assert len(calls) == 3  # the last one ends the pass
+        optimizer.step()
+        ExponentialLR(optimizer, 0.9)
+    assert (_BaseDataLoaderIter.__next__, LRScheduler.step) == before
+    assert calls == ["__next__"] * 3 + [
+        "step"
+    ]  # the last batch ends the pass, and a scheduler makes a step when it is created
 
 
 def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
