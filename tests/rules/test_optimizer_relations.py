@@ -591,6 +591,13 @@ def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: py
     assert text == "the check failed: ValueError: wrong shape"
 
 
+def test_steps_in_a_graph_capture_are_not_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model = network(nn.Dropout(0.3))
+    assert verified(train(model, sgd(model))) == set()
+
+
 def test_schedulers_of_trained_optimizers_hold() -> None:
     schedules = torch.optim.lr_scheduler
     for make in (

@@ -17,7 +17,7 @@ from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
@@ -505,6 +505,7 @@ class Repeated(Sampler[int]):
 
 HEALTHY_DATA = [
     lambda: loader(sampler=Repeated(5)),
+    lambda: loader(ConcatDataset([Subset(Images(), range(8))] * 6)),
     lambda: loader(sampler=Repeated(2), num_workers=2),
     loader,
     lambda: loader(shuffle=True, num_workers=2),
