@@ -196,6 +196,18 @@ def test_unknown_hook_set_lists_the_others() -> None:
     assert "similar  transformer" in message
 
 
+def test_list_joins_hook_sets_and_named_specs() -> None:
+    mine = {"mine": {"layers": "**", "kind": "forward", "action": "record"}}
+    names = [*read_specs("gradients"), *read_specs("dead_relu"), "mine"]
+    assert [*read_specs(["gradients", "dead_relu", mine])] == names
+    model = nn.Linear(1, 1)
+    unknown = refused(model, ["gradients", "gradient"])
+    assert "no hook set has this name" in unknown
+    assert "similar  gradients" in unknown
+    assert "hooks.activations: several entries have" in refused(model, ["activations", {"activations": mine["mine"]}])
+    assert "a mapping from names to specs" in refused(model, ["gradients", [mine["mine"]]])
+
+
 def test_file_precedes_the_hook_set_of_its_name(workdir: Any) -> None:
     (workdir / "moe").write_text("mine: {layers: '.', kind: forward, action: record}")
     assert [*read_specs("moe")] == ["mine"]
