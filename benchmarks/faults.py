@@ -319,7 +319,7 @@ def _(random: Random) -> Training:
     return digits(mlp(hidden=random.randint(10, 16), activation=nn.Sigmoid))
 
 
-@fault("MLP", "dropout of 1", "all_zero@dropout1")
+@fault("MLP", "dropout of 1", "all_zero@dropout1", "dropout_keeps_units@dropout1")
 def _(random: Random) -> Training:  # noqa: ARG001
     return digits(mlp(dropout1=nn.Dropout(1.0)))
 

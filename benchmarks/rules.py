@@ -112,7 +112,7 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
     leads = lead is not None and any(
         _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.when, ""))
         for event in probe.run.events.query("rule == @lead.rule and step == @lead.when").itertuples()
-        if lead.where == (event.location if isinstance(event.location, str) else "training")
+        if lead.where == next((each for each in (event.location, event.layer) if isinstance(each, str)), "training")
     )
     return Result(seed, findings, found, leads, (losses[0], losses[-1]))
 

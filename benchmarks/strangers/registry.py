@@ -24,7 +24,7 @@ import instrument
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
 
-HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")
+HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu", "transformer", "moe")
 EVERY = 10  # the hook sets record one step of ten
 WITHIN = 20  # recorded steps after the start of its effect in which a fault must be found
 GROUPS = ("healthy", "silent errors", "transformers", "keras")
@@ -43,7 +43,6 @@ MISSING_RULES = frozenset(
         "missing_activation",
         "missing_softmax",
         "mode_of_phase",
-        "narrow_layer",
         "padding_attended",
         "padding_in_loss",
         "parameters_follow_gradients",
@@ -51,10 +50,8 @@ MISSING_RULES = frozenset(
         "replicas_equal",
         "samples_vary",
         "tied_weights",
-        "unused_outputs",
         "weights_loaded",
         "wrong_loss",
-        "wrong_range_of_loss",
     }
 )
 
@@ -185,7 +182,11 @@ def hooks(model: nn.Module) -> dict[str, Any]:
     folder = Path(__file__).parents[2] / "conf" / "hooks"
     specs = [yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in HOOK_SETS]
     types = {type(module).__name__ for module in model.modules()}
-    return {n: spec for each in specs for n, spec in each.items() if not types.isdisjoint(spec.get("types", types))}
+    found = {n: spec for each in specs for n, spec in each.items() if not types.isdisjoint(spec.get("types", types))}
+    found = {n: {**spec, "optional": True} if "structure" in spec else spec for n, spec in found.items()}
+    if not any(hasattr(module, name) for module in model.modules() for name in ("top_k", "num_experts_per_tok")):
+        found.pop("load")  # the number of experts per token is unknown
+    return found
 
 
 @contextmanager

@@ -185,7 +185,7 @@ def _wrapped_replica(rank: int, fault: str) -> None:
 @program(
     "silent errors",
     "pytorch/examples, distributed/ddp",
-    Fault("called_past_the_wrapper", "replicas", TRAINCHECK, ("replicas_equal",), since=1),
+    Fault("called_past_the_wrapper", "replicas", TRAINCHECK, ("replicas_equal",)),
     Fault("replicas_see_equal_data", "replicas", PYTORCH, ("distinct_data",)),
 )
 def wrapped_replicas(fault: str = "") -> None:

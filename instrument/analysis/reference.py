@@ -14,7 +14,7 @@ import pyarrow.dataset as ds
 
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from ..rules.reference_ranges import KEY, SCHEMA, STARTS, Reference, phase_of, rounded
+from ..rules.reference_ranges import KEY, STARTS, Reference, phase_of, rounded, schema
 from ..rules.step_rows import BoolArray, FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
@@ -190,7 +190,7 @@ def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
         "high": rounded(highs.max(axis=1).to_numpy(float), up=True),
         "spread": rounded(_spreads(lows, highs, index["statistic"]), up=True),
     }
-    return pa.Table.from_pandas(pd.DataFrame(columns), SCHEMA, preserve_index=False)
+    return pa.Table.from_pandas(pd.DataFrame(columns), schema(), preserve_index=False)
 
 
 def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]) -> FloatArray:

@@ -644,6 +644,8 @@ class Probe(OwnedByProcess):
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:
                 self._write_kept(hook, f"the run failed with {type(error).__name__}")
+        if error is None:
+            self.recorder.write_relations(self.step, self.phase, self.clock.rank, self._relations.check_end())
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
         if error is None:

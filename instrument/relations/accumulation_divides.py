@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
-from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, Relation, Training
 
 
@@ -50,8 +50,10 @@ class AccumulationDivides(Relation):
         unobserve_losses(self._on_loss)
         super().detach()
 
-    def _on_loss(self, call: LossCall) -> None:
+    def _on_loss(self, call: LossCall | BinaryLossCall) -> None:
         clock = self.training.clock
+        if isinstance(call, BinaryLossCall):
+            return
         if self.training.is_checked and clock.moment.phase == "train" and call.is_mean and call.result.requires_grad:
             call.result.register_hook(partial(self._on_gradient, clock.moment.micro_step))
 

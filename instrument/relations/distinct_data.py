@@ -61,7 +61,7 @@ class DistinctData(Relation):
     def _check_workers(self) -> Iterator[Checked]:
         passes: defaultdict[int, list[LoaderBatch]] = defaultdict(list)
         for batch in self.training.batches:
-            if batch.workers > 1 and batch.number == len(passes[batch.iterator]):
+            if batch.workers > 1 and not batch.may_repeat and batch.number == len(passes[batch.iterator]):
                 passes[batch.iterator].append(batch)
         for batches in passes.values():
             workers, prints = batches[0].workers, [batch.fingerprints for batch in batches]

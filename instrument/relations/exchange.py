@@ -15,6 +15,11 @@ MAX_PENDING = 20  # steps
 _numbers = count()
 
 
+def has_processes() -> bool:
+    """Return whether a process group has several processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 class Exchange:
     """The values of all processes in each step. Create it in all processes in the same order, with an initialized process group."""
 

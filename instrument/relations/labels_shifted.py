@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .relation import RELATIONS, Checked, Relation, Training
-from .token_targets import Causality, causality, token_targets
+import torch
 
+from .relation import RELATIONS, Checked, Relation, Training
+from .token_targets import MIN_TOKENS, Causality, TokenTargets, causality, token_targets
+
+MAX_SAMPLES = 32  # whose targets are compared with other samples
 _WRONG = {
     0: "tokens that the model sees already, at the same positions",
     2: "the tokens two positions ahead: the labels are shifted twice",
@@ -18,7 +21,8 @@ _WRONG = {
 class LabelsShifted(Relation):
     """Compares the targets of cross-entropy with the tokens of the input, for models whose outputs use no later tokens.
 
-    Other models, such as masked language models and autoencoders, may predict the token at the same position.
+    Other models, such as masked language models and autoencoders, may predict the token at the same position. No model may predict the next
+    tokens of other samples of the batch.
     """
 
     sources = ("inputs", "losses")
@@ -35,6 +39,9 @@ class LabelsShifted(Relation):
             return
         for each in found:
             if each.shift is None:
+                if _are_of_other_samples(each):
+                    text = f"the targets are the next tokens of other samples of the batch (input {each.path})"
+                    yield Checked(False, each.total, text)
                 continue
             key = each.path, each.is_time_first
             result = self._causality[key] = self._causality.get(key) or causality(self.training, each)
@@ -42,3 +49,15 @@ class LabelsShifted(Relation):
                 yield Checked(None, None, result.problem)
             elif result.is_causal:
                 yield Checked(False, each.shift, f"the targets are {_WRONG[each.shift]} (input {each.path})")
+
+
+def _are_of_other_samples(of: TokenTargets) -> bool:
+    """Return whether the targets of each sample are the next tokens of another sample."""
+    length = min(of.targets.shape[1], of.tokens.shape[1] - 1)
+    targets, counted, tokens = of.targets[:, :length], of.counted[:, :length], of.tokens[:, 1 : length + 1]
+    rows = counted.any(1).nonzero().flatten()[:MAX_SAMPLES]
+    if len(rows) < 2 or of.total < MIN_TOKENS:
+        return False
+    equal = ((targets[rows, None] == tokens[None]) | ~counted[rows, None]).all(2)  # [rows, samples]
+    own = equal[torch.arange(len(rows)), rows]
+    return bool(equal.any(1).all()) and 2 * int(own.sum()) < len(rows)

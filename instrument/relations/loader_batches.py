@@ -13,8 +13,9 @@ from torch.utils.data import dataloader
 from ..values.nested import iter_tensors
 
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
+_KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
 _Iterator = dataloader._BaseDataLoaderIter
-_original = _Iterator.__next__
+_originals: list[Callable[[Any], Any]] = []
 _observers: list[Callable[[LoaderBatch], None]] = []
 
 
@@ -25,7 +26,8 @@ class LoaderBatch(NamedTuple):
         iterator: Identifies the pass over the data.
         number: The index of the batch in its pass, from 0.
         workers: The number of worker processes.
-        batches: The number of batches of a pass; None if it is unknown.
+        batches: The number of batches of a pass; None if it is unknown, as for samplers that are not of PyTorch.
+        may_repeat: Whether the sampler may give the same batch several times: it is not of PyTorch.
         fingerprints: The fingerprints of the tensors.
         step: The training step that follows.
     """
@@ -34,6 +36,7 @@ class LoaderBatch(NamedTuple):
     number: int
     workers: int
     batches: int | None
+    may_repeat: bool
     fingerprints: tuple[bytes, ...]
     step: int = -1
 
@@ -57,19 +60,21 @@ def is_readable(tensor: Tensor) -> bool:
 def observe_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Call a function with each batch of a data loader of this process, until `unobserve_batches`."""
     _observers.append(observer)
-    setattr(_Iterator, "__next__", _observed_next)  # noqa: B010 - for mypy, it is a method
+    if not _originals:
+        _originals.append(_Iterator.__next__)
+        setattr(_Iterator, "__next__", _observed_next)  # noqa: B010 - for mypy, it is a method
 
 
 def unobserve_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Stop calling a function. Do nothing if it is not called."""
     if observer in _observers:
         _observers.remove(observer)
-    if not _observers:
-        setattr(_Iterator, "__next__", _original)  # noqa: B010
+    if not _observers and _Iterator.__next__ is _observed_next:  # otherwise, other code has replaced it too
+        setattr(_Iterator, "__next__", _originals.pop())  # noqa: B010
 
 
 def _observed_next(iterator: Any) -> Any:
-    batch = _original(iterator)
+    batch = _originals[0](iterator)
     try:
         observed = _describe(iterator, batch)
     except Exception:  # the batch of any loader must reach the loop
@@ -82,6 +87,18 @@ def _observed_next(iterator: Any) -> Any:
 
 def _describe(iterator: Any, batch: Any) -> LoaderBatch:
     is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
-    batches = None if is_iterable else len(iterator._index_sampler)
+    may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
+    batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
     prints = tuple(fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
-    return LoaderBatch(id(iterator), iterator._num_yielded - 1, iterator._num_workers, batches, prints)
+    number, workers = iterator._num_yielded - 1, iterator._num_workers
+    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints)
+
+
+def _is_known(sampler: Any) -> bool:
+    """Return whether a sampler, and those that it reads, are known. The length of others may draw random numbers."""
+    while sampler is not None:
+        methods = type(sampler).__iter__, type(sampler).__len__
+        if any(method.__module__.partition(".")[0] not in _KNOWN for method in methods):
+            return False
+        sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+    return True

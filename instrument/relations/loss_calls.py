@@ -1,7 +1,7 @@
 """Observes the calls of cross-entropy, in the loop and inside models, while a relation reads them.
 
-`torch.nn.functional.cross_entropy` and `nll_loss` call functions in C, which are replaced meanwhile. A `TorchFunctionMode` would
-change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
+The losses of `torch.nn.functional` for classes and for binary targets call functions in C, which are replaced meanwhile. A
+`TorchFunctionMode` would change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,48 @@ from torch.jit._builtins import _get_builtin_table
 
 from .loader_batches import is_readable
 
-_NAMES = ("cross_entropy_loss", "nll_loss_nd")  # with the arguments input, target, weight, reduction and ignore_index
+_NAMES = {
+    "cross_entropy_loss": torch._C._nn,
+    "nll_loss_nd": torch._C._nn,
+    "binary_cross_entropy": torch._C._nn,
+    "binary_cross_entropy_with_logits": torch,
+}
+"""Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
+MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
+_UNCHANGED = frozenset(
+    [
+        "View",
+        "UnsafeView",
+        "Squeeze",
+        "Unsqueeze",
+        "Select",
+        "Slice",
+        "Transpose",
+        "Permute",
+        "T",
+        "ToCopy",
+        "Clone",
+        "Clamp",
+    ]
+)
 _originals: dict[str, Callable[..., Any]] = {}
-_observers: list[Callable[[LossCall], None]] = []
+_observers: list[Callable[[LossCall | BinaryLossCall], None]] = []
+
+
+class BinaryLossCall(NamedTuple):
+    """A call of binary cross-entropy.
+
+    Attributes:
+        of_logits: Whether the loss applies a sigmoid to its input.
+        operation: The operation that computes the input, such as `Sigmoid`, before views, casts and clamps; empty if it is unknown.
+    """
+
+    of_logits: bool
+    operation: str
 
 
 class LossCall(NamedTuple):
-    """A call of cross-entropy.
+    """A call of cross-entropy for classes.
 
     Attributes:
         shape: The shape of the logits.
@@ -33,6 +68,8 @@ class LossCall(NamedTuple):
         ignore_index: The class of targets that do not count.
         is_mean: Whether the result is the mean.
         result: The loss.
+        operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
+        logits: A copy of the first 64 logits [samples, classes]; None for other shapes, or for more than 1,000 classes.
     """
 
     shape: torch.Size
@@ -42,42 +79,75 @@ class LossCall(NamedTuple):
     ignore_index: int
     is_mean: bool
     result: Tensor
+    operation: str
+    logits: Tensor | None
 
 
-def observe_losses(observer: Callable[[LossCall], None]) -> None:
-    """Call a function with each call of cross-entropy whose logits require gradients, until `unobserve_losses`."""
+def observe_losses(observer: Callable[[LossCall | BinaryLossCall], None]) -> None:
+    """Call a function with each call of cross-entropy whose input requires gradients, until `unobserve_losses`."""
     _observers.append(observer)
     if not _originals:
-        for name in _NAMES:
-            _originals[name] = getattr(torch._C._nn, name)
-            observed = _observed(_originals[name])
+        for name, module in _NAMES.items():
+            _originals[name] = getattr(module, name)
+            observed = _observed(name, _originals[name])
             _get_builtin_table()[id(observed)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
-            setattr(torch._C._nn, name, observed)
+            setattr(module, name, observed)
 
 
-def unobserve_losses(observer: Callable[[LossCall], None]) -> None:
+def unobserve_losses(observer: Callable[[LossCall | BinaryLossCall], None]) -> None:
     """Stop calling a function. Do nothing if it is not called."""
     if observer in _observers:
         _observers.remove(observer)
     if not _observers:
         for name, original in _originals.items():
-            _get_builtin_table().pop(id(getattr(torch._C._nn, name)), None)
-            setattr(torch._C._nn, name, original)
+            _get_builtin_table().pop(id(getattr(_NAMES[name], name)), None)
+            setattr(_NAMES[name], name, original)
         _originals.clear()
 
 
-def _observed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        if not is_compiling() and len(args) >= 5 and args[0].requires_grad and _has_classes(args[1]):
-            logits, targets, weight, reduction, ignore_index = args[:5]
-            loss = LossCall(logits.shape, targets, weight, reduction != 0, ignore_index, reduction == 1, result)
-            for observer in [*_observers]:
-                observer(loss)
+        if not is_compiling() and len(args) > 1 and args[0].requires_grad:
+            loss = _describe(name, args, result)
+            if loss is not None:
+                for observer in [*_observers]:
+                    observer(loss)
         return result
 
     return call
+
+
+def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> LossCall | BinaryLossCall | None:
+    if name.startswith("binary"):
+        return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
+    if len(args) < 5 or not _has_classes(args[1]):
+        return None
+    logits, targets, weight, reduction, ignore_index = args[:5]
+    is_small = logits.ndim == 2 and logits.shape[1] <= MAX_CLASSES and is_readable(logits)
+    return LossCall(
+        logits.shape,
+        targets,
+        weight,
+        reduction != 0,
+        ignore_index,
+        reduction == 1,
+        result,
+        _operation(logits) if name == "cross_entropy_loss" else "",
+        logits.detach()[:MAX_SAMPLES].clone() if is_small else None,
+    )
+
+
+def _operation(tensor: Tensor) -> str:
+    """Return the operation that computed a tensor, before those of `_UNCHANGED`; empty if it is unknown."""
+    node = tensor.grad_fn
+    while node is not None:
+        name = node.name().partition("Backward")[0]
+        if name not in _UNCHANGED:
+            return name
+        node = node.next_functions[0][0]
+    return ""
 
 
 def _has_classes(targets: Tensor) -> bool:

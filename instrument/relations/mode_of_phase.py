@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from ..hooks.hook_group_interface import InertWhenCopied
+from ..hooks.optimizer_owners import parameter_ids
 from .relation import RELATIONS, Checked, Relation, Training, calls_hooks
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ class ModeOfPhase(Relation):
         self._calls.detach()
         super().detach()
 
-    def _before_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
-        if self.training.is_checked and self.training.clock.moment.phase == "train":
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if not self.training.is_checked or self.training.clock.moment.phase != "train":
+            return
+        own = {*map(id, self.training.model.parameters())}
+        if not own.isdisjoint(parameter_ids(optimizer)):  # otherwise, it trains something else, such as an input
             self._in_training = _Mode(self.training.model)
 
     def evaluate(self) -> None:

@@ -54,8 +54,8 @@ class PaddingInLoss(Relation):
             padded = of.tokens == pad
         at_end = _leading(padded.flip(1)).flip(1)
         at_start = _leading(padded)
-        if not torch.equal(padded, at_end) and mask is not None and not torch.equal(padded, at_start):
-            return None  # the mask has another meaning
+        if not torch.equal(padded, at_end) and not (mask is not None and torch.equal(padded, at_start)):
+            return None  # the mask has another meaning, or the token also occurs in texts
         ids = of.tokens[padded]
         if mask is not None and len(ids.unique()) > 1:
             return None

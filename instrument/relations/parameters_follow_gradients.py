@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, as_rate
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
 PARAMETERS, ELEMENTS = 32, 16  # how many are compared
@@ -158,9 +158,10 @@ def _is_representable(parameter: Parameter, rate: object) -> Tensor:
 
     It is that of SGD. A smaller change, as in a warm-up or after convergence, may leave all elements as they are.
     """
-    if parameter.grad is None or not isinstance(rate, float | int | Tensor):
+    number = as_rate(rate)
+    if parameter.grad is None or number is None:
         return torch.zeros((), dtype=torch.bool)
-    change = float(rate) * _gradient(parameter).abs()
+    change = number * _gradient(parameter).abs()
     rounding = MARGIN * torch.finfo(parameter.dtype).eps * _elements(parameter).abs()
     return ((change > rounding) & change.isfinite()).any()
 

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation, Training, as_rate
+
+FEWEST_STEPS = 100  # of a training whose warm-up is judged
+WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
+FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
 _step = LRScheduler.step
 _observers: list[Callable[[LRScheduler], None]] = []
@@ -29,6 +32,9 @@ def _observed_step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
 class RateInEffect(Relation):
     """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers.
 
+    A warm-up never ends if the rate still rises after the last step, and was at most 1% of the configured one, `initial_lr`, in all
+    checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
+
     A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step. Schedulers with a `step`
     of their own, such as `SequentialLR`, are not observed.
     """
@@ -38,6 +44,7 @@ class RateInEffect(Relation):
         self._invalid: dict[str, float] = {}
         self._schedulers: dict[str, LRScheduler] = {}  # by class: those without effect
         self._count = 0
+        self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
     def attach(self) -> None:
         for optimizer in self.training.optimizers:
@@ -56,10 +63,11 @@ class RateInEffect(Relation):
     def _before_step(self, optimizer: Optimizer) -> None:
         if self.training.is_checked:
             self._count += 1
+            self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
             for index, group in enumerate(optimizer.param_groups):
-                rate = group.get("lr")
-                if isinstance(rate, float | int | Tensor) and not 0.0 <= float(rate) < math.inf:
-                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = float(rate)
+                rate = as_rate(group.get("lr"))
+                if rate is not None and not 0.0 <= rate < math.inf:
+                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = rate
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer
@@ -80,3 +88,16 @@ class RateInEffect(Relation):
         self._schedulers.clear()
         if count:
             yield Checked(True, count, "learning rates are finite and not negative")
+
+    def check_end(self) -> Iterator[Checked]:
+        for optimizer, largest in self._largest.items():
+            if largest <= WARM and _fraction(optimizer) > largest and self.training.clock.moment.step >= FEWEST_STEPS:
+                rate, configured = (float(optimizer.param_groups[0][name]) for name in ("lr", "initial_lr"))
+                text = f"{type(optimizer).__name__} ends in the warm-up, with {rate:.2g} instead of {configured:.2g}"
+                yield Checked(False, rate, text)
+
+
+def _fraction(optimizer: Optimizer) -> float:
+    """Return the largest learning rate of the groups of an optimizer as a fraction of the configured one; 1 without a schedule."""
+    rates = [(float(group.get("lr", 0.0)), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups]
+    return max(rate / configured if 0 < configured < FACTOR else 1.0 for rate, configured in rates)

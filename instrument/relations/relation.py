@@ -21,7 +21,7 @@ from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
 from .loader_batches import LoaderBatch, is_readable
-from .loss_calls import LossCall
+from .loss_calls import BinaryLossCall, LossCall
 
 Source = Literal["inputs", "losses", "batches"]
 
@@ -93,10 +93,11 @@ class Training:
         optimizers: The optimizers, possibly none.
         clock: The clock of the probe.
         scaler: The gradient scaler; None without one, or if it is not enabled.
-        inputs, losses: The calls of the model in this step, and those of cross-entropy with gradients, if the step is checked and
-            a relation reads them. At most 16 of each.
+        inputs, losses, binary_losses: The calls of the model in this step, and those of cross-entropy with gradients, for classes and
+            for binary targets, if the step is checked and a relation reads them. At most 16 of each.
         batches: The first batches of data loaders in training, also those of earlier steps.
         replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
+        is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
         is_checked: Whether relations are checked in the current step.
     """
 
@@ -106,8 +107,10 @@ class Training:
     scaler: GradScaler | None = None
     inputs: list[ModelCall] = field(default_factory=list)
     losses: list[LossCall] = field(default_factory=list)
+    binary_losses: list[BinaryLossCall] = field(default_factory=list)
     batches: list[LoaderBatch] = field(default_factory=list)
     replicated_by: DistributedDataParallel | None = None
+    is_local: bool = False
     is_checked: bool = True
 
 
@@ -137,6 +140,7 @@ class Relation(ABC):
     def __init__(self, training: Training) -> None:
         self.training = training
         self.handles: list[RemovableHandle] = []
+        self.error: Exception | None = None  # that of an observed step
 
     def attach(self) -> None:  # noqa: B027 - optional
         """Register hooks, and read the model before the first step. `handles` are removed at the end. Default: nothing."""
@@ -149,9 +153,16 @@ class Relation(ABC):
     ) -> None:
         """Call functions before and after each step of an optimizer. A compiled step calls none, and its graph has no break."""
         if before is not None:
-            self.handles.append(optimizer.register_step_pre_hook(partial(_call_uncompiled, before)))
+            self.handles.append(optimizer.register_step_pre_hook(partial(self._observe, before)))
         if after is not None:
-            self.handles.append(optimizer.register_step_post_hook(partial(_call_uncompiled, after)))
+            self.handles.append(optimizer.register_step_post_hook(partial(self._observe, after)))
+
+    def _observe(self, function: Callable[[Optimizer], None], optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if not is_compiling():
+            try:
+                function(optimizer)
+            except Exception as error:  # it reads values of any optimizer, and must not end its training
+                self.error = error
 
     @abstractmethod
     def check(self) -> Iterator[Checked]:
@@ -160,15 +171,22 @@ class Relation(ABC):
         It is called at the end of each step, or evaluation, with `training.is_checked`.
         """
 
+    def check_end(self) -> Iterator[Checked]:
+        """Yield what did not hold in the training as a whole. It is called after the last step, without hooks. Default: nothing."""
+        yield from ()
+
     def detach(self) -> None:
         """Remove what was registered. It can be called several times."""
         while self.handles:
             self.handles.pop().remove()
 
 
-def _call_uncompiled(function: Callable[[Optimizer], None], optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG001
-    if not is_compiling():
-        function(optimizer)
+def as_rate(value: object) -> float | None:
+    """Return a learning rate as a number; None if it is no number, such as a function or one number for each parameter."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
@@ -15,8 +17,9 @@ from torch.optim import Optimizer
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import LossCall, observe_losses, unobserve_losses
+from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
@@ -56,8 +59,7 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
-        parts = self.training.model.modules()
-        self.training.replicated_by = next((part for part in parts if isinstance(part, DistributedDataParallel)), None)
+        self.training.replicated_by = _wrapper_of(self.training.model)
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -72,7 +74,9 @@ class RelationSet(InertWhenCopied):
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
         training, inputs = self.training, self.training.inputs
-        training.replicated_by = training.replicated_by or DistributedDataParallel._active_ddp_module
+        training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
+        if wrapper is not None and torch.is_grad_enabled():
+            training.is_local = not wrapper.require_backward_grad_sync
         if self._is_observed() and len(inputs) < _MAX_CALLS:
             inputs.append(ModelCall(module, args, kwargs))
 
@@ -82,9 +86,14 @@ class RelationSet(InertWhenCopied):
         elif self.clock.moment.phase == "train":
             self.training.batches.append(batch._replace(step=self.clock.moment.step))
 
-    def _on_loss(self, call: LossCall) -> None:
-        if self._is_observed() and len(self.training.losses) < _MAX_CALLS:
-            self.training.losses.append(call)
+    def _on_loss(self, call: LossCall | BinaryLossCall) -> None:
+        if not self._is_observed():
+            return
+        if isinstance(call, LossCall):
+            if len(self.training.losses) < _MAX_CALLS:
+                self.training.losses.append(call)
+        elif len(self.training.binary_losses) < _MAX_CALLS:
+            self.training.binary_losses.append(call)
 
     def _is_observed(self) -> bool:
         self._plan_check()
@@ -103,15 +112,21 @@ class RelationSet(InertWhenCopied):
         if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation)
+                    rows += self._new_rows(name, relation.check)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
-    def _new_rows(self, name: str, relation: Relation) -> list[RelationRow]:
+    def check_end(self) -> list[RelationRow]:
+        """Check the relations after a training that ended without an error. Return the rows to write."""
+        return [row for name, relation in self._relations.items() for row in self._new_rows(name, relation.check_end)]
+
+    def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]]) -> list[RelationRow]:
         rows = []
         try:
-            results = [*relation.check()]
+            results = [*check()]
+            if (error := self._relations[name].error) is not None:
+                raise error
         except Exception as error:  # a check reads values of any model, and must not end its training
             results = [Checked(None, None, f"the check failed: {type(error).__name__}: {error}"[:_MAX_TEXT])]
         is_violated = any(each.holds is False for each in results)
@@ -138,6 +153,7 @@ class RelationSet(InertWhenCopied):
     def _forget(self) -> None:
         self.training.inputs.clear()
         self.training.losses.clear()
+        self.training.binary_losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""
@@ -147,3 +163,12 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the wrapper in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
+    inside = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
+    if inside is not None or not has_processes():
+        return inside
+    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
+    return next((each for each in wrappers if each.module is model), None)

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import Parameter
+from torch.optim import Optimizer
 
-from .exchange import Exchange
+from .exchange import Exchange, has_processes
+from .loader_batches import fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
+
+SIZE = 8  # bytes of a hash
+_NONE = bytes(2 * SIZE)
 
 
 @RELATIONS.register("replicas_equal")
 class ReplicasEqual(Relation):
-    """Compares the bits of the trained parameters of all processes after a step, for models in `DistributedDataParallel`.
+    """Compares the bits of the trained parameters of all processes after a step, in data-parallel training.
 
-    Gradients that differ make the parameters differ in the same step. Buffers are not compared: each process updates the running
-    statistics of batch normalization with its own batch, until the next forward pass. Nor are parameters that DDP ignores, and those of
-    local SGD, which averages them later.
+    This is training with `DistributedDataParallel`, or without it if the loop synchronizes the gradients: they were equal in all
+    processes before a step of the optimizer, although the inputs of the model were not. Gradients that differ make the parameters
+    differ in the same step. Buffers are not compared: each process updates the running statistics of batch normalization with its own
+    batch, until the next forward pass. Nor are parameters that DDP ignores, and those of local SGD, which averages them later. A step
+    whose last call is in a block `no_sync` can be one of local SGD.
     """
 
     sources = ("inputs",)
@@ -30,20 +39,41 @@ class ReplicasEqual(Relation):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._exchange: Exchange | None = None
+        self._gradients: list[Tensor] = []  # the sums of the bits of those before the steps of the optimizers
+        self._is_synchronized = False  # by the loop
+
+    def attach(self) -> None:
+        for optimizer in self.training.optimizers:
+            self.observe_steps(optimizer, self._before_step)
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer) -> None:
+        if self.training.is_checked and self.training.replicated_by is None and has_processes():
+            held = (each for group in optimizer.param_groups for each in group["params"] if type(each) is Parameter)
+            gradients = (each.grad for each in held if type(each.grad) is Tensor and each.grad.layout is torch.strided)
+            self._gradients += map(_sum_of_bits, gradients)
 
     def check(self) -> Iterator[Checked]:
         wrapper = self.training.replicated_by
-        if wrapper is None or not keeps_all_equal(wrapper):
+        named = [*self.training.model.named_parameters()]
+        gradients, self._gradients = self._gradients, []
+        evidence = _NONE
+        if wrapper is not None and keeps_all_equal(wrapper) and not self.training.is_local:
+            names = {id(each): name for name, each in wrapper.module.named_parameters()}
+            named = [(name, each) for name, each in named if names.get(id(each)) not in wrapper.parameters_to_ignore]
+        elif wrapper is None and gradients and all(type(each) is Parameter for _, each in named):
+            tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
+            evidence = _hash(b"".join(map(fingerprint, tensors))) + _hash(_numbers(gradients).tobytes())
+        else:
             return
         self._exchange = self._exchange or Exchange()
-        ignored = {id(each) for name, each in wrapper.module.named_parameters() if name in wrapper.parameters_to_ignore}
-        parameters = {
-            name: parameter
-            for name, parameter in self.training.model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in ignored
-        }
-        for step, values in self._exchange.post(self.training.clock.moment.step, _digests(parameters)):
-            yield from _compare([*parameters], step, values)
+        parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        digests = evidence + _digests(parameters)
+        for step, values in self._exchange.post(self.training.clock.moment.step, digests):
+            inputs, equal = {value[:SIZE] for value in values}, {value[SIZE : 2 * SIZE] for value in values}
+            self._is_synchronized |= len(inputs) == len(values) and len(equal) == 1
+            if wrapper is not None or self._is_synchronized:
+                yield from _compare([*parameters], step, [value[2 * SIZE :] for value in values])
 
 
 def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
@@ -56,9 +86,15 @@ def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
 def _digests(parameters: Mapping[str, Tensor]) -> bytes:
     """Return a hash of the names and shapes, and the sum of the bits of each parameter as an integer, int64."""
     layout = repr([(name, tuple(each.shape), each.dtype) for name, each in parameters.items()])
-    sums = [_sum_of_bits(parameter.detach()) for parameter in parameters.values()]
-    numbers = torch.stack([each.to(sums[0].device) for each in sums]).cpu().numpy() if sums else np.empty(0, np.int64)
-    return hashlib.blake2b(layout.encode(), digest_size=8).digest() + numbers.tobytes()
+    return _hash(layout.encode()) + _numbers([_sum_of_bits(each.detach()) for each in parameters.values()]).tobytes()
+
+
+def _numbers(sums: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    return torch.stack([each.to(sums[0].device) for each in sums]).cpu().numpy() if sums else np.empty(0, np.int64)
+
+
+def _hash(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=SIZE).digest()
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
@@ -68,9 +104,9 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _compare(names: list[str], step: int, values: list[bytes]) -> Iterator[Checked]:
-    if any(value[:8] != values[0][:8] for value in values):
+    if any(value[:SIZE] != values[0][:SIZE] for value in values):
         return  # the processes train other parameters
-    numbers = np.stack([np.frombuffer(value[8:], np.int64) for value in values])
+    numbers = np.stack([np.frombuffer(value[SIZE:], np.int64) for value in values])
     differs = numbers != numbers[0]
     for at in np.flatnonzero(differs.any(0)):
         ranks = np.flatnonzero(differs[:, at]).tolist()

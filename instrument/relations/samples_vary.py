@@ -18,7 +18,7 @@ class SamplesVary(Relation):
     """Compares the samples in the first input of the model in a step, and this input with that of earlier steps.
 
     Only in trainings that read a data loader with several batches in each of these steps. The repeated input has to be a batch of the
-    loader, so that a model with a constant input is not reported.
+    loader, so that a model with a constant input is not reported. A sampler that is not of PyTorch may repeat a batch.
     """
 
     sources = ("inputs", "batches")
@@ -47,7 +47,10 @@ class SamplesVary(Relation):
             text = f"all {len(tensors[0])} samples of a batch are equal, in {TIMES_IN_BATCH} steps in succession"
             yield Checked(False, len(tensors[0]), text)
         elif self._times == TIMES and is_loaded:
-            differ = len({batch.fingerprints for batch in batches if batch.step > step - TIMES}) > 1
+            recent = [batch for batch in batches if batch.step > step - TIMES]
+            differ = len({batch.fingerprints for batch in recent}) > 1
+            if not differ and any(batch.may_repeat for batch in recent):
+                return
             why = "although the data loader gives others" if differ else "although the data loader has several"
             yield Checked(False, TIMES, f"the model gets the same batch in {TIMES} steps in succession, {why}")
         elif self._times == 1 and not self._times_in_batch and tensors[0].ndim and len(tensors[0]) >= MIN_SAMPLES:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import is_available, is_initialized
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..hooks.module_copies import copy_arguments, copy_modules
 from ..values.dtensor import is_sharded
@@ -98,30 +101,28 @@ def _is_shifted(ids: Tensor, labels: Tensor, counted: Tensor, shift: int) -> boo
 
 
 class Causality(NamedTuple):
-    """How the outputs of a model change if the token at one position changes.
+    """How the logits of a model change if the token at one position changes.
+
+    A model may have several, such as one for each direction. Which of them belong to a loss is unknown.
 
     Attributes:
-        ahead: The largest change of an output at an earlier position, relative to the largest output.
-        looks_ahead: Whether it exceeds the rounding.
-        looks_back: Whether an output at a later position changes.
+        ahead: The largest change at an earlier position, relative to the largest logit. The smallest one of several logits.
+        looks_ahead: Whether all logits use later tokens: the change exceeds the rounding.
+        is_causal: Whether all logits are known to use earlier tokens and no later ones.
         problem: Why it is unknown; empty if it is known.
     """
 
     ahead: float = 0.0
     looks_ahead: bool = False
-    looks_back: bool = False
+    is_causal: bool = False
     problem: str = ""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the model is known to use earlier tokens and no later ones."""
-        return self.looks_back and not self.looks_ahead
 
 
 def causality(training: Training, of: TokenTargets) -> Causality:
     """Change one token of an input and compute the outputs again, in evaluation mode, with a copy of the model.
 
-    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored.
+    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored. Other
+    processes do not repeat the call, so the model must not communicate with them.
     """
     model = training.model
     if isinstance(model, DistributedDataParallel):
@@ -139,8 +140,8 @@ def causality(training: Training, of: TokenTargets) -> Causality:
             part.training = False
         outputs = []
         for tokens in (of.tokens, of.tokens, changed):
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                outputs.append(_output(copied[model], of, tokens))
+            with torch.no_grad(), torch.random.fork_rng(devices), _alone():
+                outputs.append(_outputs(copied[model], of, tokens))
             random.setstate(states[0])
             np.random.set_state(states[1])
     # The model's own code, which can raise anything when it is called again.
@@ -150,8 +151,19 @@ def causality(training: Training, of: TokenTargets) -> Causality:
         random.setstate(states[0])
         np.random.set_state(states[1])
     base, repeated, other = outputs
-    if base is None or repeated is None or other is None:
+    results = [_compare_outputs(each, positions, at) for each in zip(base, repeated, other, strict=True)]
+    if not results:
         return Causality(problem="no output has the positions of the input")
+    return Causality(
+        min(each.ahead for each in results),
+        all(each.looks_ahead for each in results),
+        all(each.is_causal for each in results),
+    )
+
+
+def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, at: int) -> Causality:
+    """Compare the logits [samples, positions, classes] of a call, of the same call, and of one with another token at a position."""
+    base, repeated, other = logits
     where = torch.zeros(base.shape[1], dtype=torch.bool)
     where[positions] = True
     where = where.to(base.device)
@@ -160,7 +172,28 @@ def causality(training: Training, of: TokenTargets) -> Causality:
     change = (other - base).abs().amax((0, 2))
     ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
     limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
-    return Causality(ahead / scale, ahead > limit, back > limit)
+    return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """Return a block in which collective operations raise an exception."""
+    return _Alone() if is_available() and is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+
+
+class _Alone(TorchDispatchMode):
+    """Raises an exception at a collective operation, for which this process would wait."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"it communicates with other processes ({func})")
+        return func(*args, **(kwargs or {}))
 
 
 def _sides(change: Tensor, where: Tensor, at: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -177,8 +210,8 @@ def _changed(of: TokenTargets, at: int) -> Tensor:
     return changed
 
 
-def _output(model: nn.Module, of: TokenTargets, tokens: Tensor) -> Tensor | None:
-    """Call the model with other tokens. Return its logits [samples, positions, classes]; None if no output has this shape."""
+def _outputs(model: nn.Module, of: TokenTargets, tokens: Tensor) -> list[Tensor]:
+    """Call the model with other tokens. Return its logits [samples, positions, classes], or the first output of that shape."""
     given = of.call.tensors[of.path]
     new = (tokens.T if of.is_time_first else tokens).to(given.device, given.dtype)
 
@@ -187,7 +220,8 @@ def _output(model: nn.Module, of: TokenTargets, tokens: Tensor) -> Tensor | None
 
     arguments = copy_arguments({"args": of.call.args, "kwargs": dict(of.call.kwargs)}, copy_tensor)
     result = model(*arguments["args"], **arguments["kwargs"])
-    return next((logits for _, tensor in iter_tensors(result) if (logits := _logits(tensor, of)) is not None), None)
+    outputs = [logits for _, tensor in iter_tensors(result) if (logits := _logits(tensor, of)) is not None]
+    return [each for each in outputs if each.shape[2] == of.loss.shape[1]] or outputs[:1]
 
 
 def _logits(tensor: Tensor, of: TokenTargets) -> Tensor | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from ..config.rules import RULES, FractionRule
 from .rule import BoundsRule
@@ -14,10 +15,12 @@ from .step_rows import Location
 class DeadUnitsRule(FractionRule):
     """The `dead_fraction` of an output is large: its units are zero for a whole batch.
 
-    The threshold is that of SageMaker Debugger (DeadRelu, `threshold_layer`).
+    The threshold is that of AutoTrainer (Zhang et al., ICSE 2021, `gamma`). SageMaker Debugger has 0.5 (DeadRelu, `threshold_layer`),
+    which healthy layers exceed if they are wider than their data have dimensions.
     """
 
     rule: Literal["dead_units"]
+    above: Annotated[float, Field(ge=0, lt=1)] = Field(0.7, description=FractionRule.model_fields["above"].description)
 
 
 @RULES.register("dead_units")

@@ -1,4 +1,4 @@
-"""Rule: learning rate without effect."""
+"""Rule: learning rate not in effect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from .rule import RelationRule
 
 
 class RateInEffectRule(RuleBase):
-    """A learning rate is negative or not finite, or a scheduler changes the rate of an optimizer that makes no steps.
+    """A learning rate is negative or not finite, a warm-up never ends, or a scheduler changes the rate of an optimizer without steps.
 
-    Such a scheduler was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
+    A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
+    warm-up takes more than 10,000 steps, which are many (Devlin et al. 2019). Its schedule may count epochs or samples. A scheduler
+    without effect was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
     """
 
     rule: Literal["rate_in_effect"]
@@ -21,5 +23,5 @@ class RateInEffectRule(RuleBase):
 class RateInEffect(RelationRule):
     fields = RateInEffectRule
     relation = "rate_in_effect"
-    what = "learning rate without effect"
-    advice = "Create the scheduler for the optimizer that makes the steps, and again if that optimizer is replaced."
+    what = "learning rate not in effect"
+    advice = "Check the length of the warm-up. Create the scheduler for the optimizer that makes the steps, and again if it is replaced."

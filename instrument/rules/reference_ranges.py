@@ -6,24 +6,19 @@ import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ..tables.statistics import NONNEGATIVE
 from .step_rows import FloatArray, IndexArray, Location
 
+if TYPE_CHECKING:
+    import pyarrow as pa  # imported with the first file; errors in a configuration are reported without it
+
 KEY = ("hook", "layer", "kind", "role", "path", "phase")
 """The columns that identify a location in a reference."""
-SCHEMA = pa.schema(
-    [
-        *((name, pa.dictionary(pa.int32(), pa.string())) for name in (*KEY, "statistic")),
-        ("step", pa.int64()),
-        *((name, pa.float32()) for name in ("low", "high", "spread")),
-    ]
-)
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -32,6 +27,15 @@ STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(n
 A training changes in proportion to the logarithm of the step: fast at first, slowly later.
 """
 BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
+
+
+@cache
+def schema() -> pa.Schema:
+    """Return the schema of the file of a reference."""
+    import pyarrow as pa
+
+    labels = [(name, pa.dictionary(pa.int32(), pa.string())) for name in (*KEY, "statistic")]
+    return pa.schema([*labels, ("step", pa.int64()), *((name, pa.float32()) for name in ("low", "high", "spread"))])
 
 
 def phase_of(step: int | IndexArray) -> Any:
@@ -43,7 +47,7 @@ class Reference:
     """The ranges of statistics in healthy runs.
 
     Args:
-        table: One row for each location, statistic and phase of training, with the columns of `SCHEMA`: the first step of the phase,
+        table: One row for each location, statistic and phase of training, with the columns of `schema`: the first step of the phase,
             the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
             difference.
         about: The entries `runs` (the names of the runs), `last_step`, `versions` and `config`.
@@ -55,7 +59,7 @@ class Reference:
 
     def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
         self.table, self.about = table, about
-        *columns, names = (table[name].cast(pa.string()).to_pylist() for name in (*KEY, "statistic"))
+        *columns, names = (table[name].cast("string").to_pylist() for name in (*KEY, "statistic"))
         keys = list(zip(*columns, strict=True))
         self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
         self.statistics = tuple(dict.fromkeys(names))
@@ -72,17 +76,22 @@ class Reference:
         Raises:
             ValueError: It is not a reference.
         """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         try:
             table = pq.read_table(io.BytesIO(content))
             about = json.loads(table.schema.metadata[METADATA])
             if about["format"] != FORMAT:
                 raise ValueError(f"its format {about['format']} is not supported: it was made by a later version")
-            return cls(table.cast(SCHEMA), about)
+            return cls(table.cast(schema()), about)
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError("it was not made by python -m instrument.reference") from error
 
     def content(self) -> bytes:
         """Return the content of the file."""
+        import pyarrow.parquet as pq
+
         about = json.dumps({"format": FORMAT, **self.about}, default=str)
         stream = io.BytesIO()
         packed = ["low", "high", "spread"]

@@ -64,10 +64,27 @@ static inline float from_bfloat16(uint16_t bits) {
     return value;
 }
 
+static inline uint32_t bits_of_bfloat16(const uint16_t *x) {
+    return (uint32_t)*x << 16;
+}
+
+static inline uint32_t bits_of_float32(const float *x) {
+    uint32_t bits;
+    memcpy(&bits, x, sizeof bits);
+    return bits;
+}
+
+static inline uint64_t bits_of_float64(const double *x) {
+    uint64_t bits;
+    memcpy(&bits, x, sizeof bits);
+    return bits;
+}
+
 #define AS_IT_IS(x) (x)
 
-/* One kernel per type: ELEMENT is the type in memory, VALUE the type for comparisons, READ converts one to the other. */
-#define KERNEL(NAME, ELEMENT, VALUE, READ)                                                                            \
+/* One kernel per type: ELEMENT is the type in memory, VALUE the type for comparisons, READ converts one to the other. WORD is an
+   integer of the size of VALUE, BITS reads one, and INFINITE is that of plus infinity. */
+#define KERNEL(NAME, ELEMENT, VALUE, READ, WORD, BITS, INFINITE)                                                      \
     static void NAME##_slowly(const ELEMENT *x, size_t count, double shift, Moments *m) {                             \
         for (size_t i = 0; i < count; i++) {                                                                          \
             const double value = READ(x[i]);                                                                          \
@@ -84,6 +101,52 @@ static inline float from_bfloat16(uint16_t bits) {
                 m->squares += (value - shift) * (value - shift);                                                      \
                 m->l1 += fabs(value);                                                                                 \
             }                                                                                                         \
+        }                                                                                                             \
+    }                                                                                                                 \
+                                                                                                                      \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static void NAME##_masked(const ELEMENT *x, size_t whole, double shift, Moments *m) {                             \
+        VALUE low[LANES], high[LANES];                                                                                \
+        double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                               \
+        WORD n[LANES] = {0}, nan[LANES] = {0}, zeros[LANES] = {0};                                                    \
+        for (int j = 0; j < LANES; j++) {                                                                             \
+            low[j] = (VALUE)INFINITY;                                                                                 \
+            high[j] = (VALUE)-INFINITY;                                                                               \
+        }                                                                                                             \
+        for (size_t i = 0; i < whole; i += LANES) {                                                                   \
+            VALUE kept[LANES], least[LANES], most[LANES];                                                             \
+            WORD is_finite[LANES];                                                                                    \
+            for (int j = 0; j < LANES; j++) { /* with bits, which the compiler vectorizes */                          \
+                const WORD bits = BITS(x + i + j), magnitude = bits & ((WORD)-1 >> 1);                                \
+                is_finite[j] = magnitude < INFINITE;                                                                  \
+                const WORD mask = (WORD)0 - is_finite[j], none = INFINITE & ~mask;                                    \
+                const WORD words[3] = {bits & mask, (bits & mask) | none, (bits & mask) | none | ~(mask | ((WORD)-1 >> 1))};\
+                memcpy(kept + j, words, sizeof *words);                                                               \
+                memcpy(least + j, words + 1, sizeof *words);                                                          \
+                memcpy(most + j, words + 2, sizeof *words);                                                           \
+                n[j] += is_finite[j];                                                                                 \
+                nan[j] += magnitude > INFINITE;                                                                       \
+                zeros[j] += magnitude == 0;                                                                           \
+            }                                                                                                         \
+            for (int j = 0; j < LANES; j++) {                                                                         \
+                const double moved = ((double)kept[j] - shift) * (double)is_finite[j];                                \
+                sum[j] += moved;                                                                                      \
+                squares[j] += moved * moved;                                                                          \
+                l1[j] += fabs((double)kept[j]);                                                                       \
+                low[j] = least[j] < low[j] ? least[j] : low[j];                                                       \
+                high[j] = most[j] > high[j] ? most[j] : high[j];                                                      \
+            }                                                                                                         \
+        }                                                                                                             \
+        for (int j = 0; j < LANES; j++) {                                                                             \
+            m->n += (int64_t)n[j];                                                                                    \
+            m->nan += (int64_t)nan[j];                                                                                \
+            m->inf += (int64_t)(whole / LANES - n[j] - nan[j]);                                                       \
+            m->zeros += (int64_t)zeros[j];                                                                            \
+            m->sum += sum[j];                                                                                         \
+            m->squares += squares[j];                                                                                 \
+            m->l1 += l1[j];                                                                                           \
+            m->low = low[j] < m->low ? low[j] : m->low;                                                               \
+            m->high = high[j] > m->high ? high[j] : m->high;                                                          \
         }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
@@ -118,7 +181,8 @@ static inline float from_bfloat16(uint16_t bits) {
             for (int j = 0; j < LANES; j++)                                                                           \
                 total += sum[j];                                                                                      \
             if (!isfinite(total)) {                                                                                   \
-                NAME##_slowly(chunk, size, shift, m);                                                                 \
+                NAME##_masked(chunk, whole, shift, m);                                                                \
+                NAME##_slowly(chunk + whole, size - whole, shift, m);                                                 \
                 continue;                                                                                             \
             }                                                                                                         \
             m->n += whole;                                                                                            \
@@ -134,9 +198,9 @@ static inline float from_bfloat16(uint16_t bits) {
         }                                                                                                             \
     }
 
-KERNEL(of_float32, float, float, AS_IT_IS)
-KERNEL(of_bfloat16, uint16_t, float, from_bfloat16)
-KERNEL(of_float64, double, double, AS_IT_IS)
+KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
+KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
+KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
 
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1) {
     Moments m = {.low = INFINITY, .high = -INFINITY};

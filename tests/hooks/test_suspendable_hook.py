@@ -35,7 +35,7 @@ def registered(module: nn.Module) -> tuple[int, int]:
 def test_hook_that_is_not_scheduled_is_suspended() -> None:
     model = nn.Linear(2, 2)
     seen = []
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "every": 3}}) as probe:
+    with instrument.attach(model, {"h": {**EVERY_SECOND, "every": 3}}, rules=None) as probe:
         for _ in range(7):
             before = registered(model)
             model(torch.ones(1, 2))
@@ -49,7 +49,7 @@ def test_hook_that_is_not_scheduled_is_suspended() -> None:
 
 def test_probe_that_ends_while_a_hook_is_suspended_leaves_nothing() -> None:
     model = nn.Linear(2, 2)
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "start": 5, "always_call": True}}) as probe:
+    with instrument.attach(model, {"h": {**EVERY_SECOND, "start": 5, "always_call": True}}, rules=None) as probe:
         model(torch.ones(1, 2))
         probe.end_step()
         assert registered(model) == (0, 0)
@@ -153,7 +153,7 @@ def test_hooks_that_code_may_rely_on_stay_registered(
     if compiles:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     hooked = model.get_submodule(layer.strip("."))
-    with instrument.attach(model, {"h": {**EVERY_SECOND, "layers": layer, "start": 5, **options}}) as probe:
+    with instrument.attach(model, {"h": {**EVERY_SECOND, "layers": layer, "start": 5, **options}}, rules=None) as probe:
         for _ in range(2):
             model(torch.ones(1, 3, 4))
             probe.end_step()

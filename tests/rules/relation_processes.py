@@ -1,4 +1,4 @@
-"""Trainings with `DistributedDataParallel`, healthy and faulty: `torchrun --nproc-per-node 2 relation_processes.py`.
+"""Data-parallel trainings, healthy and faulty: `torchrun --nproc-per-node 2 relation_processes.py`.
 
 Rank 0 prints the relations that were checked, by training: the relation, whether it holds, the layer and the path.
 """
@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,11 @@ def train(
     batch: Callable[[int, int], Tensor] = lambda rank, step: torch.randn(8, 4, generator=seeded(100 * rank + step)),
     is_wrapped: bool = True,
     is_inside: bool = False,
+    is_local: bool = False,
     alone_at_the_end: int = 0,
+    by_hand: bool = False,
+    seeds: tuple[int, int] = (0, 0),
+    corrupted_from: int = STEPS,
 ) -> list[tuple[str, bool, str, str]]:
     """Train for some steps. Return the rows of relations.
 
@@ -34,22 +39,33 @@ def train(
         batch: Returns the batch of a rank in a step.
         is_wrapped: Whether the loop calls the wrapper, which averages the gradients.
         is_inside: Whether the hooks are attached to the wrapped model instead of the wrapper.
+        is_local: Whether the processes average their parameters in each third step, and no gradients.
         alone_at_the_end: The number of further steps of rank 0, without the other process.
+        by_hand: Whether the loop averages the gradients, without a wrapper.
+        seeds: The seed of each rank for the parameters.
+        corrupted_from: The first step in which rank 1 changes its gradients.
     """
-    torch.manual_seed(0)
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1)))
+    torch.manual_seed(seeds[rank])
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    model: Any = plain if by_hand else DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(action="ignore"):
-        observed = model.module if is_inside else model
+        observed = plain if is_inside else model
         with instrument.attach(observed, {}, optimizer=optimizer) as probe:
             for step in range(STEPS + (alone_at_the_end if rank == 0 else 0)):
                 is_alone = step >= STEPS
-                with model.no_sync() if is_alone else nullcontext():
-                    loss = (model if is_wrapped and not is_alone else model.module)(batch(rank, step)).square().mean()
+                with model.no_sync() if is_alone or is_local else nullcontext():
+                    loss = (model if is_wrapped and not is_alone else plain)(batch(rank, step)).square().mean()
                     optimizer.zero_grad()
                     loss.backward()
+                gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+                for gradient in gradients if by_hand and is_wrapped else ():
+                    dist.all_reduce(gradient)
+                    gradient.mul_(2 if rank and step >= corrupted_from else 0.5)
                 optimizer.step()
+                if is_local and step % 3 == 2:
+                    average(plain)
                 probe.end_step(loss=loss)
                 if not is_alone:
                     dist.barrier()
@@ -58,6 +74,40 @@ def train(
     # Without the relations of optimizers, which hold.
     found = [row for row in map(tuple, rows) if row[0] in OF_PROCESSES or not row[1]]
     return sorted(found)  # values of the other process may arrive a step later
+
+
+@torch.no_grad()
+def average(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter)
+        parameter.div_(dist.get_world_size())
+
+
+class Communicating(nn.Module):
+    """A language model whose processes share a mean of their activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 4), nn.Linear(4, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        mean = x.detach().mean((0, 1))
+        dist.all_reduce(mean)
+        return self.head(x + mean)
+
+
+def communicate() -> list[str]:
+    """Train a model that communicates in its forward pass. Return the text of the relation that would call it again."""
+    model = DistributedDataParallel(Communicating())
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}) as probe:
+        for step in range(2):
+            tokens = torch.randint(0, 11, (3, 12), generator=seeded(step))
+            logits = model(tokens[:, :-1])
+            nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            probe.end_step()
+    table = probe.relations.to_dict("records") if len(probe.relations) else []
+    return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -70,8 +120,15 @@ def main() -> None:
         "healthy": train(),
         "inside": train(is_inside=True),
         "all_data": train(batch=lambda rank, step: torch.ones(8, 4)),
+        "local": train(is_local=True),
+        "communicating": communicate(),
         "one_leaves": train(alone_at_the_end=60),
         "not_synchronized": train(is_wrapped=False),
+        "past_the_wrapper": train(is_wrapped=False, is_inside=True),
+        "by_hand": train(by_hand=True),
+        "corrupted": train(by_hand=True, corrupted_from=2),
+        "other_starts": train(by_hand=True, seeds=(0, 1)),
+        "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),
     }
     if dist.get_rank() == 0:

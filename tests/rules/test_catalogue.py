@@ -43,13 +43,6 @@ def inputs(mean: float, std: float) -> list[Step]:
     ]
 
 
-def probabilities(loss: float, gradient: float) -> list[Step]:
-    """Return a step with the output of a softmax over 10 classes for 64 samples, and its largest gradient."""
-    output = {**OUTPUT, "module_type": "Softmax", "numel": 640, "mean": 0.1, "rms": 0.2, "abs_max": 0.9}
-    grad = {**output, "kind": "full_backward", "role": "grad_output", "mean": 1e-9, "rms": 1e-3, "abs_max": gradient}
-    return [Step(rows=[output, grad], loss=loss)]
-
-
 def parameters(*numbers: float, **more: Any) -> list[Step]:
     return [Step(rows=[{**PARAMETER, "numel": 9, "mean": number, "l2": number}], **more) for number in numbers]
 
@@ -70,10 +63,10 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         1e-9,
     ),
     "dead_units": (
-        values(OUTPUT, "dead_fraction", [0.6] * 6),
-        values(OUTPUT, "dead_fraction", [*[0.6] * 4, 0.4] * 3),
+        values(OUTPUT, "dead_fraction", [0.8] * 6),
+        values(OUTPUT, "dead_fraction", [*[0.8] * 4, 0.6] * 3),
         4,
-        0.6,
+        0.8,
     ),
     "saturated_activation": (
         values(OUTPUT, "saturated_fraction", [0.0, *[0.75] * 5]),
@@ -131,12 +124,6 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         [Step(targets=[0] * 30 + [1] * 30 + [2] * 4)] * 9,
         7,
         29.0,
-    ),
-    "double_softmax": (
-        probabilities(loss=2.2, gradient=0.85 / 64) * 4,
-        [*probabilities(loss=2.2, gradient=0.85 / 64) * 2, *probabilities(loss=0.9, gradient=1.8 / 64) * 9],
-        2,
-        2.2,
     ),
     "stalled": ([Step(seconds=1.0), Step(seconds=4000.0)], [Step(seconds=900.0)] * 3, 1, 4000.0),
     "input_not_normalized": (inputs(120.0, 60.0), inputs(0.13, 0.31), 0, 60.0),
@@ -242,18 +229,12 @@ def test_growth_compares_each_location_with_itself() -> None:
     assert [event.layer for event in fired("exploding_gradient", steps)] == ["a"]
 
 
-SIGMOID = {**OUTPUT, "module_type": "Sigmoid", "numel": 64, "mean": 0.5, "rms": 0.5, "abs_max": 0.6}
-OF_SIGMOID = {
-    **SIGMOID,
-    "kind": "full_backward",
-    "role": "grad_output",
-    "mean": 1e-3,
-    "rms": 0.5 / 64,
-    "abs_max": 0.6 / 64,
-}
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
 QUARTERS = (0.60, 0.56, 0.61, 0.63)
 EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
+IMAGES = {**INPUT, "numel": 9, "module_type": "Conv2d", "layer": "a.b", "mean": 120.0, "std": 60.0}
+OF_CONVOLUTION = [{**CONV, "numel": 9, "layer": layer} for layer in ("a.b", "a")]
+NORMALIZED = {**OUTPUT, "numel": 9, "layer": "c", "module_type": "InstanceNorm2d"}
 # By case: a rule, steps, and the number of its events.
 EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
@@ -265,6 +246,10 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
+    "large mean": ("input_not_normalized", inputs(1.2, 0.3), 1),
+    "images from 0 to 1": ("input_not_normalized", [Step(rows=[{**IMAGES, "mean": 0.9, "std": 0.1, "abs_max": 1.0}])], 0),
+    "normalized by the next module": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, NORMALIZED])], 0),
+    "normalized later": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, {**OUTPUT, "layer": "d"}, NORMALIZED])], 1),
     "small rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19]), 0),
     "large rise": ("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]), 1),
     "negative loss": ("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300), 0),
@@ -279,11 +264,6 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "signed loss, overtraining": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.1] * 10]), 1),
     "gradients of a loss of zero": ("all_zero", values(GRADIENT, "zero_fraction", [1.0] * 9, loss=0.0), 0),
     "outputs with a loss of zero": ("all_zero", values(OUTPUT, "zero_fraction", [1.0] * 9, loss=0.0), 1),
-    "sigmoid before a loss of logits": ("double_softmax", [Step(rows=[SIGMOID, OF_SIGMOID], loss=0.7)] * 3, 1),
-    "sigmoid, large gradient": (
-        "double_softmax", [Step(rows=[SIGMOID, {**OF_SIGMOID, "abs_max": 1.1 / 64}], loss=0.7)] * 9, 0,
-    ),
-    "sigmoid, small loss": ("double_softmax", [Step(rows=[SIGMOID, OF_SIGMOID], loss=0.2)] * 9, 0),
 }  # fmt: skip
 
 
@@ -295,9 +275,9 @@ def test_rule_fires_in_these_steps_or_not(rule: Any, steps: list[Step], count: i
 def test_several_rows_of_a_location_count_once() -> None:
     rows = [{**OUTPUT, "numel": 9, "dead_fraction": fraction} for fraction in (0.9, 0.2)]
     assert fired("dead_units", [Step(rows=rows)] * 9) == []  # another call in the step uses the units
-    rows[1]["dead_fraction"] = 0.7
+    rows[1]["dead_fraction"] = 0.8
     (event,) = fired("dead_units", [Step(rows=rows)] * 9)
-    assert event.value == 0.7
+    assert event.value == 0.8
     rows[0]["recompute"] = rows[1]["recompute"] = True
     assert fired("dead_units", [Step(rows=rows)] * 9) == []
 

@@ -35,7 +35,7 @@ def test_benchmark_has_enough_trainings_and_accepts_existing_rules(benchmark: Mo
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("dropout of 1", "all_zero @ dropout1"),
+        ("dropout of 1", "dropout_keeps_units @ dropout1"),
         slow("all weights equal", "poor_initialization @ linear0"),
         slow("softmax twice", "double_softmax @ softmax"),
         ("frozen layer (learning rate of its group is 0)", "unchanged_parameter @ linear"),

@@ -19,6 +19,7 @@ from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.relations.rate_in_effect import RateInEffect
 
 RELATIONS = (
     "accumulation_divides",
@@ -387,6 +388,19 @@ def test_modes_of_healthy_trainings_hold() -> None:
         assert violations(train(model, sgd(model))) == []
 
 
+def test_training_of_an_input_holds_in_evaluation_mode() -> None:
+    model = network(nn.Dropout(0.3)).eval()
+    image = nn.Parameter(BATCHES[0].clone())
+    optimizer = torch.optim.SGD([image], lr=0.1)
+    with attached(model, optimizer) as probe:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(image).square().sum().backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == []
+
+
 def evaluations(model: nn.Module, *, prepare: Callable[[], object]) -> AttachedProbe:
     """Train and evaluate in alternation."""
     optimizer = sgd(model)
@@ -537,6 +551,26 @@ def test_scheduler_of_an_earlier_optimizer_is_reported() -> None:
     assert torch.optim.lr_scheduler.LRScheduler.step.__qualname__ == "LRScheduler.step"
 
 
+@pytest.mark.parametrize(
+    ("configured", "steps", "factor", "is_reported"),
+    [
+        (0.05, 100, lambda step: (step + 1) / 20_000, True),
+        (0.05, 99, lambda step: (step + 1) / 20_000, False),
+        (0.05, 100, lambda step: (step + 1) / 2_000, False),
+        (0.05, 100, lambda step: 0.001, False),  # it does not rise
+        (1.0, 100, lambda step: 32**-0.5 * 4000**-1.5 * (step + 1), False),  # Vaswani et al. 2017
+    ],
+)
+def test_warm_up_that_never_ends_is_reported(configured: float, steps: int, factor: Any, is_reported: bool) -> None:
+    model = network()
+    optimizer = sgd(model, lr=configured)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    batches = torch.randn(steps, 4, 6, generator=torch.Generator().manual_seed(1))
+    probe = train(model, optimizer, change=lambda step: step and schedule.step(), batches=batches, rules="default")  # type: ignore[func-returns-value]
+    assert violations(probe) == [("rate_in_effect", steps)] * is_reported
+    assert (probe.run.events.rule == "rate_in_effect").sum() == is_reported
+
+
 def test_rate_that_is_not_a_number_is_reported() -> None:
     model = network()
     optimizer = sgd(model)
@@ -545,6 +579,28 @@ def test_rate_that_is_not_a_number_is_reported() -> None:
         optimizer.param_groups[0]["lr"] = float("nan") if step == 2 else 0.1
 
     assert violations(train(model, optimizer, change=change))[0] == ("rate_in_effect", 2)
+
+
+def test_rates_of_elements_do_not_end_the_training() -> None:
+    class Elementwise(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.param_groups[0]["lr"][0] * parameter.grad)
+
+    model = network()
+    assert violations(train(model, Elementwise(model.parameters(), {"lr": torch.tensor([0.1, 0.2])}))) == []
+
+
+def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: RateInEffect, optimizer: Any) -> None:
+        raise ValueError("wrong shape")
+
+    monkeypatch.setattr(RateInEffect, "_before_step", fail)
+    model = network()
+    table = train(model, sgd(model)).relations.to_dict("records")
+    (text,) = [row["text"] for row in table if row["relation"] == "rate_in_effect"]
+    assert text == "the check failed: ValueError: wrong shape"
 
 
 def test_schedulers_of_trained_optimizers_hold() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import torch
 from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
 from instrument.analysis.rule_events import rule_events
@@ -183,6 +185,25 @@ class Reconstruction(nn.Module):
         return self.head(self.decoder(x, self.encoder(x)[1])[0])
 
 
+class BothDirections(nn.Module):
+    """Predicts the previous tokens from later ones, and the next tokens from earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.backward_part, self.forward_part = (nn.GRU(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens)
+        return self.head(self.backward_part(x.flip(1))[0].flip(1)), self.head(self.forward_part(x)[0])
+
+
+def both_directions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    previous, following = model(batch)
+    loss = F.cross_entropy(following[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+    return loss + F.cross_entropy(previous[:, 1:].flatten(0, 1), batch[:, :-1].flatten())
+
+
 def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
 
@@ -199,6 +220,31 @@ def previous_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
     shifted = batch.roll(1, 1)
     shifted[:, 0] = -100
     return F.cross_entropy(model(batch).transpose(1, 2), shifted)
+
+
+def other_sample_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch.roll(1, 0)[:, 1:].flatten())
+
+
+def rare_words_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return next_token_loss(model, batch.masked_fill(batch > 3, 4))
+
+
+def equal_positions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch, position_ids=torch.zeros(1, batch.shape[1], dtype=torch.int64)).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def positions_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    logits = model(input_ids=batch, position_ids=torch.arange(batch.shape[1])[None]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
 def masked_loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -232,12 +278,25 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
+class Lines(Bigram):
+    """A language model of characters, of which one that occurs in texts is the default for padding."""
+
+    config = SimpleNamespace(pad_token_id=0)
+
+
+def lines_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    batch[0, 3], batch[1, -3:] = 0, 0
+    return next_token_loss(model, batch)
+
+
 FAULTS = [
     ("looks_ahead", lambda: Transformer(is_causal=False), next_token_loss, None),
     ("looks_ahead", lambda: Transformer(is_causal=False, batch_first=False), time_first_loss, None),
     ("labels_shifted", Transformer, same_token_loss, 0.0),
     ("labels_shifted", Transformer, two_ahead_loss, 2.0),
     ("labels_shifted", Transformer, previous_token_loss, -1.0),
+    ("labels_shifted", Transformer, other_sample_loss, 33.0),
+    ("positions_differ", gpt2, equal_positions_loss, 12.0),
     # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
     ("padding_in_loss", Transformer, padding_loss, 5.0),
     ("padding_in_loss", lambda: Wrapper(Transformer()), padding_loss, 5.0),
@@ -255,7 +314,22 @@ def test_fault_of_a_language_model_is_reported_in_its_first_step(
     assert [event["rule"] for event in probe.events.to_dict("records") if event["severity"] == "warning"] == [relation]
 
 
+def test_unknown_words_are_reported() -> None:
+    probe = train(Transformer(), tokens(samples=16), rare_words_loss)
+    assert violations(probe) == [("tokens_vary", 2)]  # 528 targets, of which 7/11 are larger than 3
+    (row,) = rows_of(probe, "tokens_vary")
+    assert row["layer"] == "embedding"
+    assert row["value"] == pytest.approx(7 / 11, abs=0.05)
+    with instrument.attach(model := Transformer(), {}) as probe:
+        for batch in tokens(samples=16):
+            next_token_loss(model, batch).backward()
+            probe.end_step()
+    (row,) = rows_of(probe, "tokens_vary")
+    assert (row["holds"], row["value"]) == (True, pytest.approx(1 / 11, abs=0.05))
+
+
 HEALTHY = [
+    (gpt2, positions_loss, {"labels_shifted", "looks_ahead", "positions_differ"}),
     (Transformer, next_token_loss, {"labels_shifted", "looks_ahead"}),
     (lambda: Transformer(batch_first=False), time_first_loss, {"labels_shifted", "looks_ahead"}),
     (Transformer, ignored_padding_loss, {"labels_shifted", "looks_ahead", "padding_in_loss"}),
@@ -264,6 +338,8 @@ HEALTHY = [
     (lambda: Transformer(is_causal=False), masked_loss, set()),
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
+    (BothDirections, both_directions_loss, {"labels_shifted", "looks_ahead"}),
+    (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
 ]
 
 
@@ -272,13 +348,14 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "head", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(model, {"h": {"layers": "re:(lm_)?head", "kind": "forward", "action": "record"}}) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
             optimizer.step()
             probe.end_step()
-    assert {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]} == verified
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held - {"dropout_keeps_units", "tied_weights"} == verified | {"double_softmax"}
     assert violations(probe) == []
     assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
 
@@ -348,11 +425,108 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     verified = [["distinct_data", True, "", ""], ["replicas_equal", True, "", ""]]
     assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
     assert found["all_data"] == verified[1:]
+    assert found["local"] == verified[:1]
+    (text,) = found["communicating"]
+    assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
     names = ("module.0.weight", "module.1.bias", "module.1.weight", "module.3.bias", "module.3.weight")
     differing = [["replicas_equal", False, name[:8], name[9:]] for name in names]
     assert found["not_synchronized"] == differing
+    inside = [["replicas_equal", False, *name.split(".")[1:]] for name in names]
+    assert found["past_the_wrapper"] == [verified[0], *inside]
+    assert found["by_hand"] == verified[1:]
+    assert found["corrupted"] == [*inside, verified[1]]
+    assert {row[2] for row in found["other_starts"]} == {"0", "3"}
+    assert found["independent"] == []
     assert found["same_data"] == [["distinct_data", False, "", ""], verified[1]]
+
+
+def classes(high: int) -> list[tuple[Tensor, Tensor]]:
+    """Return 6 batches of 40 samples with labels below `high`."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(40, 5, generator=generator), torch.randint(high, (40,), generator=generator)) for _ in range(6)
+    ]
+
+
+def classifier(*last: nn.Module, units: int = 4, dropped: float = 0.5, outputs: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, units), nn.Dropout(dropped), nn.Linear(units, outputs), *last)
+
+
+def class_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def logit_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch[0]).squeeze(1).float(), (batch[1] > 2).float())
+
+
+def probability_loss(model: nn.Module, batch: Any) -> Tensor:
+    return F.binary_cross_entropy(model(batch[0]).squeeze(1).clamp(1e-6, 1 - 1e-6), (batch[1] > 2).float())
+
+
+LOSS_FAULTS = [
+    ("double_softmax", "3", 0, lambda: classifier(nn.Softmax(1)), class_loss, 6),
+    ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid()), class_loss, 6),
+    ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), logit_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), probability_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), probability_loss, 6),
+    ("unused_outputs", "", 4, classifier, class_loss, 3),
+    ("narrow_layer", "0", 1, lambda: classifier(units=1), class_loss, 6),
+    ("dropout_keeps_units", "1", 0, lambda: classifier(dropped=0.95), class_loss, 6),
+]
+
+
+@pytest.mark.parametrize(("relation", "layer", "step", "build", "loss_of", "high"), LOSS_FAULTS)
+def test_fault_of_a_classifier_is_reported(
+    relation: str, layer: str, step: int, build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], high: int
+) -> None:
+    probe = train(build(), classes(high), loss_of)
+    assert violations(probe) == [(relation, step)]
+    assert [row["layer"] for row in rows_of(probe, relation) if row["holds"] is False] == [layer]
+
+
+class Scored(nn.Module):
+    """A classifier with a layer of one unit that weights its features, as in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(5, 1), nn.Linear(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.score(x).sigmoid())
+
+
+HEALTHY_CLASSIFIERS = [
+    (classifier, class_loss, 6, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
+    (lambda: classifier(nn.LogSoftmax(1)), class_loss, 4, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
+    (lambda: classifier(outputs=1), logit_loss, 6, {"double_softmax", "dropout_keeps_units"}),
+    (lambda: classifier(nn.Sigmoid(), outputs=1), probability_loss, 6, {"wrong_range_of_loss", "dropout_keeps_units"}),
+    (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
+    (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
+]
+
+
+@pytest.mark.parametrize(("build", "loss_of", "high", "verified"), HEALTHY_CLASSIFIERS)
+def test_healthy_classifier_is_not_reported(
+    build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], high: int, verified: set[str]
+) -> None:
+    with instrument.attach(model := build(), {}) as probe:
+        for batch in classes(high):
+            loss_of(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held - {"mode_of_phase"} == verified
+
+
+def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs() -> None:
+    with instrument.attach(model := classifier(), {}) as probe:
+        for x, y in classes(3):
+            F.cross_entropy(model(x), y, reduction="none").mean().backward()
+            F.cross_entropy(model(x[:20]), y[:20]).backward()
+            probe.end_step()
+    assert rows_of(probe, "unused_outputs") == []
 
 
 class Images(Dataset[Tensor]):
@@ -431,7 +605,24 @@ def test_fault_in_the_data_is_reported(relation: str, step: int, batches: Callab
     assert violations(probe) == [(relation, step)]
 
 
+class Repeated(Sampler[int]):
+    """Repeats each batch several times, such as the answers to one prompt. Its length draws random numbers."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def __iter__(self) -> Iterator[int]:
+        for first in torch.randperm(8).tolist():
+            for _ in range(self.times):
+                yield from range(8 * first, 8 * first + 8)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 HEALTHY_DATA = [
+    lambda: loader(sampler=Repeated(5)),
+    lambda: loader(sampler=Repeated(2), num_workers=2),
     loader,
     lambda: loader(shuffle=True, num_workers=2),
     lambda: [Images.data] * 8,
@@ -451,6 +642,31 @@ def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -
             mean_square(model, batch).backward()
             probe.end_step()
     assert violations(probe) == []
+
+
+def test_lengths_of_samplers_draw_no_random_numbers() -> None:
+    def state(*, is_attached: bool) -> Tensor:
+        model = nn.Linear(5, 2)
+        torch.manual_seed(0)
+        with instrument.attach(model, {}) if is_attached else nullcontext():
+            list(loader(sampler=Repeated(1)))
+        return torch.get_rng_state()
+
+    assert torch.equal(state(is_attached=True), state(is_attached=False))
+
+
+def test_patches_of_the_iterators_of_data_loaders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = _BaseDataLoaderIter.__next__, []
+
+    def patched(self: Any) -> Any:
+        calls.append(1)
+        return original(self)
+
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", patched)
+    with instrument.attach(nn.Linear(5, 2), {}):
+        list(loader(batch_size=32))
+    assert _BaseDataLoaderIter.__next__ is patched
+    assert len(calls) == 3  # the last one ends the pass
 
 
 def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

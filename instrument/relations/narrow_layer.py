@@ -1,0 +1,50 @@
+"""Relation: the logits of several classes are not functions of a single unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from .relation import RELATIONS, Checked, Relation, Training
+
+MIN_CLASSES, MIN_SAMPLES = 3, 8
+TOLERANCE = 1e-4  # of the largest deviation from the mean; rounding of float32 is about 1e-6
+TIMES = 2  # checked steps in succession
+
+
+@RELATIONS.register("narrow_layer")
+class NarrowLayer(Relation):
+    """Tests whether the logits of a batch lie on a line, for models with a layer of one unit."""
+
+    sources = ("losses",)
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._layers: list[str] = []
+        self._times = 0
+
+    def attach(self) -> None:
+        parts = self.training.model.named_modules()
+        self._layers = [name for name, part in parts if isinstance(part, nn.Linear) and part.out_features == 1]
+
+    def check(self) -> Iterator[Checked]:
+        logits = [call.logits for call in self.training.losses if call.logits is not None] if self._layers else []
+        logits = [each for each in logits if len(each) >= MIN_SAMPLES and each.shape[1] >= MIN_CLASSES]
+        if not logits:
+            return
+        self._times = self._times + 1 if _are_on_a_line(logits[0]) else 0
+        if self._times >= TIMES:
+            text = f"the logits of {logits[0].shape[1]} classes are functions of one number, the output of a layer of one unit"
+            yield Checked(False, 1, text, self._layers[0])
+        elif not self._times:
+            yield Checked(True, len(logits[0]), "the logits of a batch are not on a line")
+
+
+def _are_on_a_line(logits: Tensor) -> bool:
+    """Return whether logits [samples, classes] differ from their mean in one direction only."""
+    centered = logits.double() - logits.double().mean(0)
+    norms = centered.norm(dim=1)
+    largest = centered[norms.argmax()] / norms.max()
+    rest = centered - (centered @ largest)[:, None] * largest
+    return bool(norms.max() > 0) and bool(rest.norm(dim=1).max() < TOLERANCE * norms.max())
