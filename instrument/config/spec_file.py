@@ -27,7 +27,8 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
     Args:
         specs: The path of a YAML file, the name of a hook set of the package (`transformer`, as in `hooks=transformer`), a mapping or
             list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section. A list can
-            also have names of hook sets, and then mappings from names to specs: `["transformer", "moe", {"mine": {...}}]`.
+            also have names of hook sets, and then mappings from names to specs: `["transformer", "moe", {"mine": {...}}]`. In
+            them, None removes a hook of a set.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
@@ -79,7 +80,7 @@ def _joined(entries: Sequence[Any]) -> dict[str, Any]:
         if not isinstance(specs, Mapping):
             raise ConfigError(Problem("specs", "must be a hook set, or a mapping from names to specs", given=specs))
         for name, spec in specs.items():
-            if name in joined:
+            if name in joined and spec is not None:
                 raise ConfigError(
                     Problem(f"hooks.{name}", "several entries have a hook of this name", fix="rename one")
                 )

@@ -200,6 +200,7 @@ def test_list_joins_hook_sets_and_named_specs() -> None:
     mine = {"mine": {"layers": "**", "kind": "forward", "action": "record"}}
     names = [*read_specs("gradients"), *read_specs("dead_relu"), "mine"]
     assert [*read_specs(["gradients", "dead_relu", mine])] == names
+    assert [*read_specs(["gradients", {"output_gradients": None}])] == ["parameter_gradients"]
     model = nn.Linear(1, 1)
     unknown = refused(model, ["gradients", "gradient"])
     assert "no hook set has this name" in unknown
