@@ -69,7 +69,7 @@ class LossCall(NamedTuple):
         is_mean: Whether the result is the mean.
         result: The loss.
         operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
-        logits: A copy of the first 64 logits [samples, classes]; None for other shapes, or for more than 1,000 classes.
+        logits: The first 64 logits [samples, classes]; None for other shapes, or for more than 1,000 classes.
     """
 
     shape: torch.Size
@@ -135,7 +135,7 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> LossCall | Bi
         reduction == 1,
         result,
         _operation(logits) if name == "cross_entropy_loss" else "",
-        logits.detach()[:MAX_SAMPLES].clone() if is_small else None,
+        logits.detach()[:MAX_SAMPLES] if is_small else None,
     )
 
 

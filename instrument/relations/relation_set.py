@@ -87,7 +87,9 @@ class RelationSet(InertWhenCopied):
             return
         if isinstance(call, LossCall):
             if len(self.training.losses) < _MAX_CALLS:
-                self.training.losses.append(call)
+                # A view would keep the memory of all logits until the end of the step.
+                copied = None if call.logits is None else call.logits.clone()
+                self.training.losses.append(call._replace(logits=copied))
         elif len(self.training.binary_losses) < _MAX_CALLS:
             self.training.binary_losses.append(call)
 
