@@ -16,7 +16,7 @@ from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import BinaryLossCall, LossCall, observe_losses, unobserve_losses
+from .loss_calls import BinaryLossCall, LossCall, copied, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
@@ -87,9 +87,7 @@ class RelationSet(InertWhenCopied):
             return
         if isinstance(call, LossCall):
             if len(self.training.losses) < _MAX_CALLS:
-                # A view would keep the memory of all logits until the end of the step.
-                copied = None if call.logits is None else call.logits.clone()
-                self.training.losses.append(call._replace(logits=copied))
+                self.training.losses.append(copied(call))
         elif len(self.training.binary_losses) < _MAX_CALLS:
             self.training.binary_losses.append(call)
 
