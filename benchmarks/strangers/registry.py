@@ -43,6 +43,7 @@ MISSING_RULES = frozenset(
         "missing_activation",
         "missing_softmax",
         "mode_of_phase",
+        "narrow_layer",
         "padding_attended",
         "padding_in_loss",
         "parameters_follow_gradients",
@@ -50,8 +51,10 @@ MISSING_RULES = frozenset(
         "replicas_equal",
         "samples_vary",
         "tied_weights",
+        "unused_outputs",
         "weights_loaded",
         "wrong_loss",
+        "wrong_range_of_loss",
     }
 )
 

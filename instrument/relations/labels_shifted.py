@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from .relation import RELATIONS, Checked, Relation, Training
-from .token_targets import MIN_TOKENS, Causality, TokenTargets, causality, token_targets
+from .token_targets import MIN_DIFFERENT, MIN_TOKENS, Causality, TokenTargets, causality, token_targets
 
 MAX_SAMPLES = 32  # whose targets are compared with other samples
+MIN_OF_SAMPLE = 4  # fewer targets of a sample can be equal by chance
 _WRONG = {
     0: "tokens that the model sees already, at the same positions",
     2: "the tokens two positions ahead: the labels are shifted twice",
@@ -55,8 +56,8 @@ def _are_of_other_samples(of: TokenTargets) -> bool:
     """Return whether the targets of each sample are the next tokens of another sample."""
     length = min(of.targets.shape[1], of.tokens.shape[1] - 1)
     targets, counted, tokens = of.targets[:, :length], of.counted[:, :length], of.tokens[:, 1 : length + 1]
-    rows = counted.any(1).nonzero().flatten()[:MAX_SAMPLES]
-    if len(rows) < 2 or of.total < MIN_TOKENS:
+    rows = (counted.sum(1) >= MIN_OF_SAMPLE).nonzero().flatten()[:MAX_SAMPLES]
+    if len(rows) < 2 or of.total < MIN_TOKENS or len(targets[counted].unique()) < MIN_DIFFERENT:
         return False
     equal = ((targets[rows, None] == tokens[None]) | ~counted[rows, None]).all(2)  # [rows, samples]
     own = equal[torch.arange(len(rows)), rows]

@@ -87,7 +87,8 @@ class LossCall(NamedTuple):
         is_mean: Whether the result is the mean.
         result: The loss.
         operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
-        logits: A copy of the first 64 logits [samples, classes]; None for other shapes, or for more than 1,000 classes.
+        logits: The logits. In `Training.losses`, a copy of the first 64 rows; None if they are not [samples, classes], or have more
+            than 1,000 classes.
     """
 
     shape: torch.Size
@@ -103,6 +104,14 @@ class LossCall(NamedTuple):
 
 AnyLossCall = LossCall | BinaryLossCall | PairLossCall
 _observers: list[Callable[[AnyLossCall], None]] = []
+
+
+def copied(call: LossCall) -> LossCall:
+    """Return a call that does not keep the memory of all its logits."""
+    logits, is_small = call.logits, len(call.shape) == 2 and call.shape[1] <= MAX_CLASSES
+    if logits is None or not is_small or not is_readable(logits):
+        return call._replace(logits=None)
+    return call._replace(logits=logits.detach()[:MAX_SAMPLES].clone())
 
 
 def observe_losses(observer: Callable[[AnyLossCall], None]) -> None:
@@ -149,7 +158,6 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
     if len(args) < 5 or not _has_classes(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
-    is_small = logits.ndim == 2 and logits.shape[1] <= MAX_CLASSES and is_readable(logits)
     return LossCall(
         logits.shape,
         targets,
@@ -159,7 +167,7 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
         reduction == 1,
         result,
         _operation(logits) if name == "cross_entropy_loss" else "",
-        logits.detach()[:MAX_SAMPLES].clone() if is_small else None,
+        logits,
     )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .relation import RELATIONS, Checked, Relation, Training
 
 MIN_CLASSES, MIN_SAMPLES = 3, 8
+MIN_DIFFERENT = 3  # any two logits are on a line
 TOLERANCE = 1e-4  # of the largest deviation from the mean; rounding of float32 is about 1e-6
 TIMES = 2  # checked steps in succession
 
@@ -29,9 +30,9 @@ class NarrowLayer(Relation):
         self._layers = [name for name, part in parts if isinstance(part, nn.Linear) and part.out_features == 1]
 
     def check(self) -> Iterator[Checked]:
-        logits = [call.logits for call in self.training.losses if call.logits is not None] if self._layers else []
-        logits = [each for each in logits if len(each) >= MIN_SAMPLES and each.shape[1] >= MIN_CLASSES]
-        if not logits:
+        given = [call.logits for call in self.training.losses if call.is_mean and call.logits is not None]
+        logits = [each for each in given if len(each) >= MIN_SAMPLES and each.shape[1] >= MIN_CLASSES]
+        if not logits or not self._layers:
             return
         self._times = self._times + 1 if _are_on_a_line(logits[0]) else 0
         if self._times >= TIMES:
@@ -43,8 +44,10 @@ class NarrowLayer(Relation):
 
 def _are_on_a_line(logits: Tensor) -> bool:
     """Return whether logits [samples, classes] differ from their mean in one direction only."""
+    if len(logits.unique(dim=0)) < MIN_DIFFERENT:
+        return False
     centered = logits.double() - logits.double().mean(0)
     norms = centered.norm(dim=1)
     largest = centered[norms.argmax()] / norms.max()
     rest = centered - (centered @ largest)[:, None] * largest
-    return bool(norms.max() > 0) and bool(rest.norm(dim=1).max() < TOLERANCE * norms.max())
+    return bool(rest.norm(dim=1).max() < TOLERANCE * norms.max())

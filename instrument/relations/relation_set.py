@@ -19,7 +19,7 @@ from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, observe_losses, unobserve_losses
+from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, copied, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
@@ -92,7 +92,7 @@ class RelationSet(InertWhenCopied):
             return
         if isinstance(call, LossCall):
             if len(training.losses) < _MAX_CALLS:
-                training.losses.append(call)
+                training.losses.append(copied(call))
         elif isinstance(call, BinaryLossCall):
             if len(training.binary_losses) < _MAX_CALLS:
                 training.binary_losses.append(call)

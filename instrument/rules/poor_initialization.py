@@ -13,6 +13,8 @@ from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
+LARGE_CHANGE = 0.5  # of a block, relative to its input
+PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
 class PoorInitializationRule(RuleBase):
@@ -24,6 +26,11 @@ class PoorInitializationRule(RuleBase):
 
     A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). PyTorch's
     default shrinks it to about a third per layer, so that only a far larger ratio is reported.
+
+    With `branch_ratio` and `input_cosine` of the changes of blocks, such as `hooks=transformer`, it is also reported if most blocks
+    add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
+    the input, so that a change of r times the input turns it by the angle arctan(r) (He et al. 2016, https://arxiv.org/abs/1603.05027,
+    section 3.1, for the exponential growth of scaled shortcuts).
     """
 
     rule: Literal["poor_initialization"]
@@ -52,7 +59,8 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
     def selects(self, location: Location) -> bool:
         is_weight = location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
         is_weight = is_weight and location.layer not in self.frozen_layers
-        return (location.is_output or is_weight) and location.module_type in WEIGHTED and location.phase == "train"
+        is_read = (location.is_output or is_weight) and location.module_type in WEIGHTED
+        return (is_read or location.role == "change") and location.phase == "train"
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         if self._done:
@@ -63,6 +71,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
             yield from self._check_outputs(std, chosen)
             numel = chosen.values(rows.counts("numel"), self.merge)
             yield from self._check_weights(mean, np.where(numel > 1, std, np.nan), chosen)
+            yield from self._check_blocks(rows, chosen)
 
     def _check_outputs(self, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:
         values = np.array([std[at] if location.is_output else 0.0 for at, location in enumerate(chosen.locations)])
@@ -78,6 +87,19 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
                 f"a ratio above {self.spec.factor:g}"
             )
             yield Firing(text, ratio, self.spec.factor, chosen.locations[at])
+
+    def _check_blocks(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        """Report that most blocks add a multiple of their input to it."""
+        ratio, cosine = (chosen.values(rows.column(name), self.merge) for name in ("branch_ratio", "input_cosine"))
+        orthogonal = np.sqrt(np.maximum(1 - cosine**2, 0))  # the sine of the angle
+        scaled = np.flatnonzero((ratio > LARGE_CHANGE) & (ratio * cosine > PARALLEL * orthogonal))
+        if 2 * len(scaled) > np.count_nonzero(~np.isnan(ratio)):
+            at = int(scaled[0])
+            text = (
+                f"{len(scaled)} blocks add a multiple of their input: the change is {ratio[at]:.3g} times the input, and the cosine "
+                f"of input and output is {cosine[at]:.3g}"
+            )
+            yield Firing(text, float(ratio[at]), LARGE_CHANGE, chosen.locations[at])
 
     @staticmethod
     def _check_weights(mean: FloatArray, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:

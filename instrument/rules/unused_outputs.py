@@ -13,8 +13,7 @@ class UnusedOutputsRule(RuleBase):
 
     The number of outputs has to be that of the classes (NeuraLint: Nikanjam et al. 2021, https://arxiv.org/abs/2105.08095). It is decided
     after 16 samples per class, at least 200. Two classes, language models, and losses other than the
-    mean, such as those of policies, do not count.
-    A model that learns its classes one after another is reported.
+    mean, such as those of policies, do not count. A model that learns its classes one after another is reported.
     """
 
     rule: Literal["unused_outputs"]

@@ -400,6 +400,18 @@ def test_samples_of_one_class_are_imbalanced() -> None:
     assert "all 512 samples have class 3" in event.message
 
 
+@pytest.mark.parametrize(("kept", "count"), [(1.0, 0), (2.0, 1), (0.5, 0)])
+def test_blocks_that_add_their_input_twice_are_a_poor_initialization(kept: float, count: int) -> None:
+    generator, rows = np.random.default_rng(0), []
+    stream = generator.normal(size=1000)
+    for block in range(3):
+        before, norm = stream, np.linalg.norm(stream)
+        stream = kept * before + 0.5 * norm * generator.normal(size=1000) / np.sqrt(1000)
+        ratio, cosine = np.linalg.norm(stream - before) / norm, stream @ before / np.linalg.norm(stream) / norm
+        rows.append({**OUTPUT, "role": "change", "layer": str(block), "branch_ratio": ratio, "input_cosine": cosine})
+    assert [event.layer for event in fired("poor_initialization", [Step(rows=rows)])] == ["0"] * count
+
+
 def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
     def first(*weights: tuple[float, float, float, float]) -> list[Step]:
         """Return the mean and std of weights after their first update, and of the update."""

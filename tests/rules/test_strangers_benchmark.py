@@ -11,6 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from instrument.config.rules import default_rules
 
@@ -106,3 +108,18 @@ def test_fault_runs_with_its_twin(strangers: ModuleType) -> None:
     program = strangers.PROGRAMS["causal_attention"]
     jobs = list(strangers.jobs_of(strangers.PROGRAMS.values(), ["attention_looks_ahead"], 2))
     assert jobs == [(program, fault, seed) for fault in ("", "attention_looks_ahead") for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("has_router", [False, True])
+def test_hook_sets_fit_models_without_transformer_or_with_an_unknown_router(
+    strangers: ModuleType, has_router: bool
+) -> None:
+    import registry
+
+    model = nn.Module() if has_router else nn.Linear(4, 3)
+    if has_router:
+        model.gate, model.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    with registry.attach(model, torch.optim.SGD(model.parameters())) as probe:
+        probe.end_step(loss=1.0)
+    assert registry.RECORDING.losses == [1.0]
+    registry.RECORDING.losses.clear()
