@@ -26,7 +26,9 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
 
     Args:
         specs: The path of a YAML file, the name of a hook set of the package (`transformer`, as in `hooks=transformer`), a mapping or
-            list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section.
+            list with the content of such a file, or spec objects. The specs are at the top level or in a `hooks` section. A list can
+            also have names of hook sets, and then mappings from names to specs: `["transformer", "moe", {"mine": {...}}]`. In
+            them, None removes a hook of a set.
 
     Raises:
         ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
@@ -37,6 +39,8 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
     if isinstance(given, Mapping):
         return parse_hooks({name: _plain(spec) for name, spec in given.items()})
     if isinstance(given, Sequence) and not isinstance(given, str):
+        if any(isinstance(each, str) for each in given):
+            return parse_hooks(_joined(given))
         return parse_hooks([_plain(spec) for spec in given])
     return parse_hooks(given)
 
@@ -63,6 +67,25 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
     if in_file is not None and not isinstance(in_file, Mapping):
         raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))
     return parse_rules({**default_rules(), **(in_file or {}), **({} if rules == "default" else rules)})
+
+
+def _joined(entries: Sequence[Any]) -> dict[str, Any]:
+    """Return the specs of hook sets and of mappings from names to specs."""
+    packaged, joined = hook_sets(), dict[str, Any]()
+    for entry in entries:
+        if isinstance(entry, str) and entry not in packaged:
+            similar = similar_names(entry, packaged)
+            raise ConfigError(Problem("specs", "no hook set has this name", entry, [*packaged], similar))
+        specs = _read_file(packaged[entry]) if isinstance(entry, str) else entry
+        if not isinstance(specs, Mapping):
+            raise ConfigError(Problem("specs", "must be a hook set, or a mapping from names to specs", given=specs))
+        for name, spec in specs.items():
+            if name in joined and spec is not None:
+                raise ConfigError(
+                    Problem(f"hooks.{name}", "several entries have a hook of this name", fix="rename one")
+                )
+            joined[name] = _plain(spec)
+    return joined
 
 
 def _read_file(path: str | Path) -> Any:

@@ -82,7 +82,9 @@ def attach(
         model: The model: any `torch.nn.Module`.
         specs: The hook specs: the path of a YAML file, the name of a hook set of the package (`transformer`, as in
             `hooks=transformer`), a mapping or list with the content of such a file, or spec objects. The specs are at the top
-            level or in a `hooks` section. Without any spec, the probe records only metrics and events.
+            level or in a `hooks` section. A list can also have names of hook sets, and then mappings from names to specs:
+            `["transformer", "moe", {"mine": {...}}]`. In them, None removes a hook of a set. Without any spec, the
+            probe records only metrics and events.
         optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step.

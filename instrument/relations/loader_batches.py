@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,9 @@ from ..values.nested import iter_tensors
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
 _KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
 _Iterator = dataloader._BaseDataLoaderIter
-_originals: list[Callable[[Any], Any]] = []
+_replaced: list[
+    tuple[Callable[[Any], Any], Callable[[Any], Any]]
+] = []  # the function before, and the one that observes
 _observers: list[Callable[[LoaderBatch], None]] = []
 
 
@@ -60,29 +63,38 @@ def is_readable(tensor: Tensor) -> bool:
 def observe_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Call a function with each batch of a data loader of this process, until `unobserve_batches`."""
     _observers.append(observer)
-    if not _originals:
-        _originals.append(_Iterator.__next__)
-        setattr(_Iterator, "__next__", _observed_next)  # noqa: B010 - for mypy, it is a method
+    if not _replaced:
+        original: Callable[[Any], Any] = _Iterator.__next__
+        observed = _observed(original)
+        _replaced.append((original, observed))
+        setattr(_Iterator, "__next__", observed)  # noqa: B010 - for mypy, it is a method
 
 
 def unobserve_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Stop calling a function. Do nothing if it is not called."""
     if observer in _observers:
         _observers.remove(observer)
-    if not _observers and _Iterator.__next__ is _observed_next:  # otherwise, other code has replaced it too
-        setattr(_Iterator, "__next__", _originals.pop())  # noqa: B010
+    if (
+        not _observers and _replaced and _Iterator.__next__ is _replaced[0][1]
+    ):  # otherwise, other code has replaced it too
+        setattr(_Iterator, "__next__", _replaced.pop()[0])  # noqa: B010
 
 
-def _observed_next(iterator: Any) -> Any:
-    batch = _originals[0](iterator)
-    try:
-        observed = _describe(iterator, batch)
-    except Exception:  # the batch of any loader must reach the loop
+def _observed(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        batch = original(iterator)
+        observers = [*_observers]
+        try:
+            observed = _describe(iterator, batch) if observers else None
+        except Exception:  # the batch of any loader must reach the loop
+            return batch
+        if observed is not None and observed.fingerprints:
+            for observer in observers:
+                observer(observed)
         return batch
-    if observed.fingerprints:
-        for observer in [*_observers]:
-            observer(observed)
-    return batch
+
+    return next_batch
 
 
 def _describe(iterator: Any, batch: Any) -> LoaderBatch:

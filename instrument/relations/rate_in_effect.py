@@ -17,15 +17,18 @@ FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
 FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
-_step = LRScheduler.step
+_replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
 _observers: list[Callable[[LRScheduler], None]] = []
 
 
-@wraps(_step)
-def _observed_step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-    for observer in [*_observers]:
-        observer(self)
-    _step(self, *args, **kwargs)
+def _observed(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        for observer in [*_observers]:
+            observer(self)
+        original(self, *args, **kwargs)
+
+    return step
 
 
 @RELATIONS.register("rate_in_effect")
@@ -50,13 +53,18 @@ class RateInEffect(Relation):
         for optimizer in self.training.optimizers:
             self.observe_steps(optimizer, self._before_step)
         _observers.append(self._on_scheduler)
-        LRScheduler.step = _observed_step  # type: ignore[method-assign]
+        if not _replaced:
+            original = LRScheduler.step
+            _replaced.append((original, _observed(original)))
+            LRScheduler.step = _replaced[0][1]  # type: ignore[method-assign]
 
     def detach(self) -> None:
         if self._on_scheduler in _observers:
             _observers.remove(self._on_scheduler)
-        if not _observers and LRScheduler.step is _observed_step:
-            LRScheduler.step = _step  # type: ignore[method-assign]
+        if (
+            not _observers and _replaced and LRScheduler.step is _replaced[0][1]
+        ):  # otherwise, other code has replaced it too
+            LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
         self._schedulers.clear()
         super().detach()
 

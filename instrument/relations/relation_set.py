@@ -109,23 +109,27 @@ class RelationSet(InertWhenCopied):
         self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY == 0
 
     def check(self) -> list[RelationRow]:
-        """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location."""
+        """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""
         self._plan_check()
         phase, rows = self.clock.moment.phase, list[RelationRow]()
         is_checked = self.training.is_checked or phase == "eval"  # an evaluation may follow any step
         if is_checked and not self.clock.closed:
             for name, relation in self._relations.items():
                 if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation.check)
+                    rows += self._new_rows(name, relation.check, phase)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")
         return rows
 
     def check_end(self) -> list[RelationRow]:
         """Check the relations after a training that ended without an error. Return the rows to write."""
-        return [row for name, relation in self._relations.items() for row in self._new_rows(name, relation.check_end)]
+        return [
+            row
+            for name, relation in self._relations.items()
+            for row in self._new_rows(name, relation.check_end, "train")
+        ]
 
-    def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]]) -> list[RelationRow]:
+    def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]], phase: str) -> list[RelationRow]:
         rows = []
         try:
             results = [*check()]
@@ -137,7 +141,7 @@ class RelationSet(InertWhenCopied):
         for holds, value, text, layer, path in results:
             if holds and is_violated:
                 continue
-            location = f"{holds} {layer} {path}" if holds is False else str(holds)
+            location = f"{phase} {layer} {path}" if holds is False else str(holds)
             if not self._seen[name, location] and self._seen[name, ""] < MAX_ROWS:
                 self._seen[name, location] = 1
                 self._seen[name, ""] += holds is False

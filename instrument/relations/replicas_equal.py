@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
@@ -29,8 +29,8 @@ class ReplicasEqual(Relation):
     This is training with `DistributedDataParallel`, or without it if the loop synchronizes the gradients: they were equal in all
     processes before a step of the optimizer, although the inputs of the model were not. Gradients that differ make the parameters
     differ in the same step. Buffers are not compared: each process updates the running statistics of batch normalization with its own
-    batch, until the next forward pass. Nor are parameters that DDP ignores, and those of local SGD, which averages them later. A step
-    whose last call is in a block `no_sync` can be one of local SGD.
+    batch, until the next forward pass. Nor are parameters outside of wrappers, those that DDP ignores, and those of local SGD, which
+    averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
     """
 
     sources = ("inputs",)
@@ -59,8 +59,8 @@ class ReplicasEqual(Relation):
         gradients, self._gradients = self._gradients, []
         evidence = _NONE
         if wrapper is not None and keeps_all_equal(wrapper) and not self.training.is_local:
-            names = {id(each): name for name, each in wrapper.module.named_parameters()}
-            named = [(name, each) for name, each in named if names.get(id(each)) not in wrapper.parameters_to_ignore]
+            replicated = _replicated(self.training.model, wrapper)
+            named = [(name, each) for name, each in named if id(each) in replicated]
         elif wrapper is None and gradients and all(type(each) is Parameter for _, each in named):
             tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
             evidence = _hash(b"".join(map(fingerprint, tensors))) + _hash(_numbers(gradients).tobytes())
@@ -74,6 +74,17 @@ class ReplicasEqual(Relation):
             self._is_synchronized |= len(inputs) == len(values) and len(equal) == 1
             if wrapper is not None or self._is_synchronized:
                 yield from _compare([*parameters], step, [value[2 * SIZE :] for value in values])
+
+
+def _replicated(model: nn.Module, wrapper: DistributedDataParallel) -> set[int]:
+    """Return the `id` of each parameter that a wrapper in the model, or otherwise the one around it, keeps equal."""
+    wrappers = [each for each in model.modules() if isinstance(each, DistributedDataParallel)] or [wrapper]
+    return {
+        id(parameter)
+        for each in wrappers
+        for name, parameter in each.module.named_parameters()
+        if name not in each.parameters_to_ignore
+    }
 
 
 def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:

@@ -18,7 +18,7 @@ class SamplesVary(Relation):
     """Compares the samples in the first input of the model in a step, and this input with that of earlier steps.
 
     Only in trainings that read a data loader with several batches in each of these steps. The repeated input has to be a batch of the
-    loader, so that a model with a constant input is not reported. A sampler that is not of PyTorch may repeat a batch.
+    loader, so that a model with a constant input is not reported. A loader whose successive batches are equal repeats its data.
     """
 
     sources = ("inputs", "batches")
@@ -49,8 +49,8 @@ class SamplesVary(Relation):
         elif self._times == TIMES and is_loaded:
             recent = [batch for batch in batches if batch.step > step - TIMES]
             differ = len({batch.fingerprints for batch in recent}) > 1
-            if not differ and any(batch.may_repeat for batch in recent):
-                return
+            if not differ and any(batch.number or batch.may_repeat for batch in recent):
+                return  # the data repeat
             why = "although the data loader gives others" if differ else "although the data loader has several"
             yield Checked(False, TIMES, f"the model gets the same batch in {TIMES} steps in succession, {why}")
         elif self._times == 1 and not self._times_in_batch and tensors[0].ndim and len(tensors[0]) >= MIN_SAMPLES:

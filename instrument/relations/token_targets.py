@@ -119,7 +119,7 @@ class Causality(NamedTuple):
 
 
 def causality(training: Training, of: TokenTargets) -> Causality:
-    """Change one token of an input and compute the outputs again, in evaluation mode, with a copy of the model.
+    """Change one token of one sample and compute its outputs again, in evaluation mode, with a copy of the model.
 
     The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored. Other
     processes do not repeat the call, so the model must not communicate with them.
@@ -129,9 +129,10 @@ def causality(training: Training, of: TokenTargets) -> Causality:
         model = model.module
     if any(is_sharded(parameter) for parameter in model.parameters()):
         return Causality(problem="its parameters are sharded")
-    positions = of.counted.any(0).nonzero().flatten()
+    row = int(of.counted.sum(1).argmax())
+    positions = of.counted[row].nonzero().flatten()
     at = int(positions[len(positions) // 2])
-    changed = _changed(of, at)
+    changed = _changed(of, row, at)
     states = random.getstate(), np.random.get_state()
     devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
     try:
@@ -150,7 +151,7 @@ def causality(training: Training, of: TokenTargets) -> Causality:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    base, repeated, other = outputs
+    base, repeated, other = ([each[row] for each in several] for several in outputs)
     results = [_compare_outputs(each, positions, at) for each in zip(base, repeated, other, strict=True)]
     if not results:
         return Causality(problem="no output has the positions of the input")
@@ -162,14 +163,14 @@ def causality(training: Training, of: TokenTargets) -> Causality:
 
 
 def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, at: int) -> Causality:
-    """Compare the logits [samples, positions, classes] of a call, of the same call, and of one with another token at a position."""
+    """Compare the logits [positions, classes] of a call, of the same call, and of one with another token at a position."""
     base, repeated, other = logits
-    where = torch.zeros(base.shape[1], dtype=torch.bool)
+    where = torch.zeros(len(base), dtype=torch.bool)
     where[positions] = True
     where = where.to(base.device)
     scale = float(base.abs().amax()) or 1.0
     noise = float((repeated - base).abs().amax())
-    change = (other - base).abs().amax((0, 2))
+    change = (other - base).abs().amax(1)
     ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
     limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
     return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
@@ -200,13 +201,13 @@ def _sides(change: Tensor, where: Tensor, at: int) -> tuple[tuple[Tensor, Tensor
     return (change[:at], where[:at]), (change[at + 1 :], where[at + 1 :])
 
 
-def _changed(of: TokenTargets, at: int) -> Tensor:
-    """Return the tokens with another one at a position, which is a target elsewhere in the sample."""
+def _changed(of: TokenTargets, row: int, at: int) -> Tensor:
+    """Return the tokens with another one at a position of a sample. It is one of the targets.
+
+    The other samples are the same: experts with a capacity share it between the samples of a batch.
+    """
     changed = of.tokens.clone()
-    for row, labels, counted in zip(changed, of.targets, of.counted, strict=True):
-        others = labels[counted & (labels != row[at])]
-        if len(others):
-            row[at] = others[0]
+    changed[row, at] = of.targets[of.counted & (of.targets != changed[row, at])][0]
     return changed
 
 

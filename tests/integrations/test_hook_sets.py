@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import transformers
 from architectures import Architecture
 from conftest import Answer
 from hook_runs import refused
@@ -79,6 +80,13 @@ def test_transformer_set_records_every_head_and_block(name: str) -> None:
     numbers = rows(probe, "attention")[["row_entropy", "row_uniformity", "first_fraction"]]
     assert not numbers.isna().any().any()
     assert numbers["row_uniformity"].between(0, 1 + 1e-6).all()
+
+
+def test_masks_are_in_no_number_of_the_transformer_set() -> None:
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=D, n_layer=1, n_head=HEADS)
+    probe = train(transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager"), "transformer")
+    numbers = rows(probe, "attention_scores").select_dtypes("float64")  # the masks have the smallest float32
+    assert 0 < float(numbers.max(axis=None)) < 100
 
 
 def test_transformer_set_has_the_numbers_of_torch() -> None:
@@ -186,6 +194,19 @@ def test_unknown_hook_set_lists_the_others() -> None:
     message = refused(nn.Linear(1, 1), "transfomer")
     assert f"a hook set: {', '.join(hook_sets())}" in message
     assert "similar  transformer" in message
+
+
+def test_list_joins_hook_sets_and_named_specs() -> None:
+    mine = {"mine": {"layers": "**", "kind": "forward", "action": "record"}}
+    names = [*read_specs("gradients"), *read_specs("dead_relu"), "mine"]
+    assert [*read_specs(["gradients", "dead_relu", mine])] == names
+    assert [*read_specs(["gradients", {"output_gradients": None}])] == ["parameter_gradients"]
+    model = nn.Linear(1, 1)
+    unknown = refused(model, ["gradients", "gradient"])
+    assert "no hook set has this name" in unknown
+    assert "similar  gradients" in unknown
+    assert "hooks.activations: several entries have" in refused(model, ["activations", {"activations": mine["mine"]}])
+    assert "a mapping from names to specs" in refused(model, ["gradients", [mine["mine"]]])
 
 
 def test_file_precedes_the_hook_set_of_its_name(workdir: Any) -> None:

@@ -110,6 +110,22 @@ def communicate() -> list[str]:
     return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
+def train_partly_wrapped() -> list[str]:
+    """Train a model whose first layer differs between the processes. Return the relations that do not hold."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(4, 4), DistributedDataParallel(nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+            dist.barrier()
+    table = probe.relations.to_dict("records") if len(probe.relations) else []
+    return [row["relation"] for row in table if row["holds"] is False]
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -122,6 +138,7 @@ def main() -> None:
         "all_data": train(batch=lambda rank, step: torch.ones(8, 4)),
         "local": train(is_local=True),
         "communicating": communicate(),
+        "partly_wrapped": train_partly_wrapped(),
         "one_leaves": train(alone_at_the_end=60),
         "not_synchronized": train(is_wrapped=False),
         "past_the_wrapper": train(is_wrapped=False, is_inside=True),

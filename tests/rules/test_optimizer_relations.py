@@ -426,6 +426,28 @@ def test_evaluation_in_training_mode_is_reported(part: nn.Module) -> None:
     assert (row["step"], row["phase"]) == (1, "eval")
 
 
+def test_wrong_mode_is_reported_in_both_phases() -> None:
+    model = network(nn.Dropout(0.3))
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for step, batch in enumerate(BATCHES[:4]):
+            if step == 2:
+                model.eval()
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+            if step == 1:
+                with probe.evaluating(), torch.no_grad():
+                    model(batch)
+    events = probe.events[probe.events["rule"] == "mode_of_phase"]
+    assert [(row["step"], row["phase"]) for row in rows(probe, "mode_of_phase", holds=False)] == [
+        (2, "eval"),
+        (2, "train"),
+    ]
+    assert len(events) == 2
+
+
 def test_evaluations_in_evaluation_mode_hold() -> None:
     model = network(nn.Dropout(0.3), nn.BatchNorm1d(8))
     assert violations(evaluations(model, prepare=model.eval)) == []
@@ -601,6 +623,13 @@ def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: py
     table = train(model, sgd(model)).relations.to_dict("records")
     (text,) = [row["text"] for row in table if row["relation"] == "rate_in_effect"]
     assert text == "the check failed: ValueError: wrong shape"
+
+
+def test_steps_in_a_graph_capture_are_not_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    model = network(nn.Dropout(0.3))
+    assert verified(train(model, sgd(model))) == set()
 
 
 def test_schedulers_of_trained_optimizers_hold() -> None:

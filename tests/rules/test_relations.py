@@ -18,7 +18,8 @@ import torch
 from distributed_runs import run_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import instrument
@@ -206,6 +207,23 @@ def both_directions_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss + F.cross_entropy(previous[:, 1:].flatten(0, 1), batch[:, :-1].flatten())
 
 
+class Capacity(Bigram):
+    """A mixture of experts, of which each computes the first tokens of a batch that choose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Embedding(VOCABULARY, 2)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, choices = self.embedding(tokens).flatten(0, 1), self.router(tokens).flatten(0, 1).argmax(-1)
+        out = x.clone()
+        for index, expert in enumerate(self.experts):
+            chosen = (choices == index).nonzero().flatten()[: len(x) // 3]
+            out = out.index_add(0, chosen, expert(x[chosen]))
+        return self.head(out.view(*tokens.shape, -1).cumsum(1))
+
+
 def time_first_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch.T[:-1]).flatten(0, 1), batch.T[1:].flatten())
 
@@ -341,7 +359,8 @@ HEALTHY = [
     (Reconstruction, same_token_loss, set()),
     (Reconstruction, next_token_loss, {"labels_shifted"}),
     (BothDirections, both_directions_loss, {"labels_shifted", "looks_ahead"}),
-    (Lines, lines_loss, {"labels_shifted", "looks_ahead", "tied_weights"}),
+    (Capacity, next_token_loss, {"labels_shifted", "looks_ahead"}),
+    (Lines, lines_loss, {"labels_shifted", "looks_ahead"}),
 ]
 
 
@@ -350,7 +369,9 @@ def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
 ) -> None:
     optimizer = torch.optim.SGD((model := build()).parameters(), lr=0.01)
-    with instrument.attach(model, {"h": {"layers": "re:(lm_)?head", "kind": "forward", "action": "record"}}) as probe:
+    with instrument.attach(
+        model, {"h": {"layers": "re:embedding|lm_head", "kind": "forward", "action": "record"}}
+    ) as probe:
         for batch in tokens():
             optimizer.zero_grad()
             loss_of(model, batch).backward()
@@ -428,6 +449,7 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     assert found["healthy"] == found["inside"] == found["one_leaves"] == verified
     assert found["all_data"] == verified[1:]
     assert found["local"] == verified[:1]
+    assert found["partly_wrapped"] == []
     (text,) = found["communicating"]
     assert "it communicates with other processes (c10d.allreduce_" in text
     # Without the bias before the batch normalization, which has a gradient of zero.
@@ -656,6 +678,7 @@ class Repeated(Sampler[int]):
 
 HEALTHY_DATA = [
     lambda: loader(sampler=Repeated(5)),
+    lambda: loader(ConcatDataset([Subset(Images(), range(8))] * 6)),
     lambda: loader(sampler=Repeated(2), num_workers=2),
     loader,
     lambda: loader(shuffle=True, num_workers=2),
@@ -689,18 +712,26 @@ def test_lengths_of_samplers_draw_no_random_numbers() -> None:
     assert torch.equal(state(is_attached=True), state(is_attached=False))
 
 
-def test_patches_of_the_iterators_of_data_loaders_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = _BaseDataLoaderIter.__next__, []
+def test_other_patches_of_pytorch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for owner, name in ((_BaseDataLoaderIter, "__next__"), (LRScheduler, "step")):
+        original = getattr(owner, name)
 
-    def patched(self: Any) -> Any:
-        calls.append(1)
-        return original(self)
+        def patched(self: Any, original: Any = original, name: str = name) -> Any:
+            calls.append(name)
+            return original(self)
 
-    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", patched)
-    with instrument.attach(nn.Linear(5, 2), {}):
+        monkeypatch.setattr(owner, name, patched)
+    before = _BaseDataLoaderIter.__next__, LRScheduler.step
+    optimizer = torch.optim.SGD((model := nn.Linear(5, 2)).parameters())
+    with instrument.attach(model, {}, optimizer=optimizer):
         list(loader(batch_size=32))
-    assert _BaseDataLoaderIter.__next__ is patched
-    assert len(calls) == 3  # the last one ends the pass
+        optimizer.step()
+        ExponentialLR(optimizer, 0.9)
+    assert (_BaseDataLoaderIter.__next__, LRScheduler.step) == before
+    assert calls == ["__next__"] * 3 + [
+        "step"
+    ]  # the last batch ends the pass, and a scheduler makes a step when it is created
 
 
 def test_failing_check_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
