@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+
 from ..config.rules import RULES
 from .growth import GrowthFields, GrowthRule
-from .step_rows import Location
+from .step_rows import FloatArray, IndexArray, Location
+
+ROUNDING = 1e-6
 
 
 class ExplodingGradientRule(GrowthFields):
@@ -14,6 +18,8 @@ class ExplodingGradientRule(GrowthFields):
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
     `factor: 100`. The norm itself is not a reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
+    The gradient of a bias before a batch normalization is zero except for rounding, and is no reference: its median is below 1e-6,
+    about ten rounding units of float32, of the largest one of all gradients.
     """
 
     rule: Literal["exploding_gradient"]
@@ -30,3 +36,15 @@ class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
 
     def selects(self, location: Location) -> bool:
         return location.is_gradient
+
+    def _exceeded(self, slots: IndexArray, values: FloatArray) -> dict[int, tuple[float, float]]:
+        exceeded = super()._exceeded(slots, values)
+        if not exceeded:
+            return exceeded
+        locations = list(self._slots)
+        largest = max(float(np.nanmedian(self._values[slot])) for slot in slots[self._count[slots] > 0])
+        return {
+            at: (median, bound)
+            for at, (median, bound) in exceeded.items()
+            if median > ROUNDING * largest or not locations[slots[at]].is_of_bias
+        }

@@ -232,12 +232,26 @@ def test_growth_compares_each_location_with_itself() -> None:
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
 QUARTERS = (0.60, 0.56, 0.61, 0.63)
 EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
+
+
+def biases(small: float) -> list[Step]:
+    """Return steps with the gradients of a weight, about 1, and of a bias, which grows 2,000 times from a small value."""
+    bias = {**GRADIENT, "path": "bias", "numel": 9}
+    weights = values(GRADIENT, "l2", NOISE)
+    return [
+        Step(rows=[*step["rows"], {**bias, "l2": 2e3 * small if at == len(weights) - 1 else small}])
+        for at, step in enumerate(weights)
+    ]
+
+
 IMAGES = {**INPUT, "numel": 9, "module_type": "Conv2d", "layer": "a.b", "mean": 120.0, "std": 60.0}
 OF_CONVOLUTION = [{**CONV, "numel": 9, "layer": layer} for layer in ("a.b", "a")]
 NORMALIZED = {**OUTPUT, "numel": 9, "layer": "c", "module_type": "InstanceNorm2d"}
 # By case: a rule, steps, and the number of its events.
 EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zeros are no reference of growth": ("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0]), 0),
+    "rounding is no reference": ("exploding_gradient", biases(1e-7), 0),
+    "small gradients of a bias are": ("exploding_gradient", biases(1e-4), 1),
     "missing values are no reference": ("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0]), 1),
     "invalid rows of another rule": ("all_zero", values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9), 0),
     "infinities may be a mask": ("all_zero", values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9), 1),
