@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import is_available, is_initialized
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -141,7 +139,7 @@ def causality(training: Training, of: TokenTargets) -> Causality:
             part.training = False
         outputs = []
         for tokens in (of.tokens, of.tokens, changed):
-            with torch.no_grad(), torch.random.fork_rng(devices), _alone():
+            with torch.no_grad(), torch.random.fork_rng(devices), _Isolated():
                 outputs.append(_outputs(copied[model], of, tokens))
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -176,13 +174,19 @@ def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, a
     return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
 
 
-def _alone() -> AbstractContextManager[Any]:
-    """Return a block in which collective operations raise an exception."""
-    return _Alone() if is_available() and is_initialized() else nullcontext()  # type: ignore[no-untyped-call]
+class _Isolated(TorchDispatchMode):
+    """Raises an exception at a collective operation, for which this process would wait. Restores the generators that are used."""
 
+    supports_higher_order_operators = True
 
-class _Alone(TorchDispatchMode):
-    """Raises an exception at a collective operation, for which this process would wait."""
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._states: dict[torch.Generator, Tensor] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for generator, state in self._states.items():
+            generator.set_state(state)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -192,8 +196,11 @@ class _Alone(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if "c10d" in func.namespace:
+        if "c10d" in getattr(func, "namespace", ""):
             raise RuntimeError(f"it communicates with other processes ({func})")
+        for each in (*args, *(kwargs or {}).values()):
+            if isinstance(each, torch.Generator) and each not in self._states:
+                self._states[each] = each.get_state()
         return func(*args, **(kwargs or {}))
 
 

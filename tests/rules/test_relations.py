@@ -383,10 +383,23 @@ def test_healthy_language_model_is_not_reported(
     assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
 
 
-def test_calling_a_model_again_changes_nothing() -> None:
+GENERATOR = torch.Generator()
+
+
+class Noisy(Transformer):
+    """Adds noise of a generator that is not a part of the model."""
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        logits = super().forward(tokens, attention_mask)
+        return logits + torch.randn(logits.shape, generator=GENERATOR)
+
+
+@pytest.mark.parametrize("build", [Transformer, Noisy])
+def test_calling_a_model_again_changes_nothing(build: Callable[[], Transformer]) -> None:
     def weights(*, is_attached: bool) -> tuple[list[Tensor], Tensor, int]:
         torch.manual_seed(0)
-        model = Transformer()
+        GENERATOR.manual_seed(0)
+        model = build()
         optimizer = torch.optim.Adam(model.parameters())
         rules = "default" if is_attached else None
         with instrument.attach(
