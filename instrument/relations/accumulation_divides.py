@@ -15,6 +15,8 @@ from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .loss_calls import LossCall, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, Relation, Training
 
+MAX_LOSSES = 16  # of a micro-step; a loop may compute any number of losses before its step ends
+
 
 class _Step(NamedTuple):
     """The gradients of the losses of each micro-step in a step of an optimizer, and the change of a gradient before the step."""
@@ -57,7 +59,7 @@ class AccumulationDivides(Relation):
 
     def _on_gradient(self, micro_step: int, gradient: Tensor) -> None:
         clock = self.training.clock
-        if not clock.closed and clock.moment.micro_step == micro_step:
+        if not clock.closed and clock.moment.micro_step == micro_step and len(self._seeds[micro_step]) < MAX_LOSSES:
             scale = 1.0 if clock.amp_scale is None else clock.amp_scale()
             self._seeds[micro_step].append(gradient.detach() / scale)
 
