@@ -19,6 +19,7 @@ from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.relations.accumulation_divides import MAX_LOSSES, AccumulationDivides
 from instrument.relations.rate_in_effect import RateInEffect
 
 RELATIONS = (
@@ -300,6 +301,16 @@ def test_gradients_that_are_divided_hold(weight: float, before_step: Any, option
     probe = accumulated_steps(weight, before_step=before_step, **options)
     assert violations(probe) == []
     assert ("accumulation_divides" in verified(probe)) == (weight == 0.25)
+
+
+def test_losses_of_a_step_that_does_not_end_are_bounded() -> None:
+    model = network()
+    with attached(model, sgd(model)) as probe:
+        for _ in range(MAX_LOSSES + 4):
+            loss_of(model, BATCHES[0]).backward()
+        relation = probe._relations._relations["accumulation_divides"]
+        assert isinstance(relation, AccumulationDivides)
+        assert [len(each) for each in relation._seeds.values()] == [MAX_LOSSES]
 
 
 def test_micro_steps_of_several_optimizers_hold() -> None:
