@@ -704,7 +704,8 @@ class Probe(OwnedByProcess):
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])
-        self._relations.load_state_dict(state["relations"])
+        if "relations" in state:  # not in checkpoints of earlier versions
+            self._relations.load_state_dict(state["relations"])
         for attached, hook_state in zip(self.attached_hooks, state["hooks"], strict=True):
             attached.load_state_dict(hook_state)
         if self.budget is not None:
