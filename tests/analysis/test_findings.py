@@ -168,7 +168,7 @@ def test_rule_replaces_the_observation_of_the_same_kind(made: Make) -> None:
     run = made(stats=rows)
     found = only(run, "dead units")
     assert (found.where, found.when, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
-    assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.5, 5 times")
+    assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.7, 5 times")
     assert found.value.endswith("(1 more)")
     assert "most dead units" not in names_of(run)
     assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]

@@ -32,6 +32,7 @@ def train(
     by_hand: bool = False,
     seeds: tuple[int, int] = (0, 0),
     corrupted_from: int = STEPS,
+    factor: float = 1.0,
 ) -> list[tuple[str, bool, str, str]]:
     """Train for some steps. Return the rows of relations.
 
@@ -44,6 +45,7 @@ def train(
         by_hand: Whether the loop averages the gradients, without a wrapper.
         seeds: The seed of each rank for the parameters.
         corrupted_from: The first step in which rank 1 changes its gradients.
+        factor: A factor of the loss.
     """
     rank = dist.get_rank()
     torch.manual_seed(seeds[rank])
@@ -56,7 +58,7 @@ def train(
             for step in range(STEPS + (alone_at_the_end if rank == 0 else 0)):
                 is_alone = step >= STEPS
                 with model.no_sync() if is_alone or is_local else nullcontext():
-                    loss = (model if is_wrapped and not is_alone else plain)(batch(rank, step)).square().mean()
+                    loss = (model if is_wrapped and not is_alone else plain)(batch(rank, step)).square().mean() * factor
                     optimizer.zero_grad()
                     loss.backward()
                 gradients = [each.grad for each in plain.parameters() if each.grad is not None]
@@ -146,6 +148,7 @@ def main() -> None:
         "corrupted": train(by_hand=True, corrupted_from=2),
         "other_starts": train(by_hand=True, seeds=(0, 1)),
         "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
+        "without_loss": train(by_hand=True, is_wrapped=False, seeds=(0, 1), factor=0.0),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),
     }
     if dist.get_rank() == 0:
