@@ -38,7 +38,7 @@ class AccumulatedGradient:
         micro_steps: The last micro-steps of the gradients in the sum.
         has_old: Whether the sum contains the gradient that the last step of the optimizer used.
         has_stepped: Whether the optimizer has made a step.
-        copy: A copy of the sum; None if the step is not checked.
+        copy: A copy of the sum; None without one.
     """
 
     def __init__(self, parameter: Parameter, training: Training) -> None:
@@ -56,23 +56,26 @@ class AccumulatedGradient:
         return [self.parameter.register_hook(before), self.parameter.register_post_accumulate_grad_hook(self._after)]
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002
+        if not self._training.is_checked:
+            return
         current, last = self.parameter.grad, self._last
         self._is_added = (
             current is not None and last is not None and current is last[0] and version_of(current) == last[1]
         )
         if self._is_added and self.has_old and current is not None:
-            # The versions do not count `gradient.data.zero_()`. Only checked steps read values.
-            is_readable = self._training.is_checked and current.layout is torch.strided
-            self._is_added = is_readable and bool(current.any())
+            # The versions do not count `gradient.data.zero_()`.
+            self._is_added = current.layout is torch.strided and bool(current.any())
 
     def _after(self, parameter: Tensor) -> None:
+        if not self._training.is_checked:
+            return
         if not self._is_added:
             self.has_old = False
             self.micro_steps.clear()
         gradient = parameter.grad
         self._last = None if gradient is None else (gradient, version_of(gradient))
         self.micro_steps.append(self._training.clock.moment.micro_step)
-        self.copy = gradient.detach().clone() if gradient is not None and self._training.is_checked else None
+        self.copy = None if gradient is None else gradient.detach().clone()
 
     def end_step(self) -> None:
         """Begin a new sum after a step of the optimizer. It contains the old gradient until this one is cleared."""

@@ -64,7 +64,7 @@ class ModeOfPhase(Relation):
         super().detach()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if not self.training.is_checked or self.training.clock.moment.phase != "train":
+        if self.training.clock.moment.phase != "train":
             return
         own = {*map(id, self.training.model.parameters())}
         if not own.isdisjoint(parameter_ids(optimizer)):  # otherwise, it trains something else, such as an input

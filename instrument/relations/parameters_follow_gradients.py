@@ -64,12 +64,11 @@ class ParametersFollowGradients(Relation):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self.training.is_checked:
-            held = [each for group in optimizer.param_groups for each in group["params"]]
-            trainable = [each for each in held if each.requires_grad]
-            frozen = [each for each in held if not each.requires_grad and id(each) in self._trained]
-            self._trained.update(map(id, trainable))
-            self._before[optimizer] = _Sample(trainable), _Sample(frozen)
+        held = [each for group in optimizer.param_groups for each in group["params"]]
+        trainable = [each for each in held if each.requires_grad]
+        frozen = [each for each in held if not each.requires_grad and id(each) in self._trained]
+        self._trained.update(map(id, trainable))
+        self._before[optimizer] = _Sample(trainable), _Sample(frozen)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer) -> None:

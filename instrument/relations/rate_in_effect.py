@@ -69,13 +69,12 @@ class RateInEffect(Relation):
         super().detach()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self.training.is_checked:
-            self._count += 1
-            self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
-            for index, group in enumerate(optimizer.param_groups):
-                rate = as_rate(group.get("lr"))
-                if rate is not None and not 0.0 <= rate < math.inf:
-                    self._invalid[f"group {index} of {type(optimizer).__name__}"] = rate
+        self._count += 1
+        self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
+        for index, group in enumerate(optimizer.param_groups):
+            rate = as_rate(group.get("lr"))
+            if rate is not None and not 0.0 <= rate < math.inf:
+                self._invalid[f"group {index} of {type(optimizer).__name__}"] = rate
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer

@@ -152,13 +152,15 @@ class Relation(ABC):
         before: Callable[[Optimizer], None] | None = None,
         after: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        """Call functions before and after each step of an optimizer. A compiled or captured step calls none."""
+        """Call functions before and after each checked step of an optimizer. A compiled or captured step calls none."""
         if before is not None:
             self.handles.append(optimizer.register_step_pre_hook(partial(self._observe, before)))
         if after is not None:
             self.handles.append(optimizer.register_step_post_hook(partial(self._observe, after)))
 
     def _observe(self, function: Callable[[Optimizer], None], optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if not self.training.is_checked:
+            return
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # no values can be read
         if not (is_compiling() or is_captured):
             try:

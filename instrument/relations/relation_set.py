@@ -23,7 +23,8 @@ from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, copied, observe_l
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 FIRST_STEPS, EVERY = 5, 50
-"""Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`."""
+"""Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`, and the one after
+it, since some compare two successive steps."""
 MAX_ROWS = 20  # rows of a relation that does not hold
 _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
@@ -106,7 +107,7 @@ class RelationSet(InertWhenCopied):
     def _plan_check(self, steps_ahead: int = 0) -> None:
         """Set whether the current step is checked, or a later one."""
         step = self.clock.moment.step + steps_ahead
-        self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY == 0
+        self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY <= 1
 
     def check(self) -> list[RelationRow]:
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""

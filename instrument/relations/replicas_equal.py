@@ -48,7 +48,7 @@ class ReplicasEqual(Relation):
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer) -> None:
-        if self.training.is_checked and self.training.replicated_by is None and has_processes():
+        if self.training.replicated_by is None and has_processes():
             held = (each for group in optimizer.param_groups for each in group["params"] if type(each) is Parameter)
             gradients = (each.grad for each in held if type(each.grad) is Tensor and each.grad.layout is torch.strided)
             self._gradients += map(_sum_of_bits, gradients)
