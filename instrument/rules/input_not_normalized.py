@@ -69,10 +69,8 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
 
 
 def _next_module(rows: StepRows, layer: str) -> str:
-    """Return the type of the module whose output is recorded after that of a layer; empty if there is none."""
+    """Return the type of the module whose output is recorded after that of a layer; empty without one."""
     outputs = [each for each in rows.layout.locations if each.is_output]
     at = next((number for number, each in enumerate(outputs) if each.layer == layer), len(outputs))
-    around = tuple(
-        layer[:end] for end, letter in enumerate(layer) if letter == "."
-    )  # the modules that contain the layer
+    around = [layer[:end] for end, letter in enumerate(layer) if letter == "."]  # the modules that contain the layer
     return next((each.module_type for each in outputs[at:] if each.layer not in (layer, "", *around)), "")
