@@ -311,11 +311,11 @@ def deep_perceptron(fault: str = "") -> Tensor:
     "general",
     "Schroff et al., FaceNet: a unified embedding for face recognition and clustering, 2015",
     Fault("negatives_of_the_same_class", "labels", TAXONOMY, ("labels_shifted", "loss_not_decreasing")),
-    Fault("squared_distance_of_unscaled_pixels", "data", UMLAUT, ("input_not_normalized",)),
+    Fault("pixels_up_to_255", "data", UMLAUT, ("input_not_normalized",)),
 )
 def triplets(fault: str = "") -> Tensor:
     images, classes = digits()
-    if fault == "squared_distance_of_unscaled_pixels":
+    if fault == "pixels_up_to_255":
         images = images * 255
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 24, 3, padding=1), nn.ReLU(),

@@ -1,8 +1,8 @@
 """Mutations of transformers, in the half `held out`: small models in plain PyTorch and of the library transformers.
 
 The categories are parts of a transformer: embeddings, positional encoding, projections of queries, keys and values, mask, scale and
-softmax, heads, feed-forward network, residual connections, normalization, output head, memory of keys and values, loss and optimizer.
-A cause `@pattern` accepts each rule at a matching layer: the fault is in that layer.
+softmax, heads, feed-forward network, residual connections, normalization, output head, memory of keys and values, loss and optimizer,
+and the order of batch and time. A cause `@pattern` accepts each rule at a matching layer: the fault is in that layer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ EMBEDDING, POSITIONS, PROJECTION = "embeddings", "positional encoding", "project
 MASKING, SCALE, HEADS, FEED_FORWARD = "attention mask", "softmax and scale", "heads", "feed-forward network"
 RESIDUAL, NORMALIZATION, OUTPUT = "residual connections", "normalization", "output head"
 MEMORY, LOSS, OPTIMIZER = "memory of keys and values", "loss and labels", "optimizer and initialization"
+LAYOUT = "order of batch and time"
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ class Tagger(nn.Module):
 @program(
     "transformers",
     HUB + "token-classification, with nn.TransformerEncoder; the tags depend on a word and its neighbours",
-    Fault("batch_read_as_time", MASKING, DEFAULT, ("@*self_attn*",)),
+    Fault("batch_read_as_time", LAYOUT, DEFAULT, ("@*self_attn*",)),
     Fault("positions_left_out", POSITIONS, DEFAULT, ("@positions*",)),
     Fault(
         "embeddings_scaled_by_their_size",
