@@ -55,7 +55,7 @@ def test_each_fault_has_a_source_a_cause_and_a_twin(strangers: ModuleType) -> No
 def test_halves_have_healthy_programs_and_faults(strangers: ModuleType) -> None:
     import registry
 
-    for half, modules in registry.HALVES.items():
+    for half in registry.HALVES:
         programs = [program for program in registry.PROGRAMS.values() if program.half == half]
         assert len(programs) >= 32, half
         assert sum(len(program.faults) for program in programs) >= 44, half
