@@ -298,11 +298,11 @@ class Quantizer(nn.Module):
 @program("healthy", "van den Oord et al., Neural discrete representation learning, 2017")
 def vector_quantization() -> None:
     images, _ = digits()
-    encoder = nn.Sequential(nn.Conv2d(1, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 8, 3, padding=1))
-    decoder = nn.Sequential(nn.Conv2d(8, 32, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, 2, 1))
-    quantizer = Quantizer(32, 8)
+    encoder = nn.Sequential(nn.Conv2d(1, 32, 3, 2, 1), nn.ReLU(), nn.Conv2d(32, 4, 3, padding=1))
+    decoder = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, 2, 1))
+    quantizer = Quantizer(32, 4)
     model = nn.ModuleDict({"encoder": encoder, "quantizer": quantizer, "decoder": decoder})
-    optimizer = Adam(model.parameters(), lr=2e-3)
+    optimizer = Adam(model.parameters(), lr=5e-3)
     with attach(model, optimizer) as probe:
         for _, (batch,) in zip(range(200), batches(images - 0.3, size=32), strict=False):
             quantized, commitment = quantizer(encoder(batch))
