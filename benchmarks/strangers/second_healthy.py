@@ -68,11 +68,11 @@ class TemporalBlock(nn.Module):
 def dilated_convolutions() -> None:
     body = nn.Sequential(TemporalBlock(2, 16, 1), TemporalBlock(16, 16, 2), TemporalBlock(16, 16, 4))
     model = nn.ModuleDict({"tcn": body, "linear": nn.Linear(16, 1)})
-    optimizer = Adam(model.parameters(), lr=4e-3)
+    optimizer = Adam(model.parameters(), lr=1e-2)
     with attach(model, optimizer) as probe:
         for _ in range(200):  # the problem of addition: the sum of the two marked numbers of a sequence
-            numbers, marks = torch.rand(32, 24), torch.zeros(32, 24)
-            marked = torch.rand(32, 24).topk(2, dim=1).indices
+            numbers, marks = torch.rand(32, 12), torch.zeros(32, 12)
+            marked = torch.rand(32, 12).topk(2, dim=1).indices
             marks.scatter_(1, marked, 1.0)
             wanted = numbers.gather(1, marked).sum(1)
             loss = F.mse_loss(model["linear"](model["tcn"](torch.stack([numbers, marks], 1))[:, :, -1])[:, 0], wanted)

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 DEFAULT = "DEFault++: automated fault detection, categorization and diagnosis for transformer architectures, 2026"
 HUB = "transformers, examples/pytorch, "
 LENGTH = 20  # tokens in a block of text
-STEPS = 120
+STEPS = 200
 
 EMBEDDING, POSITIONS, PROJECTION = "embeddings", "positional encoding", "projections of queries, keys and values"
 MASKING, SCALE, HEADS, FEED_FORWARD = "attention mask", "softmax and scale", "heads", "feed-forward network"
@@ -107,7 +107,7 @@ class NanoGPT(nn.Module):
     Fault("feed_forward_without_activation", FEED_FORWARD, DEFAULT, ("missing_activation", "@*mlp*")),
 )
 def nano_gpt(fault: str = "") -> Tensor:
-    blocks = stream(LENGTH * 900)[: LENGTH * 900].view(-1, LENGTH)
+    blocks = stream(LENGTH * 1100)[: LENGTH * 1100].view(-1, LENGTH)
     model = NanoGPT(fault)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
@@ -300,7 +300,7 @@ class GatedBlock(nn.Module):
     Fault("norm_without_root", NORMALIZATION, DEFAULT, ("@*norm*", "poor_initialization", "exploding_activation")),
 )
 def gated_decoder(fault: str = "") -> Tensor:
-    blocks = stream(LENGTH * 900)[: LENGTH * 900].view(-1, LENGTH)
+    blocks = stream(LENGTH * 1100)[: LENGTH * 1100].view(-1, LENGTH)
     layers = nn.Sequential(*[GatedBlock(48, fault) for _ in range(2)])
     model = nn.Sequential()
     model.add_module("tok_embeddings", nn.Embedding(VOCABULARY, 48))
@@ -477,7 +477,7 @@ def adapted_gpt2(fault: str = "") -> None:
     other = blocks.flip(1)  # the text to adapt to is in reversed order
     model.train()
     with attach(model, optimizer) as probe:
-        for _, (ids,) in zip(range(STEPS), batches(other, size=16), strict=False):
+        for _, (ids,) in zip(range(120), batches(other, size=16), strict=False):
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             optimizer.step()
