@@ -753,34 +753,6 @@ def gpt2_language_modelling() -> None:
                 model.train()
 
 
-@program("healthy", "transformers, examples/pytorch/text-classification/run_glue_no_trainer.py")
-def bert_fine_tuning() -> None:
-    ids = padded(800)
-    labels = (ids == tokens(["it"])[0]).any(1).long()
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        max_position_embeddings=16,
-        num_labels=2,
-    )
-    model = transformers.BertForSequenceClassification(config)
-    optimizer = AdamW(model.parameters(), lr=5e-4)
-    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 0, 160)
-    model.train()
-    with attach(model, optimizer) as probe:
-        for _, (batch, target) in zip(range(160), batches(ids, labels, size=16), strict=False):
-            loss = model(input_ids=batch, attention_mask=(batch != PAD).long(), labels=target).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            probe.end_step(loss=loss)
-
-
 @program("healthy", "transformers, examples/pytorch/summarization/run_summarization_no_trainer.py, with T5")
 def t5_summarization() -> None:
     rows = [sentence for sentence in sentences(1600) if len(sentence) > 5][:640]
@@ -845,25 +817,6 @@ def masked_autoencoder() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
-            probe.end_step(loss=loss)
-
-
-@program("healthy", TUTORIALS + "automatic mixed precision")
-def mixed_precision() -> None:
-    images, kinds = shapes(640, 24)
-    model = small_resnet()
-    optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu")
-    with attach(model, optimizer, scaler=scaler) as probe:
-        for _, (batch, target) in zip(range(120), batches(images - 0.5, kinds, size=16), strict=False):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = F.cross_entropy(model(batch), target)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
             probe.end_step(loss=loss)
 
 

@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from registry import EVERY, GROUPS, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
+from registry import EVERY, GROUPS, HALVES, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
 
-MODULES = ("healthy", "silent_errors", "transformer_faults", "keras_faults")
+MODULES = [module for modules in HALVES.values() for module in modules]
 LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
 LAST_LOSSES = 20  # the final loss is the mean of so many training losses, unless the program returns one
 
@@ -234,7 +234,7 @@ def _numbers(rules: Counter[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=("build", "held out"), default="build")
+    parser.add_argument("--half", choices=tuple(HALVES), default="build")
     parser.add_argument("--seeds", type=int, default=1, help="the number of seeds")
     parser.add_argument(
         "--only", nargs="+", default=[""], help="only programs and faults whose name contains one of these"
@@ -248,7 +248,7 @@ def main() -> None:
     # The server from which the programs are forked imports the modules of this folder, with PyTorch.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
-    get_context("forkserver").set_forkserver_preload(list(MODULES))
+    get_context("forkserver").set_forkserver_preload(MODULES)
     results = []
     with ThreadPoolExecutor(arguments.processes) as pool:
         for result in pool.map(partial(run, rules=not arguments.no_rules), jobs):
