@@ -100,6 +100,12 @@ SKIPPED_STEP = "the gradient scaler skipped the optimizer's step: a gradient was
 NOT_OPTIMIZED = "the optimizer does not hold this parameter"
 NO_STATE = "the optimizer keeps no such state for this parameter"
 NO_LOSS = "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
+NO_COLLECTIVE = (
+    "no collective operation of torch.distributed that the hook selects was called while it was scheduled: there is a single "
+    "process, or the loop synchronizes nothing"
+)
+NOT_DRAWN = "the tensor is not in the fraction that was drawn"
+OTHER_RANKS = "the hook acts in other processes only"
 NOT_SAVED = "no state dict was created while the hook was scheduled"
 NOT_LOADED = "no state dict was loaded while the hook was scheduled"
 CHECKPOINT = (
@@ -143,6 +149,8 @@ def default_reason(kind: Kind) -> str:
             return NOT_LOADED if kind.name.startswith("load") else NOT_SAVED
         case "loss":
             return NO_LOSS
+        case "collective":
+            return NO_COLLECTIVE
 
 
 def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None:
