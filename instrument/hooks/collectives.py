@@ -3,9 +3,8 @@
 Python, the reducer of DDP in C++ and compiled code call the operators of the namespace `c10d`. While hooks are attached, a kernel for the
 dispatch key BackendSelect, which is above those of all devices, gets each call of them and passes it on.
 
-A result is complete when the operation is. If the caller waits for it at once (`async_op=False`), the kernel waits instead. Otherwise the
-hooks on the result run when the operation is complete, before the future or the work that the caller waits for. Nothing waits longer
-or earlier than without hooks, and no operation is added.
+If the caller waits for the result at once (`async_op=False`), the kernel waits instead, and runs the hooks on the result. Otherwise they
+run when the caller has waited, or before the future that it waits for is complete. No operation and no point of waiting is added.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..actions.record import Record
 from ..errors import ConfigError, Problem
 from ..fields.globs import matches
 from ..runtime.own_collectives import are_own_collectives, own_collectives
-from ..tables.reasons import NOT_DRAWN, OTHER_RANKS
+from ..tables.reasons import NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock
 from .hook_group_interface import HookGroup
@@ -90,7 +89,7 @@ class _Call:
         group: The processes.
         outputs: The tensors that this process receives.
         index: For each group of hooks: its index among the operations of this name in the micro-step, from 0.
-        fired: The record hooks that fired, with the path and the tensor, and whether that is complete only afterwards.
+        rows: Write the rows of the table `collectives`, given the duration in seconds.
         started_at: When it began, in seconds; see `time.perf_counter`.
     """
 
@@ -136,7 +135,13 @@ class CollectiveHooks(HookGroup):
             _install()
 
     def detach(self) -> None:
-        """Stop to observe. The last group removes the kernels."""
+        """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
+        for work in [*_unawaited]:
+            if self in work.observers and (call := work.call) is not None:
+                for path in call.paths(self, len(call.outputs)):
+                    for attached in self._selected(call, "output", path):
+                        attached.count_missed_opportunity(NOT_AWAITED)
+                work.observers = [observer for observer in work.observers if observer is not self]
         if self in _observers:
             _observers.remove(self)
             if not _observers:
@@ -165,21 +170,25 @@ class CollectiveHooks(HookGroup):
     def _act(self, call: _Call, role: str, path: str, given: Tensor) -> Tensor:
         tensor = given.detach()
         new = tensor
-        for attached in self.attached_hooks:
-            spec = attached.site.spec
-            is_selected = not spec.functions or any(matches(pattern, call.operation) for pattern in spec.functions)
-            if not (attached.is_scheduled and attached.role == role and is_selected and attached.matches_path(path)):
-                continue
+        for attached in self._selected(call, role, path):
             if (reason := _exemption(attached, new, path)) is not None:
                 attached.count_exempt(reason)
             elif attached.count_and_check_readable(new):
                 new = attached.fire(new, path)
                 if isinstance(attached.action, Record):
-                    dtype = str(new.dtype).removeprefix("torch.")
-                    cells = CollectiveCells(call.operation, call.reduction, _ranks(call.group), dtype, new.nbytes, None)
-                    add = attached.action.rows.add_row
-                    call.rows.append(partial(_add_row, add, attached.context(path, FIRST_CALL), cells, new))
+                    ranks, dtype = dist.get_process_group_ranks(call.group), str(new.dtype).removeprefix("torch.")
+                    cells = CollectiveCells(call.operation, call.reduction, ranks, dtype, new.nbytes, None)
+                    context = attached.context(path, FIRST_CALL)
+                    call.rows.append(partial(_add_row, attached.action.rows.add_row, context, cells, new))
         return given if new is tensor else new
+
+    def _selected(self, call: _Call, role: str, path: str) -> Iterator[AttachedHook]:
+        """Yield the scheduled sites that select a tensor."""
+        for attached in self.attached_hooks:
+            functions = attached.site.spec.functions or ("*",)
+            is_selected = any(matches(pattern, call.operation) for pattern in functions)
+            if is_selected and attached.is_scheduled and attached.role == role and attached.matches_path(path):
+                yield attached
 
 
 def _add_row(
@@ -243,7 +252,7 @@ class _Operator:
             work.wait()
             _finish(call, observers)
             return result
-        observed = _observed(work, partial(_finish, call, observers)).boxed()
+        observed = _ObservedWork(work, call, observers).boxed()
         return (*result[:-1], observed) if isinstance(result, tuple) else observed
 
     def _call(self, args: tuple[Any, ...]) -> _Call:
@@ -304,48 +313,59 @@ def _finish(call: _Call, observers: Sequence[CollectiveHooks]) -> None:
         add(seconds)
 
 
-def _ranks(group: Any) -> list[int]:
-    return dist.get_process_group_ranks(group)
-
-
-def _observed(work: Any, finish: Callable[[], None]) -> Any:
-    """Return a work that is complete when `finish` has run, which is called when the given one is complete."""
-    try:
-        future = work.get_future()
-    except RuntimeError:  # such as reduce_scatter of gloo
-        return _ObservedWork(work, finish)
-
-    def then(done: Any) -> Any:
-        value = done.value()
-        finish()
-        return value
-
-    return torch._C._distributed_c10d._create_work_from_future(future.then(then))
-
-
 class _ObservedWork(dist.Work):
-    """A work without a future. `finish` runs when the caller has waited for it."""
+    """Stands for an asynchronous work. The hooks on the result run before its consumer gets it; errors are those of the work."""
 
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+    def __init__(self, work: Any, call: _Call, observers: Sequence[CollectiveHooks]) -> None:
         super().__init__()
-        self._work, self._finish = work, finish
-        _unwaited.add(self)  # C++ keeps no reference to the Python object
+        self._work, self._lock = work, threading.Lock()
+        self.call: _Call | None = call
+        self.observers = observers
+        _unawaited.add(self)  # C++ keeps no reference to the Python object
+
+    def finish(self) -> None:
+        """Run the hooks on the result, once."""
+        with self._lock:
+            if self.call is not None:
+                _finish(self.call, self.observers)
+                self.call = None
 
     def wait(self, *timeout: Any) -> bool:
         done: bool = self._work.wait(*timeout)
-        if self in _unwaited:
-            _unwaited.discard(self)
-            self._finish()
+        self.finish()
+        _unawaited.discard(self)
         return done
 
+    def synchronize(self) -> None:
+        self._work.synchronize()
+        self.finish()
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+        self.finish()
+
     def is_completed(self) -> bool:
-        completed: bool = self._work.is_completed()
-        return completed
+        is_completed: bool = self._work.is_completed()
+        if is_completed:
+            self.finish()
+        return is_completed
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()  # type: ignore[no-any-return]
+
+    def get_future(self) -> Any:
+        def then(future: Any) -> Any:
+            value = future.value()
+            self.finish()
+            _unawaited.discard(self)
+            return value
+
+        return self._work.get_future().then(then)
 
 
 _observers: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
-_unwaited: set[_ObservedWork] = set()
+_unawaited: set[_ObservedWork] = set()
 
 
 def _install() -> None:

@@ -104,6 +104,7 @@ NO_COLLECTIVE = (
     "no collective operation of torch.distributed that the hook selects was called while it was scheduled: there is a single "
     "process, or the loop synchronizes nothing"
 )
+NOT_AWAITED = "the code did not wait for the result of an asynchronous operation before the hooks were removed"
 NOT_DRAWN = "the tensor is not in the fraction that was drawn"
 OTHER_RANKS = "the hook acts in other processes only"
 NOT_SAVED = "no state dict was created while the hook was scheduled"
@@ -225,6 +226,7 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
             "",
             NO_INPUT_GRAPH,
             NOT_TURNED_ON,
+            OTHER_RANKS,
             OLD_NO_INPUT_GRAPH,
             ONLY_IN_OTHER_MODULES,
             ATTENTION_ELSEWHERE,
