@@ -217,7 +217,7 @@ class HookBase(Selection):
         if self.selection and self.definition.family == "loss":
             raise ValueError(f"{self.selection[0]!r} selects elements, but the loss is one number")
         if self.definition.family != "module":
-            for name in ("samples", "positions", *(("units",) if self.kind == "collective" else ())):
+            for name in ("samples", "positions"):
                 if name in self.selection:
                     raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
             if self.heads is not None:
@@ -336,6 +336,8 @@ class HookBase(Selection):
         for name in ("layers", "exclude", "types", "structure", "params"):
             if getattr(self, name):
                 raise ValueError(f"{name!r} selects modules or parameters; kind collective has 'functions' and 'path'")
+        if self.units is not None or self.unit_dim is not None:
+            raise ValueError("'units' requires a module or a parameter; kind collective has 'slice'")
         for pattern in self.functions:
             if not any(matches(pattern, operation) for operation in COLLECTIVES):
                 raise ValueError(f"{pattern!r} matches no collective operation; these are {', '.join(COLLECTIVES)}")

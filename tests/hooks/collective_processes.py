@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instrument
 
+RECORD = {"layers": "**", "action": "record"}
 COLLECTIVE: dict[str, Any] = {"kind": "collective", "action": "record"}
 SENT, GOT = {**COLLECTIVE, "tensors": True}, {**COLLECTIVE, "tensors": True, "role": "output"}
 FAULT = {"kind": "collective", "action": "modify", "fn": "zero"}
@@ -117,7 +118,9 @@ def trainings(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in ("ddp", "fsdp2"):
         bare, _ = train(kind, {})
-        recorded, probe = train(kind, record)
+        recorded, probe = train(
+            kind, {**record, "clip": {**RECORD, "kind": "parameter_grad", "action": "clip", "norm": 1e9}}
+        )
         found[kind] = {"is_identical": bare == recorded, "coverage": causes(probe)}
         found[kind]["tensors"] = [
             [row.step, row.role, row.path, row.values.astype(float).tolist()]
@@ -126,8 +129,8 @@ def trainings(folder: Path) -> dict[str, Any]:
         ]
     _, probe = train("ddp", {"sent": {**SENT, "functions": "all_reduce"}}, accumulate=2)
     found["accumulated"] = [causes(probe), sorted({*probe.stats["micro_step"]})]
-    _, probe = train("ddp", record, reduce="global", steps=2)
-    found["merged"] = sorted({path.split(".")[0] for path in probe.stats["path"]})
+    _, probe = train("ddp", {**record, "weights": {**RECORD, "kind": "forward"}}, reduce="global")
+    found["merged"] = causes(probe)
     faults = {"fault": {**FAULT, "functions": "all_reduce", "fraction": 0.05, "ranks": [1]}, **record}
     train("ddp", faults, steps=40, out=folder / "faults", seed=3)
     return found
