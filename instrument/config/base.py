@@ -378,7 +378,9 @@ class InterventionSpec(HookBase):
         kind = self.definition
         if not kind.can_change(self.tensor_role):
             others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
-            supporting = [other.name for other in others if other.can_change(self.tensor_role)]
+            supporting = [
+                other.name for other in others if other.can_change(self.tensor_role) and other.family != "collective"
+            ]
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             if self.tensor_role in ATTENTION_ROLES:
                 hint = "; with functions: softmax, role output changes the weights, and role input the scores"
