@@ -47,7 +47,7 @@ OPERATORS = {
     "broadcast_": "broadcast",
     "reduce_": "reduce",
     "gather_": "gather",
-    "gather_into_tensor_": "gather",  # of later versions
+    "gather_into_tensor_": "gather",  # not in PyTorch 2.6
     "scatter_": "scatter",
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
@@ -137,10 +137,8 @@ class CollectiveHooks(HookGroup):
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
         for work in [*_unawaited]:
-            if self in work.observers and (call := work.call) is not None:
-                for path in call.paths(self, len(call.outputs)):
-                    for attached in self._selected(call, "output", path):
-                        attached.count_missed_opportunity(NOT_AWAITED)
+            if self in work.observers and work.call is not None:
+                self.miss(work.call)
                 work.observers = [observer for observer in work.observers if observer is not self]
         if self in _observers:
             _observers.remove(self)
@@ -166,6 +164,12 @@ class CollectiveHooks(HookGroup):
         with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
             paths = call.paths(self, len(tensors))
             return [self._act(call, role, path, tensor) for path, tensor in zip(paths, tensors, strict=True)]
+
+    def miss(self, call: _Call) -> None:
+        """Count the results of an operation that nothing has waited for."""
+        for path in call.paths(self, len(call.outputs)):
+            for attached in self._selected(call, "output", path):
+                attached.count_missed_opportunity(NOT_AWAITED)
 
     def _act(self, call: _Call, role: str, path: str, given: Tensor) -> Tensor:
         tensor = given.detach()
@@ -246,11 +250,14 @@ class _Operator:
         result = run(*args)
         boxed = result[-1] if isinstance(result, tuple) else result
         work = None if boxed is None else dist.Work.unbox(boxed)
-        if work is None:
-            return result
         if not _argument(args, self.at["async_op"], default=True):
-            work.wait()
+            if work is not None:  # NCCL may return none: the operation is in the current stream
+                work.wait()
             _finish(call, observers)
+            return result
+        if work is None:
+            for observer in observers:
+                observer.miss(call)
             return result
         observed = _ObservedWork(work, call, observers).boxed()
         return (*result[:-1], observed) if isinstance(result, tuple) else observed
@@ -371,6 +378,7 @@ _unawaited: set[_ObservedWork] = set()
 def _install() -> None:
     library = torch.library.Library("c10d", "IMPL")
     for name, operation in OPERATORS.items():
-        kernel = _Operator(getattr(torch.ops.c10d, name).default, operation)
-        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        if hasattr(torch.ops.c10d, name):
+            kernel = _Operator(getattr(torch.ops.c10d, name).default, operation)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
     _libraries.append(library)

@@ -37,18 +37,22 @@ def lists(count: int = 2) -> list[Tensor]:
     return [torch.empty(count) for _ in range(2)]
 
 
+def waited(work: Any) -> None:
+    work.wait()
+
+
 def operations() -> dict[str, Callable[[], Any]]:
     """Return one call of each collective operation."""
-    is_first, world = dist.get_rank() == 0, dist.group.WORLD
+    is_first, world = dist.get_rank() == 0, [0, 1]
     return {
         "all_reduce": lambda: dist.all_reduce(numbers()),
-        "all_reduce max": lambda: dist.all_reduce(numbers(), dist.ReduceOp.MAX, async_op=True).wait(),
+        "all_reduce max": lambda: waited(dist.all_reduce(numbers(), dist.ReduceOp.MAX, async_op=True)),
         "all_reduce functional": lambda: functional.all_reduce(numbers(), "sum", world) + 1,
         "all_gather": lambda: dist.all_gather(lists(), numbers()),
         "all_gather tensor": lambda: dist.all_gather_into_tensor(torch.empty(4), numbers()),
         "all_gather functional": lambda: functional.all_gather_tensor(numbers(), 0, world) + 1,
         "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(1), [numbers(1), numbers(1, offset=5)]),
-        "reduce_scatter async": lambda: dist.reduce_scatter_tensor(torch.empty(1), numbers(), async_op=True).wait(),
+        "reduce_scatter async": lambda: waited(dist.reduce_scatter_tensor(torch.empty(1), numbers(), async_op=True)),
         "reduce_scatter functional": lambda: functional.reduce_scatter_tensor(numbers(), "sum", 0, world) + 1,
         "broadcast": lambda: dist.broadcast(numbers(), 1),
         "reduce": lambda: dist.reduce(numbers(), 0),
@@ -189,7 +193,7 @@ def failing() -> str:
     hook = {**COLLECTIVE, "role": "output", "stats": [{"_target_": fail, "name": "failing"}]}
     try:
         with instrument.attach(nn.Identity(), {"failing": hook}):
-            dist.all_reduce(numbers(), async_op=True).wait()
+            waited(dist.all_reduce(numbers(), async_op=True))
     except (instrument.HookError, RuntimeError) as error:
         return str(error)
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from distributed_runs import run_processes
 from torch import Tensor, nn
 
 import instrument
+from instrument.analysis.rule_events import rule_events
+from instrument.config.parse import parse_rules
 from instrument.tables.kinds import COLLECTIVES
 
 RECORD: dict[str, Any] = {"kind": "collective", "action": "record"}
 FIRST, SECOND = [10.0, 11.0], [20.0, 21.0]
 SUM = [30.0, 32.0]
 # By operation: what is sent and received in rank 0 and in rank 1, by the suffix of the path.
-EXPECTED: dict[
-    str, tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[float]], dict[str, list[float]]]
-] = {
+EXPECTED: dict[str, Sequence[dict[str, list[float]]]] = {
     **dict.fromkeys(
         ("all_reduce", "all_reduce functional", "inference"), ({"": FIRST}, {"": SECOND}, {"": SUM}, {"": SUM})
     ),
@@ -70,10 +70,9 @@ def test_each_operation_has_what_it_sends_and_receives(of_ranks: list[dict[str, 
             received = (first, second)[rank]
             expected |= {f"output {operation}.0{suffix}": value for suffix, value in received.items()}
             assert tensors[name] == expected, (rank, name)
-        assert results["operations"]["coverage"] == {
-            "sent": [count := sum(len(each[rank]) for each in EXPECTED.values()), count, ""],
-            "got": [count := sum(len(each[2 + rank]) for each in EXPECTED.values()), count, ""],
-        }
+        sent_count, got_count = (sum(len(each[at + rank]) for each in EXPECTED.values()) for at in (0, 2))
+        coverage = {"sent": [sent_count, sent_count, ""], "got": [got_count, got_count, ""]}
+        assert results["operations"]["coverage"] == coverage
     assert {name.split()[0] for name in EXPECTED} - {"inference"} == {*COLLECTIVES}
 
 
@@ -146,6 +145,10 @@ def test_zeroed_messages_are_found_in_their_step(folder: Path, of_ranks: list[di
     assert [*zip(events["rank"], events["step"], events["location"], strict=True)] == [
         (1, step, f"{path} input (sent)") for step, path in zip(zeroed["step"], zeroed["path"], strict=True)
     ]
+    again = rule_events(run, parse_rules({"found": {"rule": "zero_message"}}))
+    assert [(each.step, each.message.partition(": ")[2]) for each in again] == [
+        (step, message.partition(": ")[2]) for step, message in zip(events["step"], events["message"], strict=True)
+    ]
     (cause,) = run.coverage.query("hook == 'fault' and rank == 0")["cause"]
     assert cause == "the hook acts in other processes only"
     assert "coverage" not in {*run.events["rule"]}
@@ -186,7 +189,7 @@ def test_failing_hook_on_an_asynchronous_result_raises(of_ranks: list[dict[str, 
 @pytest.fixture
 def process_group() -> Iterator[None]:
     """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
