@@ -333,11 +333,11 @@ class HookBase(Selection):
             if given := {"fraction", "ranks"} & self.model_fields_set:
                 raise ValueError(f"{min(given)!r} requires kind collective, not {self.kind}")
             return
-        for name in ("layers", "exclude", "types", "structure", "params"):
+        for name in ("layers", "exclude", "types", "structure", "params", "units"):
             if getattr(self, name):
-                raise ValueError(f"{name!r} selects modules or parameters; kind collective has 'functions' and 'path'")
-        if self.units is not None or self.unit_dim is not None:
-            raise ValueError("'units' requires a module or a parameter; kind collective has 'slice'")
+                raise ValueError(
+                    f"{name!r} requires modules or parameters; kind collective has 'functions', 'path' and 'slice'"
+                )
         for pattern in self.functions:
             if not any(matches(pattern, operation) for operation in COLLECTIVES):
                 raise ValueError(f"{pattern!r} matches no collective operation; these are {', '.join(COLLECTIVES)}")

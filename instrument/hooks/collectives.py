@@ -12,11 +12,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,52 +31,18 @@ from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock
 from .hook_group_interface import HookGroup
 
+_OPERATORS = {
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "all_gather": ("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "gather": ("gather_", "gather_into_tensor_"),  # PyTorch 2.6 has one of them
+    "scatter": ("scatter_",),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+}  # of `c10d`, by operation; the first argument has the results
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
-OPERATORS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "gather_": "gather",
-    "gather_into_tensor_": "gather",  # not in PyTorch 2.6
-    "scatter_": "scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-}
-"""The operators of `c10d`, with the names of their operations in `COLLECTIVES`. The first argument has the results."""
-
-
-class CollectiveCells(NamedTuple):
-    """The cells of a row of the table `collectives`. It is the measure of this row; see `instrument.stats.table_rows.Measure`."""
-
-    operation: str
-    reduction: str | None
-    ranks: list[int]
-    dtype: str
-    bytes: int
-    seconds: float | None
-
-    @property
-    def size(self) -> int:
-        """The number of numbers in a row."""
-        return 2 + len(self.ranks)
-
-    def values(self, tensor: Tensor) -> tuple[()]:  # noqa: ARG002
-        """Return nothing: the cells do not depend on the elements."""
-        return ()
-
-    def cells(self, values: object, shape: object) -> tuple[Any, ...]:  # noqa: ARG002
-        """Return the cells."""
-        return (*self,)
+_Work: Any = dist.Work if dist.is_available() else object
 
 
 @dataclass(eq=False)
@@ -88,23 +54,37 @@ class _Call:
         reduction: How it combines the tensors: sum, avg, ...; None if it does not.
         group: The processes.
         outputs: The tensors that this process receives.
-        index: For each group of hooks: its index among the operations of this name in the micro-step, from 0.
-        rows: Write the rows of the table `collectives`, given the duration in seconds.
+        names: Its name with its index in the micro-step, for each group of hooks that observes it.
+        rows: The record hooks that fired, with the path and the tensor.
         started_at: When it began, in seconds; see `time.perf_counter`.
     """
 
     operation: str
     reduction: str | None
     group: Any
-    outputs: list[Tensor]
-    index: dict[HookGroup, int] = field(default_factory=dict)
-    rows: list[Callable[[float | None], None]] = field(default_factory=list)
+    outputs: Sequence[Tensor]
+    names: dict[CollectiveHooks, str] = field(default_factory=dict)
+    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)
     started_at: float = 0.0
 
-    def paths(self, group: HookGroup, count: int) -> list[str]:
-        """Return the paths of a number of tensors."""
-        name = f"{self.operation}.{self.index[group]}"
-        return [name] if count == 1 else [f"{name}.{index}" for index in range(count)]
+    def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
+        for hooks in self.names:
+            tensors = hooks.act(self, role, tensors)
+        return tensors
+
+    def finish(self) -> None:
+        """Run the hooks on what this process received, and write the rows of the complete operation."""
+        seconds = time.perf_counter() - self.started_at
+        _write(self.outputs, self.act("output", self.outputs))
+        ranks = dist.get_process_group_ranks(self.group)
+        for action, context, tensor in self.rows:
+            known = seconds if tensor.is_cpu else None  # the host does not wait for a device
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            row = (self.operation, self.reduction, ranks, dtype, tensor.nbytes, known)
+            # See `instrument.stats.table_rows.Measure`. The cells do not depend on the elements.
+            measure: Any = SimpleNamespace(size=len(row), values=lambda _: (), cells=lambda _, shape, row=row: row)
+            action.rows.add_row("collectives", context, measure, tensor)
 
 
 class CollectiveHooks(HookGroup):
@@ -124,82 +104,70 @@ class CollectiveHooks(HookGroup):
         """
         if not dist.is_available():
             return
-        size = dist.get_world_size() if dist.is_initialized() else None
-        for attached in self.attached_hooks:
-            ranks = attached.site.spec.ranks
-            if size is not None and ranks is not None and max(ranks) >= size:
-                where = f"hooks.{attached.site.spec.name}.ranks"
-                raise ConfigError(Problem(where, "no process has this rank", max(ranks), f"0 to {size - 1}"))
-        _observers.append(self)
-        if len(_observers) == 1:
-            _install()
+        for spec in (attached.site.spec for attached in self.attached_hooks if dist.is_initialized()):
+            if max(spec.ranks or (0,)) >= (size := dist.get_world_size()):
+                allowed = f"0 to {size - 1}"
+                raise ConfigError(Problem(f"hooks.{spec.name}.ranks", "no process has this rank", spec.ranks, allowed))
+        _attached.append(self)
+        if len(_attached) == 1:
+            _libraries.append(torch.library.Library("c10d", "IMPL"))
+            for operation, names in _OPERATORS.items():
+                for operator in (
+                    getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)
+                ):
+                    _libraries[0].impl(operator, _Kernel(operator, operation), "BackendSelect", with_keyset=True)
 
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
         for work in [*_unawaited]:
-            if self in work.observers and work.call is not None:
-                self.miss(work.call)
-                work.observers = [observer for observer in work.observers if observer is not self]
-        if self in _observers:
-            _observers.remove(self)
-            if not _observers:
+            with work.lock:
+                if work.call is not None and self in work.call.names:
+                    self.miss(work.call)
+                    del work.call.names[self]
+        if self in _attached:
+            _attached.remove(self)
+            if not _attached:
                 _libraries.pop()._destroy()
 
-    def begin(self, call: _Call) -> bool:
-        """Number an operation. Return whether any site is scheduled."""
-        if self.clock.closed:
-            return False
+    def begin(self, call: _Call) -> None:
+        """Number an operation, and observe it if any site is scheduled."""
         with self._lock:
             if self._counted_at != self.clock.micro_step_index:
                 self._counts.clear()
                 self._counted_at = self.clock.micro_step_index
-            call.index[self] = self._counts[call.operation]
+            index = self._counts[call.operation]
             self._counts[call.operation] += 1
-        return any(attached.is_scheduled for attached in self.attached_hooks)
+        if any(attached.is_scheduled for attached in self.attached_hooks):
+            call.names[self] = f"{call.operation}.{index}"
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the hooks on the tensors that this process sends (role input) or receives (output). Return the tensors that replace them."""
-        if self.clock.closed:
-            return [*tensors]
+        """Run the hooks on tensors; see `_Call.act`."""
+        given = [tensor.detach() for tensor in tensors]
+        new = [*given]
         with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
-            paths = call.paths(self, len(tensors))
-            return [self._act(call, role, path, tensor) for path, tensor in zip(paths, tensors, strict=True)]
+            for at, path, attached in self._selected(call, role, len(tensors)):
+                if (reason := _exemption(attached, new[at], path)) is not None:
+                    attached.count_exempt(reason)
+                elif attached.count_and_check_readable(new[at]):
+                    new[at] = attached.fire(new[at], path)
+                    if isinstance(attached.action, Record):
+                        call.rows.append((attached.action, attached.context(path, FIRST_CALL), new[at]))
+        return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
 
     def miss(self, call: _Call) -> None:
         """Count the results of an operation that nothing has waited for."""
-        for path in call.paths(self, len(call.outputs)):
-            for attached in self._selected(call, "output", path):
-                attached.count_missed_opportunity(NOT_AWAITED)
+        for _, _, attached in self._selected(call, "output", len(call.outputs)):
+            attached.count_missed_opportunity(NOT_AWAITED)
 
-    def _act(self, call: _Call, role: str, path: str, given: Tensor) -> Tensor:
-        tensor = given.detach()
-        new = tensor
-        for attached in self._selected(call, role, path):
-            if (reason := _exemption(attached, new, path)) is not None:
-                attached.count_exempt(reason)
-            elif attached.count_and_check_readable(new):
-                new = attached.fire(new, path)
-                if isinstance(attached.action, Record):
-                    ranks, dtype = dist.get_process_group_ranks(call.group), str(new.dtype).removeprefix("torch.")
-                    cells = CollectiveCells(call.operation, call.reduction, ranks, dtype, new.nbytes, None)
-                    context = attached.context(path, FIRST_CALL)
-                    call.rows.append(partial(_add_row, attached.action.rows.add_row, context, cells, new))
-        return given if new is tensor else new
-
-    def _selected(self, call: _Call, role: str, path: str) -> Iterator[AttachedHook]:
-        """Yield the scheduled sites that select a tensor."""
-        for attached in self.attached_hooks:
-            functions = attached.site.spec.functions or ("*",)
-            is_selected = any(matches(pattern, call.operation) for pattern in functions)
-            if is_selected and attached.is_scheduled and attached.role == role and attached.matches_path(path):
-                yield attached
-
-
-def _add_row(
-    add: Callable[..., None], context: Any, cells: CollectiveCells, tensor: Tensor, seconds: float | None
-) -> None:
-    # The host does not wait for a device.
-    add("collectives", context, cells._replace(seconds=seconds if tensor.is_cpu else None), tensor)
+    def _selected(self, call: _Call, role: str, count: int) -> Iterator[tuple[int, str, AttachedHook]]:
+        """Yield the index and the path of each tensor, with the scheduled sites that select it."""
+        sites = [attached for attached in self.attached_hooks if attached.is_scheduled and attached.role == role]
+        for at in range(count):
+            path = call.names[self] if count == 1 else f"{call.names[self]}.{at}"
+            for attached in sites:
+                functions = attached.site.spec.functions or ("*",)
+                if attached.matches_path(path) and any(matches(pattern, call.operation) for pattern in functions):
+                    yield at, path, attached
 
 
 def _exemption(attached: AttachedHook, tensor: Tensor, path: str) -> str | None:
@@ -209,93 +177,62 @@ def _exemption(attached: AttachedHook, tensor: Tensor, path: str) -> str | None:
         return attached.no_tensor_reason(tensor, path)
     if spec.ranks is not None and attached.clock.rank not in spec.ranks:
         return OTHER_RANKS
-    if spec.fraction < 1:
-        context = attached.context(path, FIRST_CALL)
-        generator = replace(context, role=f"{context.role} drawn").generator(torch.device("cpu"))
-        if torch.rand((), generator=generator).item() >= spec.fraction:
-            return NOT_DRAWN
-    return None
+    context = attached.context(path, FIRST_CALL)
+    drawn = replace(context, role=f"{context.role} drawn")  # other numbers than those of the action
+    is_drawn = (
+        spec.fraction == 1 or torch.rand((), generator=drawn.generator(torch.device("cpu"))).item() < spec.fraction
+    )
+    return None if is_drawn else NOT_DRAWN
 
 
-class _Operator:
-    """The kernel of an operator of `c10d` that passes its calls on.
-
-    Args:
-        operator: The operator.
-        operation: The name of the collective operation.
-    """
+class _Kernel:
+    """Passes the calls of an operator of `c10d` on, with the hooks on an operation."""
 
     def __init__(self, operator: Any, operation: str) -> None:
-        names = [argument.name for argument in operator._schema.arguments]
         self.operator, self.operation = operator, operation
-        self.at = {name: index for index, name in enumerate(names)}
-        self.input_at = int(names[1].startswith("input"))
+        self.names = [argument.name for argument in operator._schema.arguments]
+        self.input_at = int(self.names[1].startswith("input"))
 
     def __call__(self, keyset: Any, *args: Any) -> Any:
-        run = partial(self.operator.redispatch, keyset & _BELOW)
-        if are_own_collectives() or any(tensor.is_meta for tensor in _tensors(args[0])):
-            return run(*args)
-        call = self._call(args)
-        observers = [observer for observer in [*_observers] if observer.begin(call)]
-        if not observers:
-            return run(*args)
-        group = call.group
-        root = args[self.at["root_rank"]] if "root_rank" in self.at else None
-        is_root = root is None or root == group.rank()
-        if is_root or self.operation not in ("broadcast", "scatter"):
-            args = self._with_inputs(call, observers, args, is_root=is_root)
+        outputs = _tensors(args[0])
+        given = dict(zip(self.names, args, strict=False))  # without default values at the end
+        group, reduction = dist.ProcessGroup.unbox(given["process_group"]), None
+        if "reduce_op" in given:
+            reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
+        call = _Call(self.operation, reduction, group, outputs)
+        if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
+            for hooks in [*_attached]:
+                hooks.begin(call)
+        if not call.names:
+            return self.operator.redispatch(keyset & _BELOW, *args)
+        is_root = given.get("root_rank", group.rank()) == group.rank()
+        inputs = _tensors(args[self.input_at]) if is_root or self.operation not in ("broadcast", "scatter") else ()
+        sent = call.act("input", inputs)
+        if is_root and not self.input_at and self.operation != "broadcast":
+            _write(inputs, sent)  # the result replaces it anyway
+        elif inputs:
+            args = (*args[: self.input_at], _replaced(args[self.input_at], iter(sent)), *args[self.input_at + 1 :])
         if not is_root and self.operation in ("reduce", "gather"):
-            call.outputs = []
+            call.outputs = ()
         call.started_at = time.perf_counter()
-        result = run(*args)
-        boxed = result[-1] if isinstance(result, tuple) else result
+        result = self.operator.redispatch(keyset & _BELOW, *args)
+        *others, boxed = result if isinstance(result, tuple) else (result,)
         work = None if boxed is None else dist.Work.unbox(boxed)
-        if not _argument(args, self.at["async_op"], default=True):
+        if not given.get("async_op", True):
             if work is not None:  # NCCL may return none: the operation is in the current stream
                 work.wait()
-            _finish(call, observers)
-            return result
-        if work is None:
-            for observer in observers:
-                observer.miss(call)
-            return result
-        observed = _ObservedWork(work, call, observers).boxed()
-        return (*result[:-1], observed) if isinstance(result, tuple) else observed
-
-    def _call(self, args: tuple[Any, ...]) -> _Call:
-        reduction = None
-        if "reduce_op" in self.at:
-            reduction = dist.ReduceOp.RedOpType(args[self.at["reduce_op"]].op()).name.lower()
-        group = dist.ProcessGroup.unbox(args[self.at["process_group"]])
-        return _Call(self.operation, reduction, group, [*_tensors(args[0])])
-
-    def _with_inputs(
-        self, call: _Call, observers: Sequence[CollectiveHooks], args: tuple[Any, ...], *, is_root: bool
-    ) -> tuple[Any, ...]:
-        """Run the hooks on what this process sends, and return the arguments with what they return."""
-        given = [*_tensors(args[self.input_at])]
-        sent = given
-        for observer in observers:
-            sent = observer.act(call, "input", sent)
-        if all(map(lambda new, old: new is old, sent, given)):
-            return args
-        if not self.input_at and self.operation != "broadcast" and is_root:
-            _write(given, sent)  # the result replaces it anyway
-            return args
-        new = _replaced(args[self.input_at], iter(sent))
-        return (*args[: self.input_at], new, *args[self.input_at + 1 :])
+            call.finish()
+        elif work is not None:
+            observed = _ObservedWork(work, call).boxed()
+            return (*others, observed) if others else observed
+        else:
+            for hooks in call.names:
+                hooks.miss(call)
+        return result
 
 
-def _argument(args: Sequence[Any], at: int, *, default: Any) -> Any:
-    return args[at] if at < len(args) else default
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    else:
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in _tensors(item)]
 
 
 def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
@@ -309,56 +246,40 @@ def _write(given: Sequence[Tensor], new: Sequence[Tensor]) -> None:
                 tensor.copy_(changed)
 
 
-def _finish(call: _Call, observers: Sequence[CollectiveHooks]) -> None:
-    """Run the hooks on what this process received, and write the rows of a complete operation."""
-    seconds = time.perf_counter() - call.started_at
-    received = call.outputs
-    for observer in observers:
-        received = observer.act(call, "output", received)
-    _write(call.outputs, received)
-    for add in call.rows:
-        add(seconds)
-
-
-class _ObservedWork(dist.Work):
+class _ObservedWork(_Work):  # type: ignore[misc]
     """Stands for an asynchronous work. The hooks on the result run before its consumer gets it; errors are those of the work."""
 
-    def __init__(self, work: Any, call: _Call, observers: Sequence[CollectiveHooks]) -> None:
+    def __init__(self, work: Any, call: _Call) -> None:
         super().__init__()
-        self._work, self._lock = work, threading.Lock()
+        self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
-        self.observers = observers
         _unawaited.add(self)  # C++ keeps no reference to the Python object
 
     def finish(self) -> None:
         """Run the hooks on the result, once."""
-        with self._lock:
+        with self.lock:
             if self.call is not None:
-                _finish(self.call, self.observers)
+                self.call.finish()
                 self.call = None
 
     def wait(self, *timeout: Any) -> bool:
-        done: bool = self._work.wait(*timeout)
+        done: bool = self.work.wait(*timeout)
         self.finish()
         _unawaited.discard(self)
         return done
 
-    def synchronize(self) -> None:
-        self._work.synchronize()
-        self.finish()
+    synchronize = wait
 
     def block_current_stream(self) -> None:
-        self._work.block_current_stream()
-        self.finish()
+        self.work.block_current_stream()
 
     def is_completed(self) -> bool:
-        is_completed: bool = self._work.is_completed()
-        if is_completed:
+        if is_completed := bool(self.work.is_completed()):
             self.finish()
         return is_completed
 
-    def result(self) -> list[Tensor]:
-        return self._work.result()  # type: ignore[no-any-return]
+    def result(self) -> Any:
+        return self.work.result()
 
     def get_future(self) -> Any:
         def then(future: Any) -> Any:
@@ -367,18 +288,9 @@ class _ObservedWork(dist.Work):
             _unawaited.discard(self)
             return value
 
-        return self._work.get_future().then(then)
+        return self.work.get_future().then(then)
 
 
-_observers: list[CollectiveHooks] = []
+_attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
 _unawaited: set[_ObservedWork] = set()
-
-
-def _install() -> None:
-    library = torch.library.Library("c10d", "IMPL")
-    for name, operation in OPERATORS.items():
-        if hasattr(torch.ops.c10d, name):
-            kernel = _Operator(getattr(torch.ops.c10d, name).default, operation)
-            library.impl(name, kernel, "BackendSelect", with_keyset=True)
-    _libraries.append(library)

@@ -86,7 +86,11 @@ class ScheduledHooks:
             changed |= attached.update_schedule(is_due, has_new_spec=update_all)
         self._counted = [attached for attached in self._micro_step_hooks if attached.is_scheduled]
         if changed or update_all:
-            scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.site.spec.definition.family != "state_dict"]
+            scheduled = [
+                each
+                for each in self.attached_hooks
+                if each.is_scheduled and each.site.spec.definition.family != "state_dict"
+            ]
             self.names = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
             self.clock.in_graphs = any(attached.site.spec.definition.family == "module" for attached in scheduled)
             self._on_change(scheduled)
@@ -131,7 +135,11 @@ class ScheduledHooks:
 
     def end_checkpoint(self) -> bool:
         """Update the coverage of the hooks on state dicts. Return whether any is scheduled."""
-        scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.site.spec.definition.family == "state_dict"]
+        scheduled = [
+            each
+            for each in self.attached_hooks
+            if each.is_scheduled and each.site.spec.definition.family == "state_dict"
+        ]
         for attached in scheduled:
             if attached.has_opportunities:
                 attached.update_coverage()

@@ -10,10 +10,8 @@ from ..config.rules import RULES, PersistentRule
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
-LEAST_ELEMENTS = 32
-"""Smaller tensors are counts and flags, such as whether any gradient is infinite. A decision of this package."""
-READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}
-"""The operations in which the rule reads a role. A shard, or what one process sends to all, may be zero."""
+LEAST_ELEMENTS = 32  # smaller tensors are counts and flags; a decision of this package
+READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  # a shard may be zero
 
 
 class ZeroMessageRule(PersistentRule):
@@ -41,13 +39,11 @@ class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         zero = chosen.values(rows.column("zero_fraction"), self.merge)
         numel = chosen.values(rows.counts("numel"), self.merge)
-        by_path: dict[tuple[str, str], float] = {}
-        for location, fraction in zip(chosen.locations, zero.tolist(), strict=True):
-            by_path[location.path, location.role] = fraction
+        of_path = {(each.path, each.role): value for each, value in zip(chosen.locations, zero, strict=True)}
         other = {"input": "output", "output": "input"}
-        others = [by_path.get((each.path, other[each.role]), np.nan) for each in chosen.locations]
-        is_read = [each.path.startswith(READ[each.role]) for each in chosen.locations]
-        held: BoolArray = (zero >= 1) & (np.array(others) < 1) & np.array(is_read) & (numel >= LEAST_ELEMENTS)
+        others = np.array([of_path.get((each.path, other[each.role]), np.nan) for each in chosen.locations])
+        is_read = np.array([each.path.startswith(READ[each.role]) for each in chosen.locations])
+        held: BoolArray = (zero >= 1) & (others < 1) & is_read & (numel >= LEAST_ELEMENTS)
         return held
 
     def bounds(self) -> Bounds | None:

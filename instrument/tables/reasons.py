@@ -101,8 +101,7 @@ NOT_OPTIMIZED = "the optimizer does not hold this parameter"
 NO_STATE = "the optimizer keeps no such state for this parameter"
 NO_LOSS = "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
 NO_COLLECTIVE = (
-    "no collective operation of torch.distributed that the hook selects was called while it was scheduled: there is a single "
-    "process, or the loop synchronizes nothing"
+    "no collective operation that the hook selects was called while it was scheduled; a single process calls none"
 )
 NOT_AWAITED = "the code did not wait for the result of an asynchronous operation before the hooks were removed"
 NOT_DRAWN = "the tensor is not in the fraction that was drawn"

@@ -306,11 +306,11 @@ def test_single_process_is_reported() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"layers": "**"}, "'layers' selects modules or parameters"),
+        ({"layers": "**"}, "'layers' requires modules or parameters"),
         ({"functions": "allreduce"}, "'allreduce' matches no collective operation; these are all_reduce"),
         ({"ranks": [-1]}, "hooks.sent.ranks.0"),
         ({"fraction": 0.0}, "hooks.sent.fraction"),
-        ({"units": [0]}, "'units' requires a module or a parameter"),
+        ({"units": [0]}, "'units' requires modules or parameters"),
         ({"kind": "forward", "layers": "**", "fraction": 0.5}, "'fraction' requires kind collective"),
         ({"kind": "loss", "ranks": [0]}, "'ranks' requires kind collective"),
     ],
