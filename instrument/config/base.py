@@ -280,8 +280,7 @@ class HookBase(Selection):
             raise ValueError("'steps' cannot be combined with every, start or stop")
         if self.phase == "eval" and self.definition.gradient:
             raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
-        is_of_batch = self.definition.frequency == "micro_step" or self.kind == "collective"
-        if self.phase in ("forward", "probe") and not is_of_batch:
+        if self.phase in ("forward", "probe") and self.definition.frequency in ("step", "occasion"):
             makes_step = self.definition.frequency == "step"
             missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
             fix = "; parameter_grad_micro sees the gradients of parameters without a step" if makes_step else ""

@@ -31,6 +31,6 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     """
     if parallel is None:
         return "global"
-    if parallel == "own" or kind.frequency == "micro_step" or kind.family == "collective" or role == "buffer":
+    if parallel == "own" or kind.frequency in ("micro_step", "operation") or role == "buffer":
         return "local"
     return "averaged"

@@ -86,11 +86,7 @@ class ScheduledHooks:
             changed |= attached.update_schedule(is_due, has_new_spec=update_all)
         self._counted = [attached for attached in self._micro_step_hooks if attached.is_scheduled]
         if changed or update_all:
-            scheduled = [
-                each
-                for each in self.attached_hooks
-                if each.is_scheduled and each.site.spec.definition.family != "state_dict"
-            ]
+            scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.frequency != "occasion"]
             self.names = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
             self.clock.in_graphs = any(attached.site.spec.definition.family == "module" for attached in scheduled)
             self._on_change(scheduled)
@@ -135,22 +131,18 @@ class ScheduledHooks:
 
     def end_checkpoint(self) -> bool:
         """Update the coverage of the hooks on state dicts. Return whether any is scheduled."""
-        scheduled = [
-            each
-            for each in self.attached_hooks
-            if each.is_scheduled and each.site.spec.definition.family == "state_dict"
-        ]
+        scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.frequency == "occasion"]
         for attached in scheduled:
             if attached.has_opportunities:
                 attached.update_coverage()
         return bool(scheduled)
 
     def end_training(self) -> None:
-        """Update the coverage of the hooks on state dicts that fired after the last step, or never."""
+        """Update the coverage of the hooks on state dicts and collective operations that fired after the last step, or never."""
         for attached in self.attached_hooks:
             if (
                 attached.was_ever_scheduled
-                and attached.frequency == "occasion"
+                and attached.frequency in ("occasion", "operation")
                 and (attached.has_opportunities or not (attached.expected or attached.exemptions))
             ):
                 attached.update_coverage()
