@@ -11,6 +11,7 @@ from torch import Tensor, is_grad_enabled
 from torch._C._nn import hardtanh
 from torch.nn.utils import get_total_norm
 
+from ..runtime.own_collectives import own_collectives
 from ..stats.cpu_kernel import effect_of_clip
 from ..stats.directed_rounding import round_down, round_up, toward_zero
 from ..stats.portable import widest
@@ -87,6 +88,7 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
     return toward_zero(tensor.to(wide) * factors, tensor.dtype), factor
 
 
+@own_collectives()
 def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2.0) -> Tensor:
     """Return the factor that limits the norm of all tensors, as one vector, to `bound`.
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
+from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Number, Selection
 from ..fields.globs import matches
 from ..fields.registry import Registry
-from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES, KINDS, Kind
+from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES, COLLECTIVES, KINDS, Kind
 from ..tables.statistics import statistic_of
 from .messages import UnknownNameError
 from .schedule import Phase, Schedule
@@ -111,11 +111,18 @@ class HookBase(Selection):
     )
     functions: Globs = Field(
         (),
-        description="For function kinds: globs on names of torch functions: softmax, 'add*'. Roles attention and scores have a default.",
+        description="For function kinds: globs on names of torch functions: softmax, 'add*'. Roles attention and scores have a default. "
+        "For kind collective: globs on names of operations: all_reduce, 'all_*'. The default is all operations.",
     )
     own: bool = Field(
         False,
         description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
+    )
+    fraction: Annotated[Number, Field(gt=0, le=1)] = Field(
+        1.0, description="For kind collective: act on this fraction of the tensors, drawn with the seed of the run."
+    )
+    ranks: Annotated[tuple[Index, ...], Field(min_length=1)] | None = Field(
+        None, description="For kind collective: act only in the processes with these ranks."
     )
     via: Literal["tensor", "module"] = Field(
         "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
@@ -273,7 +280,7 @@ class HookBase(Selection):
             raise ValueError("'steps' cannot be combined with every, start or stop")
         if self.phase == "eval" and self.definition.gradient:
             raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
-        if self.phase in ("forward", "probe") and self.definition.frequency != "micro_step":
+        if self.phase in ("forward", "probe") and self.definition.frequency in ("step", "occasion"):
             makes_step = self.definition.frequency == "step"
             missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
             fix = "; parameter_grad_micro sees the gradients of parameters without a step" if makes_step else ""
@@ -295,8 +302,9 @@ class HookBase(Selection):
             raise ValueError(
                 f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
             )
-        if not kind.of_functions and (self.functions or self.own):
+        if not kind.of_functions and (self.own or (self.functions and kind.name != "collective")):
             raise ValueError(f"'functions' and 'own' require kind function or function_grad, not {kind.name}")
+        self._validate_collective()
         if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
             raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
         if self.prepend and (kind.family != "module" or kind.of_functions):
@@ -313,11 +321,25 @@ class HookBase(Selection):
             raise ValueError(
                 f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"
             )
-        if self.path is not None and kind.family != "module":
+        if self.path is not None and kind.family not in ("module", "collective"):
             raise ValueError(
                 f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'"
             )
         return self
+
+    def _validate_collective(self) -> None:
+        if self.kind != "collective":
+            if given := {"fraction", "ranks"} & self.model_fields_set:
+                raise ValueError(f"{min(given)!r} requires kind collective, not {self.kind}")
+            return
+        for name in ("layers", "exclude", "types", "structure", "params", "units"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name!r} requires modules or parameters; kind collective has 'functions', 'path' and 'slice'"
+                )
+        for pattern in self.functions:
+            if not any(matches(pattern, operation) for operation in COLLECTIVES):
+                raise ValueError(f"{pattern!r} matches no collective operation; these are {', '.join(COLLECTIVES)}")
 
 
 class ObservationSpec(HookBase):
@@ -355,7 +377,9 @@ class InterventionSpec(HookBase):
         kind = self.definition
         if not kind.can_change(self.tensor_role):
             others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
-            supporting = [other.name for other in others if other.can_change(self.tensor_role)]
+            supporting = [
+                other.name for other in others if other.can_change(self.tensor_role) and other.family != "collective"
+            ]
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             if self.tensor_role in ATTENTION_ROLES:
                 hint = "; with functions: softmax, role output changes the weights, and role input the scores"

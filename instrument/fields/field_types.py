@@ -171,7 +171,7 @@ class Selection(Spec):
                 {"required": ["layers"]},
                 {"required": ["types"]},
                 {"required": ["structure"]},
-                {"properties": {"kind": {"const": "loss"}}},
+                {"properties": {"kind": {"enum": ["loss", "collective"]}}},
             ]
         }
     )
@@ -199,9 +199,9 @@ class Selection(Spec):
     @model_validator(mode="wrap")
     @classmethod
     def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        is_loss = isinstance(value, Mapping) and value.get("kind") == "loss"  # there is one loss per model
+        is_of_run = isinstance(value, Mapping) and value.get("kind") in ("loss", "collective")  # of no module
         selects = isinstance(value, Mapping) and any(value.get(name) for name in ("types", "structure"))
-        if not isinstance(value, Mapping) or value.get("layers") is not None or selects or is_loss:
+        if not isinstance(value, Mapping) or value.get("layers") is not None or selects or is_of_run:
             return validate(value)
         error_type = PydanticCustomError(
             "no_selection",

@@ -21,8 +21,8 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     """Return the scope of a kind and role, for tensors that are not sharded.
 
     Module hooks and hooks on parameter gradients run before DistributedDataParallel averages, so they see values of
-    this rank. At the optimizer boundary, all ranks have the same values, except for buffers such as BatchNorm's running
-    mean.
+    this rank, and so do hooks on collective operations. At the optimizer boundary, all ranks have the same values,
+    except for buffers such as BatchNorm's running mean.
 
     Args:
         kind: The hook kind.
@@ -31,6 +31,6 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     """
     if parallel is None:
         return "global"
-    if parallel == "own" or kind.frequency == "micro_step" or role == "buffer":
+    if parallel == "own" or kind.frequency in ("micro_step", "operation") or role == "buffer":
         return "local"
     return "averaged"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook
 from .clock import Clock
+from .collectives import CollectiveHooks
 from .functions import FunctionHooks, FunctionPauses, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
@@ -74,7 +75,7 @@ def group_sites(
         elif group_type in (BoundaryHooks, StepHooks, OptimizerStateDictHooks):
             for optimizer in optimizers:
                 yield group_type(optimizer, optimizers, sites, clock, steps_by_loop=steps_by_loop)
-        elif group_type in (GradientHooks, LossHooks, StateDictHooks):
+        elif group_type in (GradientHooks, LossHooks, StateDictHooks, CollectiveHooks):
             yield group_type(sites, clock)
         else:
             yield group_type(module, sites, clock)
@@ -124,5 +125,7 @@ def _location(attached: AttachedHook) -> tuple[GroupType, int, bool, bool]:
             return StateDictHooks, module, False, False
         case "state_dict":
             return OptimizerStateDictHooks, 0, False, False
+        case "collective":
+            return CollectiveHooks, 0, False, False
         case _:
             return LossHooks, 0, False, False

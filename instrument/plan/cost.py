@@ -106,7 +106,7 @@ def firings_of(spec: HookSpec, length: Length) -> Firings:
         steps = spec.schedule.steps_in(range(length.steps + 1))
         return Firings(steps, len(steps))
     steps = spec.schedule.steps_in(range(length.steps))
-    if spec.definition.frequency == "occasion":
+    if spec.definition.frequency in ("occasion", "operation"):
         return Firings(steps, 0)
     if spec.definition.frequency == "step":
         stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps

@@ -145,12 +145,15 @@ def _tables_of(spec: HookSpec) -> list[str]:
         return ["effects"]
     if not isinstance(spec, RecordSpec):
         return []
-    return [*(["stats"] if spec.statistics else []), *spec.tables, *(["tensors"] if spec.tensors else [])]
+    given = {"stats": spec.statistics, "tensors": spec.tensors, "collectives": spec.kind == "collective"}
+    return [*(table for table, is_given in given.items() if is_given), *spec.tables]
 
 
 def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> Iterator[str]:
     """Yield explanations for modules that a user may expect to match, but that do not match or cannot be recorded."""
     for name, spec in plan.specs.items():
+        if spec.definition.family == "collective":
+            continue  # it is at no module
         sites = plan.of(name)
         matched = {id(site.layer) for site in sites}
         for site in sites:

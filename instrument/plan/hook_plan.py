@@ -107,6 +107,8 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
 
 
 def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
+    if spec.definition.family == "collective":
+        return [Site(spec, next(iter(layers)))]
     selected = select_layers(spec, layers, where)
     if not selected:
         return []

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..hooks.distributed_scope import Parallel
+from ..runtime.own_collectives import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured
 from ..tables.sink_interface import Row
@@ -120,6 +121,7 @@ class Ranks:
         """Return the maximum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
+    @own_collectives()
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set in any process."""
         if self._control is None:
@@ -128,6 +130,7 @@ class Ranks:
         dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
         return [bool(flag) for flag in merged.tolist()]
 
+    @own_collectives()
     def gather(self, numbers: Tensor) -> Tensor | None:
         """Return [ranks, numbers] on rank 0, None on the others."""
         parts = [torch.empty_like(numbers) for _ in range(self.world_size)] if self.is_rank_zero else None
@@ -135,6 +138,7 @@ class Ranks:
         self.bytes_sent += numbers.nbytes
         return None if parts is None else torch.stack(parts)
 
+    @own_collectives()
     def _reduce(self, numbers: Tensor, operation: Any) -> Tensor:
         result = numbers.clone()
         dist.all_reduce(result, operation, group=self._group(result))
@@ -152,6 +156,7 @@ class Ranks:
         """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
+    @own_collectives()
     def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
         """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
 
@@ -167,6 +172,7 @@ class Ranks:
         self.device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
         return bool(summary[0] == -summary[1])
 
+    @own_collectives()
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Sort the pieces of a step in the same order in all processes, with empty ones for tensors that this one has not seen."""
         blank = [

@@ -138,11 +138,11 @@ class ScheduledHooks:
         return bool(scheduled)
 
     def end_training(self) -> None:
-        """Update the coverage of the hooks on state dicts that fired after the last step, or never."""
+        """Update the coverage of the hooks on state dicts and collective operations that fired after the last step, or never."""
         for attached in self.attached_hooks:
             if (
                 attached.was_ever_scheduled
-                and attached.frequency == "occasion"
+                and attached.frequency in ("occasion", "operation")
                 and (attached.has_opportunities or not (attached.expected or attached.exemptions))
             ):
                 attached.update_coverage()

@@ -7,11 +7,13 @@ from typing import Literal, cast
 
 from ..fields.registry import Registry
 
-Family = Literal["module", "parameter", "optimizer", "state_dict", "loss"]
-Frequency = Literal["micro_step", "step", "occasion"]
+Family = Literal["module", "parameter", "optimizer", "state_dict", "loss", "collective"]
+Frequency = Literal["micro_step", "step", "occasion", "operation"]
 
 ATTENTION_FUNCTIONS = ("softmax", "scaled_dot_product_attention", "multi_head_attention_forward")
 """The torch functions by which modules compute attention."""
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+"""The names of collective operations, for kind collective. Variants have the same name: all_gather_into_tensor is an all_gather."""
 ATTENTION_ROLES = ("attention", "scores")
 """The roles of kind function at these functions: the attention weights, and the logits before their softmax."""
 
@@ -23,8 +25,8 @@ class Kind:
     Attributes:
         name: The value of `kind:`; PyTorch's `register_<name>_hook` if it exists.
         family: The file in `instrument/hooks/` that implements it.
-        frequency: How often it is expected to fire: in every micro-step, once per step around the optimizer step, or
-            occasionally.
+        frequency: How often it is expected to fire: in every micro-step, once per step around the optimizer step,
+            occasionally, or in each collective operation.
         roles: The available tensors. The first one is the default. A role that ends in `.*` is a prefix.
         changes: The roles that an intervention can change.
         gradient: Whether it requires a backward pass.
@@ -88,6 +90,7 @@ state_dict_post | state_dict | occasion | entry, state.* | entry, state.* | no |
 load_state_dict_pre | state_dict | occasion | entry, state.* | entry, state.* | no | the loaded values, not the file
 load_state_dict_post | state_dict | occasion | entry, state.* | | no | nothing; it records the loaded values
 loss | loss | micro_step | loss | loss | no | the loss, before the backward pass
+collective | collective | operation | input, output | input, output | no | what this process sends, or what it receives
 """
 KINDS: Registry[Kind] = Registry("kinds", "kind")
 for _line in _TABLE.strip().splitlines():

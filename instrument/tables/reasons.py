@@ -100,6 +100,12 @@ SKIPPED_STEP = "the gradient scaler skipped the optimizer's step: a gradient was
 NOT_OPTIMIZED = "the optimizer does not hold this parameter"
 NO_STATE = "the optimizer keeps no such state for this parameter"
 NO_LOSS = "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
+NO_COLLECTIVE = (
+    "no collective operation that the hook selects was called while it was scheduled; a single process calls none"
+)
+NOT_AWAITED = "the code did not wait for the result of an asynchronous operation before the hooks were removed"
+NOT_DRAWN = "the tensor is not in the fraction that was drawn"
+OTHER_RANKS = "the hook acts in other processes only"
 NOT_SAVED = "no state dict was created while the hook was scheduled"
 NOT_LOADED = "no state dict was loaded while the hook was scheduled"
 CHECKPOINT = (
@@ -143,6 +149,8 @@ def default_reason(kind: Kind) -> str:
             return NOT_LOADED if kind.name.startswith("load") else NOT_SAVED
         case "loss":
             return NO_LOSS
+        case "collective":
+            return NO_COLLECTIVE
 
 
 def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None:
@@ -217,6 +225,7 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
             "",
             NO_INPUT_GRAPH,
             NOT_TURNED_ON,
+            OTHER_RANKS,
             OLD_NO_INPUT_GRAPH,
             ONLY_IN_OTHER_MODULES,
             ATTENTION_ELSEWHERE,

@@ -499,6 +499,23 @@ for _table in (
             tuple(column for column in MOMENT if column.name in ("step", "phase", "rank")),
         ),
     ),
+    Table(
+        "collectives",
+        "a tensor of a collective operation at one firing of a record hook of kind collective",
+        _columns(
+            """
+            operation | label | | name of the operation, such as all_reduce
+            reduction | label | | how it combines tensors: sum, avg, product, min, max, ...; null if it does not
+            ranks | list<int32> | | the processes of its group, by rank
+            dtype | label | | dtype of the tensor
+            bytes | int64 | B | size of the tensor
+            seconds | double | s | wall-clock time from the call to the end of the operation in this process, with the time in
+                which it waits for other processes; null for a tensor on a device
+            """,
+            IDENTITY,
+        ),
+        is_sorted=True,
+    ),
 ):
     TABLES.register(_table.name)(_table)
 

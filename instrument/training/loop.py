@@ -13,6 +13,7 @@ from torch import Tensor
 from ..config.schedule import Evaluations
 from ..errors import InstrumentError
 from ..probe.probe import Probe
+from ..runtime.own_collectives import own_collectives
 from ..tasks import Outcome, call_task
 from ..tasks.base import batch_weight, weighted
 from ..values.dtensor import full_tensor
@@ -220,6 +221,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
         model.train(was_training)
 
 
+@own_collectives()
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """Return the L2 norm of all gradients of a model as one vector.
 

@@ -14,6 +14,7 @@ from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..runtime.own_collectives import own_collectives
 from .containers import map_leaves
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def shards_of(tensor: DTensor) -> Shards:
     return Shards(tuple(sorted(dims)), tuple(largest))
 
 
+@own_collectives()
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor.
 

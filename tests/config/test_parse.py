@@ -86,13 +86,14 @@ def test_null_entries_are_ignored(parse: Any, empty: Any) -> None:
     assert list(parse_hooks({"a": None, "b": RECORD})) == ["b"]
 
 
-def functions_for(kind: str) -> dict[str, Any]:
-    return {"functions": "softmax"} if KINDS[kind].of_functions else {}
+def selection_for(kind: str) -> dict[str, Any]:
+    layers = {} if kind == "collective" else {"layers": "**"}
+    return {**layers, "functions": "softmax"} if KINDS[kind].of_functions else layers
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> None:
-    spec = {"layers": "**", "kind": kind, "action": "record", **functions_for(kind)}
+    spec = {"kind": kind, "action": "record", **selection_for(kind)}
     assert parsed(**spec).tensor_role == KINDS[kind].roles[0]
     for role in KINDS[kind].roles:
         exact = role.replace(".*", ".exp_avg")
@@ -102,7 +103,7 @@ def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> None:
     for role in KINDS[kind].roles:
-        spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), **functions_for(kind)}
+        spec = {"kind": kind, "role": role.replace(".*", ".exp_avg"), **selection_for(kind)}
         spec |= {"action": "scale", "factor": 2}
         if role in KINDS[kind].changes:
             assert parsed(**spec).tensor_role == spec["role"]

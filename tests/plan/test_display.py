@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from instrument.config.parse import parse_hooks
 from instrument.config.schedule import Evaluations
 from instrument.plan.cost import Cost, Forecast, Length, firings_of
-from instrument.plan.display import describe_action, plan_notes, plan_view
+from instrument.plan.display import describe_action, output_tables, plan_notes, plan_view
 from instrument.plan.hook_plan import HookPlan, make_plan
 from instrument.plan.shape_inference import InferredCalls, infer_shapes
 
@@ -232,3 +232,11 @@ def test_notes_follow_the_plan() -> None:
 def test_action_is_described_briefly(spec: dict[str, Any], words: str) -> None:
     (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
     assert describe_action(parsed) == words
+
+
+def test_hook_on_collectives_has_its_table_and_no_notes() -> None:
+    hook = {"kind": "collective", "action": "record"}
+    plan = make_plan(parse_hooks({"sent": hook}), nn.Sequential(nn.ReLU(), nn.Linear(2, 2)))
+    tables = [line.plain.split() for line in output_tables(plan, {"sent": ""}, None)]
+    assert ["collectives/", "sent"] in tables
+    assert [*plan_notes(plan, {})] == []

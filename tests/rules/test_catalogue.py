@@ -47,6 +47,13 @@ def parameters(*numbers: float, **more: Any) -> list[Step]:
     return [Step(rows=[{**PARAMETER, "numel": 9, "mean": number, "l2": number}], **more) for number in numbers]
 
 
+def messages(sent: float, got: float, operation: str = "all_reduce", numel: int = 100) -> Step:
+    """Return a step with a collective operation in which these fractions of the elements are zero."""
+    shared = {"layer": "", "kind": "collective", "path": f"{operation}.0", "numel": numel}
+    roles = {"input": sent, "output": got}
+    return Step(rows=[{**OUTPUT, **shared, "hook": role, "role": role, "zero_fraction": roles[role]} for role in roles])
+
+
 def relation(name: str, holds: bool | None) -> RelationRow:
     return RelationRow(name, "", "", holds, 2.0, "some text")
 
@@ -124,6 +131,15 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         [Step(targets=[0] * 30 + [1] * 30 + [2] * 4)] * 9,
         7,
         29.0,
+    ),
+    "zero_message": (
+        [messages(0.2, 0.1), messages(1.0, 0.9), messages(1.0, 0.9)],
+        [
+            *(messages(0.9, 0.9), messages(1.0, 1.0), messages(1.0, 0.0, numel=8)),
+            *(messages(1.0, 0.5, "all_gather"), messages(0.5, 1.0, "reduce_scatter")),
+        ],
+        1,
+        1.0,
     ),
     "stalled": ([Step(seconds=1.0), Step(seconds=4000.0)], [Step(seconds=900.0)] * 3, 1, 4000.0),
     "input_not_normalized": (inputs(120.0, 60.0), inputs(0.13, 0.31), 0, 60.0),

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import instrument
@@ -43,15 +44,19 @@ def sink() -> instrument.MemorySink:
         "w": {"layers": "*", "kind": "step_post", "role": "param", "action": "record", "spectrum": 2},
         "e": {**record, "layers": "0", "stats": "none", "experts": 1, "capacity_factor": 1.0},
         "p": {**record, "layers": "logits", "stats": "none", "position_losses": True},
+        "a": {"kind": "collective", "action": "record"},
     }
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
             probe.batch(ids=range(len(batch)), targets=batch.sum(1).clamp(0, 1).long())
             loss = model(batch).sum()
             loss.backward()
             optimizer.step()
+            dist.all_reduce(loss.detach())
             probe.write_generated([("a", "b", [1], [2, 3])])
             probe.end_step(loss=loss)
+    dist.destroy_process_group()
     return probe.sink
 
 
@@ -100,7 +105,7 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations"]
+    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives"]
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
     for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY

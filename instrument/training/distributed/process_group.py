@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import InstrumentError, RankError
+from ...runtime.own_collectives import own_collectives
 from ...storage.lock import is_locked
 
 Number = TypeVar("Number", int, float)
@@ -108,11 +109,13 @@ class Processes:
             raise _PeerFailedError(values)
         return values
 
+    @own_collectives()
     def _gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    @own_collectives()
     def from_rank_zero(self, values: list[Any]) -> list[Any]:
         """Return the picklable objects that rank 0 passes. All processes must call this.
 
@@ -130,6 +133,7 @@ class Processes:
         total: Number = sum(self.exchange(number))
         return total
 
+    @own_collectives()
     def wait(self) -> None:
         """Block until all processes have reached this call."""
         dist.barrier(group=self.control)

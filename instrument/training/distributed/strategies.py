@@ -21,6 +21,7 @@ from ...config.experiment import RunConfig
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...probe.collectives import Ranks
+from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.forward_and_loss import Forward
 from .batch_sharding import FULL_BATCH, BatchShard
@@ -164,6 +165,7 @@ class DataParallel(Strategy):
         if not self.processes.is_rank_zero:
             torch.manual_seed(seed + self.processes.rank)
 
+    @own_collectives()
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
         """Compute means over all processes: float64 on the device of the values. A mean without a value has none in any process."""
         present = [(mean.value.detach().double(), mean.weight) for mean in means if mean.value is not None]

@@ -1,0 +1,296 @@
+"""Kind `collective`: the collective operations of `torch.distributed`, such as those of DDP and FSDP2.
+
+Python, the reducer of DDP in C++ and compiled code call the operators of the namespace `c10d`. While hooks are attached, a kernel for the
+dispatch key BackendSelect, which is above those of all devices, gets each call of them and passes it on.
+
+If the caller waits for the result at once (`async_op=False`), the kernel waits instead, and runs the hooks on the result. Otherwise they
+run when the caller has waited, or before the future that it waits for is complete. No operation and no point of waiting is added.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..actions.record import Record
+from ..errors import ConfigError, Problem
+from ..fields.globs import matches
+from ..runtime.own_collectives import are_own_collectives, own_collectives
+from ..tables.reasons import NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
+from .attached_hook import AttachedHook
+from .clock import FIRST_CALL, Clock
+from .hook_group_interface import HookGroup
+
+_OPERATORS = {
+    "all_reduce": ("allreduce_", "allreduce_coalesced_"),
+    "all_gather": ("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    "reduce_scatter": ("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_"),
+    "broadcast": ("broadcast_",),
+    "reduce": ("reduce_",),
+    "gather": ("gather_", "gather_into_tensor_"),  # PyTorch 2.6 has one of them
+    "scatter": ("scatter_",),
+    "all_to_all": ("alltoall_", "alltoall_base_"),
+}  # of `c10d`, by operation; the first argument has the results
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_Work: Any = dist.Work if dist.is_available() else object
+
+
+@dataclass(eq=False)
+class _Call:
+    """One collective operation.
+
+    Attributes:
+        operation: Its name.
+        reduction: How it combines the tensors: sum, avg, ...; None if it does not.
+        group: The processes.
+        outputs: The tensors that this process receives.
+        names: Its name with its index in the micro-step, for each group of hooks that observes it.
+        rows: The record hooks that fired, with the path and the tensor.
+        started_at: When it began, in seconds; see `time.perf_counter`.
+    """
+
+    operation: str
+    reduction: str | None
+    group: Any
+    outputs: Sequence[Tensor]
+    names: dict[CollectiveHooks, str] = field(default_factory=dict)
+    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)
+    started_at: float = 0.0
+
+    def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
+        for hooks in self.names:
+            tensors = hooks.act(self, role, tensors)
+        return tensors
+
+    def finish(self) -> None:
+        """Run the hooks on what this process received, and write the rows of the complete operation."""
+        seconds = time.perf_counter() - self.started_at
+        _write(self.outputs, self.act("output", self.outputs))
+        ranks = dist.get_process_group_ranks(self.group)
+        for action, context, tensor in self.rows:
+            known = seconds if tensor.is_cpu else None  # the host does not wait for a device
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            row = (self.operation, self.reduction, ranks, dtype, tensor.nbytes, known)
+            # See `instrument.stats.table_rows.Measure`. The cells do not depend on the elements.
+            measure: Any = SimpleNamespace(size=len(row), values=lambda _: (), cells=lambda _, shape, row=row: row)
+            action.rows.add_row("collectives", context, measure, tensor)
+
+
+class CollectiveHooks(HookGroup):
+    """The sites of all specs of kind `collective`."""
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+        super().__init__(attached_hooks, clock)
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._counted_at = -1
+
+    def attach(self) -> None:
+        """Observe the operations of this process.
+
+        Raises:
+            ConfigError: A spec names a process that does not exist.
+        """
+        if not dist.is_available():
+            return
+        for spec in (attached.site.spec for attached in self.attached_hooks if dist.is_initialized()):
+            if max(spec.ranks or (0,)) >= (size := dist.get_world_size()):
+                allowed = f"0 to {size - 1}"
+                raise ConfigError(Problem(f"hooks.{spec.name}.ranks", "no process has this rank", spec.ranks, allowed))
+        _attached.append(self)
+        if len(_attached) == 1:
+            _libraries.append(torch.library.Library("c10d", "IMPL"))
+            for operation, names in _OPERATORS.items():
+                for operator in (
+                    getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)
+                ):
+                    _libraries[0].impl(operator, _Kernel(operator, operation), "BackendSelect", with_keyset=True)
+
+    def detach(self) -> None:
+        """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
+        for work in [*_unawaited]:
+            with work.lock:
+                if work.call is not None and self in work.call.names:
+                    self.miss(work.call)
+                    del work.call.names[self]
+        if self in _attached:
+            _attached.remove(self)
+            if not _attached:
+                _libraries.pop()._destroy()
+
+    def begin(self, call: _Call) -> None:
+        """Number an operation, and observe it if any site is scheduled."""
+        with self._lock:
+            if self._counted_at != self.clock.micro_step_index:
+                self._counts.clear()
+                self._counted_at = self.clock.micro_step_index
+            index = self._counts[call.operation]
+            self._counts[call.operation] += 1
+        if any(attached.is_scheduled for attached in self.attached_hooks):
+            call.names[self] = f"{call.operation}.{index}"
+
+    def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run the hooks on tensors; see `_Call.act`."""
+        given = [tensor.detach() for tensor in tensors]
+        new = [*given]
+        with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
+            for at, path, attached in self._selected(call, role, len(tensors)):
+                if (reason := _exemption(attached, new[at], path)) is not None:
+                    attached.count_exempt(reason)
+                elif attached.count_and_check_readable(new[at]):
+                    new[at] = attached.fire(new[at], path)
+                    if isinstance(attached.action, Record):
+                        call.rows.append((attached.action, attached.context(path, FIRST_CALL), new[at]))
+        return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
+
+    def miss(self, call: _Call) -> None:
+        """Count the results of an operation that nothing has waited for."""
+        for _, _, attached in self._selected(call, "output", len(call.outputs)):
+            attached.count_missed_opportunity(NOT_AWAITED)
+
+    def _selected(self, call: _Call, role: str, count: int) -> Iterator[tuple[int, str, AttachedHook]]:
+        """Yield the index and the path of each tensor, with the scheduled sites that select it."""
+        sites = [attached for attached in self.attached_hooks if attached.is_scheduled and attached.role == role]
+        for at in range(count):
+            path = call.names[self] if count == 1 else f"{call.names[self]}.{at}"
+            for attached in sites:
+                functions = attached.site.spec.functions or ("*",)
+                if attached.matches_path(path) and any(matches(pattern, call.operation) for pattern in functions):
+                    yield at, path, attached
+
+
+def _exemption(attached: AttachedHook, tensor: Tensor, path: str) -> str | None:
+    """Return why a hook does not act on a tensor that it selects; None if it acts."""
+    spec = attached.site.spec
+    if not attached.accepts(tensor, path):
+        return attached.no_tensor_reason(tensor, path)
+    if spec.ranks is not None and attached.clock.rank not in spec.ranks:
+        return OTHER_RANKS
+    context = attached.context(path, FIRST_CALL)
+    drawn = replace(context, role=f"{context.role} drawn")  # other numbers than those of the action
+    is_drawn = (
+        spec.fraction == 1 or torch.rand((), generator=drawn.generator(torch.device("cpu"))).item() < spec.fraction
+    )
+    return None if is_drawn else NOT_DRAWN
+
+
+class _Kernel:
+    """Passes the calls of an operator of `c10d` on, with the hooks on an operation."""
+
+    def __init__(self, operator: Any, operation: str) -> None:
+        self.operator, self.operation = operator, operation
+        self.names = [argument.name for argument in operator._schema.arguments]
+        self.input_at = int(self.names[1].startswith("input"))
+
+    def __call__(self, keyset: Any, *args: Any) -> Any:
+        outputs = _tensors(args[0])
+        given = dict(zip(self.names, args, strict=False))  # without default values at the end
+        group, reduction = dist.ProcessGroup.unbox(given["process_group"]), None
+        if "reduce_op" in given:
+            reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
+        call = _Call(self.operation, reduction, group, outputs)
+        if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
+            for hooks in [*_attached]:
+                hooks.begin(call)
+        if not call.names:
+            return self.operator.redispatch(keyset & _BELOW, *args)
+        is_root = given.get("root_rank", group.rank()) == group.rank()
+        inputs = _tensors(args[self.input_at]) if is_root or self.operation not in ("broadcast", "scatter") else ()
+        sent = call.act("input", inputs)
+        if is_root and not self.input_at and self.operation != "broadcast":
+            _write(inputs, sent)  # the result replaces it anyway
+        elif inputs:
+            args = (*args[: self.input_at], _replaced(args[self.input_at], iter(sent)), *args[self.input_at + 1 :])
+        if not is_root and self.operation in ("reduce", "gather"):
+            call.outputs = ()
+        call.started_at = time.perf_counter()
+        result = self.operator.redispatch(keyset & _BELOW, *args)
+        *others, boxed = result if isinstance(result, tuple) else (result,)
+        work = None if boxed is None else dist.Work.unbox(boxed)
+        if not given.get("async_op", True):
+            if work is not None:  # NCCL may return none: the operation is in the current stream
+                work.wait()
+            call.finish()
+        elif work is not None:
+            observed = _ObservedWork(work, call).boxed()
+            return (*others, observed) if others else observed
+        else:
+            for hooks in call.names:
+                hooks.miss(call)
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [tensor for item in value for tensor in _tensors(item)]
+
+
+def _replaced(value: Any, new: Iterator[Tensor]) -> Any:
+    return next(new) if isinstance(value, Tensor) else [_replaced(item, new) for item in value]
+
+
+def _write(given: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for tensor, changed in zip(given, new, strict=True):
+        if changed is not tensor:
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(changed)
+
+
+class _ObservedWork(_Work):  # type: ignore[misc]
+    """Stands for an asynchronous work. The hooks on the result run before its consumer gets it; errors are those of the work."""
+
+    def __init__(self, work: Any, call: _Call) -> None:
+        super().__init__()
+        self.work, self.lock = work, threading.Lock()
+        self.call: _Call | None = call
+        _unawaited.add(self)  # C++ keeps no reference to the Python object
+
+    def finish(self) -> None:
+        """Run the hooks on the result, once."""
+        with self.lock:
+            if self.call is not None:
+                self.call.finish()
+                self.call = None
+
+    def wait(self, *timeout: Any) -> bool:
+        done: bool = self.work.wait(*timeout)
+        self.finish()
+        _unawaited.discard(self)
+        return done
+
+    synchronize = wait
+
+    def block_current_stream(self) -> None:
+        self.work.block_current_stream()
+
+    def is_completed(self) -> bool:
+        if is_completed := bool(self.work.is_completed()):
+            self.finish()
+        return is_completed
+
+    def result(self) -> Any:
+        return self.work.result()
+
+    def get_future(self) -> Any:
+        def then(future: Any) -> Any:
+            value = future.value()
+            self.finish()
+            _unawaited.discard(self)
+            return value
+
+        return self.work.get_future().then(then)
+
+
+_attached: list[CollectiveHooks] = []
+_libraries: list[torch.library.Library] = []
+_unawaited: set[_ObservedWork] = set()

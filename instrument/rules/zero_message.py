@@ -1,0 +1,55 @@
+"""Rule: a process sends or receives only zeros in a collective operation that has other values in other processes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from ..config.rules import RULES, PersistentRule
+from .rule import Bounds, Firing, PersistentLocatedRule
+from .step_rows import BoolArray, Chosen, Location, StepRows
+
+LEAST_ELEMENTS = 32  # smaller tensors are counts and flags; a decision of this package
+READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  # a shard may be zero
+
+
+class ZeroMessageRule(PersistentRule):
+    """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
+
+    A lost message, a corrupted buffer or a process without data is the cause. It is certain in the step in which it happens.
+    """
+
+    rule: Literal["zero_message"]
+
+
+@RULES.register("zero_message")
+class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
+    fields = ZeroMessageRule
+    what = "message of zeros"
+    stage = "setup"
+    advice = "Compare the messages of all processes in this step, and check the device and the network of this process."
+    requires = "the input and the output of kind collective with the statistic zero_fraction, in two hooks"
+    statistics = ("zero_fraction",)
+    merge = np.fmin
+
+    def selects(self, location: Location) -> bool:
+        return location.kind == "collective"
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        zero = chosen.values(rows.column("zero_fraction"), self.merge)
+        numel = chosen.values(rows.counts("numel"), self.merge)
+        of_path = {(each.path, each.role): value for each, value in zip(chosen.locations, zero, strict=True)}
+        other = {"input": "output", "output": "input"}
+        others = np.array([of_path.get((each.path, other[each.role]), np.nan) for each in chosen.locations])
+        is_read = np.array([each.path.startswith(READ[each.role]) for each in chosen.locations])
+        held: BoolArray = (zero >= 1) & (others < 1) & is_read & (numel >= LEAST_ELEMENTS)
+        return held
+
+    def bounds(self) -> Bounds | None:
+        return None if self._any else Bounds("zero_fraction", high=np.nextafter(1.0, 0.0))
+
+    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
+        location = chosen.locations[at]
+        text = "sends only zeros, but receives other values" if location.role == "input" else "receives only zeros"
+        return Firing(f"this process {text}", 1.0, 1.0, location)

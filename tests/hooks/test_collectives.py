@@ -1,0 +1,320 @@
+"""Kind `collective`: the collective operations of torch.distributed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runs import run_processes
+from torch import Tensor, nn
+
+import instrument
+from instrument.analysis.rule_events import rule_events
+from instrument.config.parse import parse_rules
+from instrument.tables.kinds import COLLECTIVES
+
+RECORD: dict[str, Any] = {"kind": "collective", "action": "record"}
+FIRST, SECOND = [10.0, 11.0], [20.0, 21.0]
+SUM = [30.0, 32.0]
+# By operation: what is sent and received in rank 0 and in rank 1, by the suffix of the path.
+EXPECTED: dict[str, Sequence[dict[str, list[float]]]] = {
+    **dict.fromkeys(
+        ("all_reduce", "all_reduce functional", "inference"), ({"": FIRST}, {"": SECOND}, {"": SUM}, {"": SUM})
+    ),
+    "all_reduce max": ({"": FIRST}, {"": SECOND}, {"": SECOND}, {"": SECOND}),
+    "all_gather": ({"": FIRST}, {"": SECOND}, *[{".0": FIRST, ".1": SECOND}] * 2),
+    **dict.fromkeys(
+        ("all_gather tensor", "all_gather functional"), ({"": FIRST}, {"": SECOND}, *[{"": [*FIRST, *SECOND]}] * 2)
+    ),
+    "reduce_scatter": ({".0": [10.0], ".1": [15.0]}, {".0": [20.0], ".1": [25.0]}, {"": [30.0]}, {"": [40.0]}),
+    **dict.fromkeys(
+        ("reduce_scatter async", "reduce_scatter functional"),
+        ({"": FIRST}, {"": SECOND}, {"": [30.0]}, {"": [32.0]}),
+    ),
+    "broadcast": ({}, {"": SECOND}, {"": SECOND}, {"": SECOND}),
+    "reduce": ({"": FIRST}, {"": SECOND}, {"": SUM}, {}),
+    "gather": ({"": FIRST}, {"": SECOND}, {".0": FIRST, ".1": SECOND}, {}),
+    "scatter": ({".0": [10.0], ".1": [15.0]}, {}, {"": [10.0]}, {"": [15.0]}),
+    "all_to_all": ({"": FIRST}, {"": SECOND}, {"": [10.0, 20.0]}, {"": [11.0, 21.0]}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("collectives")
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folder: Path) -> list[dict[str, Any]]:
+    """The results of `collective_processes.py` in each of two processes."""
+    program = Path(__file__).with_name("collective_processes.py")
+    done = run_processes(folder / "processes", str(folder), processes=2, module=program)
+    assert done.returncode == 0, done.stderr
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def test_each_operation_has_what_it_sends_and_receives(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(of_ranks):
+        tensors = results["operations"]["tensors"]
+        assert tensors.keys() == EXPECTED.keys()
+        for name, (*sent, first, second) in EXPECTED.items():
+            operation = {"inference": "all_reduce"}.get(name, name.split()[0])
+            expected = {f"input {operation}.0{suffix}": value for suffix, value in sent[rank].items()}
+            received = (first, second)[rank]
+            expected |= {f"output {operation}.0{suffix}": value for suffix, value in received.items()}
+            assert tensors[name] == expected, (rank, name)
+        sent_count, got_count = (sum(len(each[at + rank]) for each in EXPECTED.values()) for at in (0, 2))
+        coverage = {"sent": [sent_count, sent_count, ""], "got": [got_count, got_count, ""]}
+        assert results["operations"]["coverage"] == coverage
+    assert {name.split()[0] for name in EXPECTED} - {"inference"} == {*COLLECTIVES}
+
+
+def test_table_of_collectives(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(of_ranks):
+        shared = {"path": "all_reduce.0", "operation": "all_reduce", "reduction": "max", "ranks": [0, 1]}
+        shared |= {"dtype": "float32", "bytes": 8, "scope": "local", "rank": rank}
+        assert results["operations"]["rows"] == [{"role": role, **shared} for role in ("input", "output")]
+        assert results["operations"]["are_timed"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_recording_leaves_training_bit_identical(of_ranks: list[dict[str, Any]], kind: str) -> None:
+    for results in of_ranks:
+        assert results["trainings"][kind]["is_identical"]
+        for expected, fired, cause in results["trainings"][kind]["coverage"].values():
+            assert expected == fired > 0
+            assert cause == ""
+
+
+def test_output_of_ddp_is_the_sum_of_the_inputs(of_ranks: list[dict[str, Any]]) -> None:
+    first, second = (
+        {(step, role, path): np.array(values) for step, role, path, values in results["trainings"]["ddp"]["tensors"]}
+        for results in of_ranks
+    )
+    assert first.keys() == second.keys()
+    outputs = [key for key in first if key[1] == "output"]
+    assert {path for *_, path in outputs} >= {"all_reduce.0", "all_reduce.1"}
+    for step, role, path in outputs:
+        np.testing.assert_array_equal(first[step, role, path], second[step, role, path])
+        total = first[step, "input", path] + second[step, "input", path]
+        np.testing.assert_allclose(first[step, role, path], total, rtol=1e-6)
+
+
+def test_fsdp_shards_are_gathered_and_gradients_are_averaged(of_ranks: list[dict[str, Any]]) -> None:
+    first, second = (
+        {(step, role, path): values for step, role, path, values in results["trainings"]["fsdp2"]["tensors"]}
+        for results in of_ranks
+    )
+    shards = first[0, "input", "all_gather.0"] + second[0, "input", "all_gather.0"]
+    assert first[0, "output", "all_gather.0"] == second[0, "output", "all_gather.0"] == shards
+    halves = np.split(np.add(*(each[0, "input", "reduce_scatter.0"] for each in (first, second))) / 2, 2)
+    for half, each in zip(halves, (first, second), strict=True):
+        np.testing.assert_allclose(each[0, "output", "reduce_scatter.0"], half, rtol=1e-5, atol=1e-8)
+    # Clipping by a hook gathers shards, which is no operation of the training.
+    assert {path.split(".")[0] for *_, path in first} == {"all_gather", "reduce_scatter"}
+
+
+def test_accumulation_synchronizes_in_the_last_micro_step(of_ranks: list[dict[str, Any]]) -> None:
+    for results in of_ranks:
+        coverage, micro_steps = results["trainings"]["accumulated"]
+        (expected, fired, cause) = coverage["sent"]
+        assert (expected, cause) == (fired, "")
+        assert micro_steps == [1]
+
+
+def test_merging_of_rows_is_not_observed(of_ranks: list[dict[str, Any]]) -> None:
+    for results in of_ranks:
+        merged, ddp = results["trainings"]["merged"], results["trainings"]["ddp"]["coverage"]
+        assert {name: merged[name] for name in ("sent", "got")} == {name: ddp[name] for name in ("sent", "got")}
+
+
+def test_zeroed_messages_are_found_in_their_step(folder: Path, of_ranks: list[dict[str, Any]]) -> None:
+    assert of_ranks
+    run = instrument.load(folder / "faults")
+    zeroed, events = run.effects, run.events.query("rule == 'zero_message'")
+    assert 0 < len(zeroed) < 20
+    assert (zeroed["norm_after"] == 0).all()
+    assert {*zeroed["rank"]} == {1}
+    assert [*zip(events["rank"], events["step"], events["location"], strict=True)] == [
+        (1, step, f"{path} input (sent)") for step, path in zip(zeroed["step"], zeroed["path"], strict=True)
+    ]
+    again = rule_events(run, parse_rules({"found": {"rule": "zero_message"}}))
+    assert [(each.step, each.message.partition(": ")[2]) for each in again] == [
+        (step, message.partition(": ")[2]) for step, message in zip(events["step"], events["message"], strict=True)
+    ]
+    (cause,) = run.coverage.query("hook == 'fault' and rank == 0")["cause"]
+    assert cause == "the hook acts in other processes only"
+    assert "coverage" not in {*run.events["rule"]}
+
+
+def test_change_of_what_is_sent_or_received(of_ranks: list[dict[str, Any]]) -> None:
+    changed, other = (results["changes"] for results in of_ranks)
+    # The reduced tensor is the message. Those that are gathered and broadcast stay unchanged in the process that sends them.
+    assert changed["sent"][:3] == [SECOND, [0.0, 0.0, *SECOND], FIRST]
+    assert other["sent"][:3] == [SECOND, [0.0, 0.0, *SECOND], [0.0, 0.0]]
+    assert changed["got"][:3] == [[0.0] * 2, [0.0] * 4, [0.0] * 2]
+    assert other["got"][:3] == [SUM, [*FIRST, *SECOND], FIRST]
+    assert changed["sent"][3] == [3, 3, ""]  # without the integers
+    assert changed["got"][3] == [4, 4, ""]
+    assert other["sent"][3][:2] == [0, 0]
+
+
+def test_several_probes_observe_and_remove_their_kernels(of_ranks: list[dict[str, Any]]) -> None:
+    for results in of_ranks:
+        assert results["nested"] == {
+            "paths": [["all_reduce.0", "all_reduce.0", "all_reduce.1"], ["all_reduce.0", "all_reduce.1"]],
+            "is_installed": [True, False],
+        }
+        assert not results["is_installed"]
+
+
+def test_rank_that_does_not_exist_is_refused(of_ranks: list[dict[str, Any]]) -> None:
+    for results in of_ranks:
+        assert results["refused"].split("\n")[0] == "hooks.sent.ranks: no process has this rank"
+
+
+def test_failing_hook_on_an_asynchronous_result_raises(of_ranks: list[dict[str, Any]]) -> None:
+    for results in of_ranks:
+        assert "hook 'failing' (collective)" in results["failing"]
+        assert "ValueError: no number" in results["failing"]
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def record(hooks: dict[str, Any], *, wait: bool = True, steps: int = 1) -> Any:
+    with instrument.attach(nn.Identity(), hooks) as probe:
+        for _ in range(steps):
+            work = dist.all_reduce(torch.ones(3), async_op=True)
+            if wait:
+                work.wait()
+            probe.end_step()
+        assert torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")
+    work.wait()  # also after the block
+    return probe
+
+
+@pytest.mark.usefixtures("process_group")
+def test_result_that_is_not_awaited_is_in_coverage() -> None:
+    with pytest.warns(match="did not wait for the result"):
+        probe = record({"got": {**RECORD, "role": "output"}}, wait=False)
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (1, 0)
+    assert "did not wait for the result" in row["cause"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_asynchronous_work_behaves_like_that_of_the_group() -> None:
+    tensor = torch.ones(3)
+    with instrument.attach(nn.Identity(), {"got": {**RECORD, "role": "output"}}) as probe:
+        work: Any = dist.all_reduce(tensor, async_op=True)
+        (value,) = work.get_future().wait()
+        assert value.tolist() == [1.0] * 3
+        assert work.wait()
+        assert work.is_completed()
+        assert work.result()[0].tolist() == [1.0] * 3
+        probe.end_step()
+    assert probe.stats["numel"].tolist() == [3]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_selection_of_operations_and_paths() -> None:
+    hooks = {
+        "others": {**RECORD, "functions": "all_g*"},
+        "reduced": {**RECORD, "functions": ["all_reduce", "broadcast"]},
+        "first": {**RECORD, "path": "all_reduce.0"},
+        "late": {**RECORD, "start": 1},
+        "elsewhere": {**RECORD, "ranks": [0]},
+    }
+    with instrument.attach(nn.Identity(), hooks) as probe:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(2))
+            dist.all_gather([torch.empty(2)], torch.ones(2))
+            probe.end_step()
+    paths = probe.stats.groupby("hook")["path"].apply(list).to_dict()
+    both = ["all_reduce.0", "all_reduce.1"]
+    assert paths == {
+        "others": ["all_gather.0"] * 2,
+        "reduced": both * 2,
+        "first": ["all_reduce.0"] * 2,
+        "late": [*both, "all_gather.0"],
+        "elsewhere": [*both, "all_gather.0"] * 2,
+    }
+
+
+@pytest.mark.usefixtures("process_group")
+def test_fraction_of_messages_is_drawn_with_the_seed() -> None:
+    hooks = {"fault": {"kind": "collective", "action": "scale", "factor": 0.0, "fraction": 0.25}}
+    runs = []
+    for seed in (1, 1, 2):
+        state = torch.get_rng_state()
+        with instrument.attach(nn.Identity(), hooks, seed=seed) as probe:
+            for _ in range(200):
+                dist.all_reduce(torch.ones(3))
+                probe.end_step()
+        assert torch.equal(torch.get_rng_state(), state)
+        runs.append(probe.effects["step"].tolist())
+        (row,) = probe.coverage()
+        assert (row["expected"], row["fired"], row["cause"]) == (len(runs[-1]), len(runs[-1]), "")
+    assert runs[0] == runs[1] != runs[2]
+    assert 20 < len(runs[0]) < 85  # 4 standard deviations of a binomial distribution around 50, with a margin
+
+
+@pytest.mark.usefixtures("process_group")
+def test_all_actions_and_tables() -> None:
+    seen: list[tuple[str, list[float]]] = []
+
+    def call(tensor: Tensor, context: instrument.Context) -> None:
+        seen.append((context.path, tensor.tolist()))
+
+    hooks = {
+        "large": {"kind": "collective", "action": "clip", "value": 2.0},
+        "called": {"kind": "collective", "action": "call", "fn": {"_target_": call}},
+        "all": {**RECORD, "role": "output", "quantiles": [0.5], "histogram": 2, "stats": ["mean"], "slice": "1:"},
+        "rare": {**RECORD, "when": {"stat": "l2", "above": 100.0}},
+    }
+    with instrument.attach(nn.Identity(), hooks) as probe:
+        dist.all_reduce(tensor := torch.arange(5.0))
+        probe.end_step()
+    assert seen == [("all_reduce.0", [0.0, 1.0, 2.0, 2.0, 2.0])]
+    assert tensor.tolist() == seen[0][1]
+    assert probe.stats.loc[0, "mean"] == 7 / 4
+    assert probe.distributions.loc[0, "quantiles"].tolist() == [2.0]
+    assert probe.effects.loc[0, "changed"] == 2
+
+
+def test_single_process_is_reported() -> None:
+    with pytest.warns(match="no collective operation"), instrument.attach(nn.Identity(), {"sent": RECORD}) as probe:
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "**"}, "'layers' requires modules or parameters"),
+        ({"functions": "allreduce"}, "'allreduce' matches no collective operation; these are all_reduce"),
+        ({"ranks": [-1]}, "hooks.sent.ranks.0"),
+        ({"fraction": 0.0}, "hooks.sent.fraction"),
+        ({"units": [0]}, "'units' requires modules or parameters"),
+        ({"kind": "forward", "layers": "**", "fraction": 0.5}, "'fraction' requires kind collective"),
+        ({"kind": "loss", "ranks": [0]}, "'ranks' requires kind collective"),
+    ],
+)
+def test_invalid_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(instrument.ConfigError, match=message):
+        instrument.attach(nn.Identity(), {"sent": {**RECORD, **fields}}).__enter__()
