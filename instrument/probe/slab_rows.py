@@ -29,7 +29,7 @@ from ..errors import ConfigError, Problem
 from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
-from ..stats.sums import BASE, INDEX, statistics_of
+from ..stats.sums import BASE, INDEX, Sums, statistics_of
 from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
@@ -47,6 +47,7 @@ _Identity = tuple[Row, tuple[str, ...], bool]
 _Scale = tuple[Tensor, int, Tensor]
 """The scale of a gradient scaler, its version, and a copy."""
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
+_FINGERPRINT = _STATISTIC["fingerprint"]
 MAX_LAYOUTS = 64
 
 
@@ -518,6 +519,8 @@ class StatisticsRows(SlabRows):
         columns: list[Column] = self.layout.no_values[:-1]
         for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
             columns[index] = column
+        if isinstance(rounded := columns[_FINGERPRINT], NumberColumn):
+            columns[_FINGERPRINT] = replace(rounded, values=Sums(self.taken.numbers).bits)
         return columns
 
     def other_columns(self) -> list[Column]:

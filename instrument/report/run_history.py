@@ -292,7 +292,7 @@ def _median(levels: list[float] | None, quantiles: list[float] | None) -> float:
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column as float64; missing values are NaN."""
-    numbers: np.ndarray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    numbers: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     return numbers
 
 

@@ -43,7 +43,7 @@ class Slab(Protocol):
 
     def __init__(self, width: int) -> None: ...
 
-    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:
+    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
@@ -53,7 +53,8 @@ class Slab(Protocol):
         Args:
             slot: The identity of the row.
             moment: The time of the row: any object.
-            with_magnitudes: Whether the sum of magnitudes is requested. On the CPU, it requires a second read.
+            further: 1 if the sum of magnitudes is requested, which requires a second read on the CPU, plus 2 for the sums of
+                `instrument.stats.fingerprint`. These require a contiguous tensor.
 
         Returns:
             Whether the row was added. False if the tensor is not plain, its squares overflow or underflow, or the kernel or
@@ -112,7 +113,7 @@ class PortableSlab(Slab):
         self._width = width
         self._rows: list[tuple[bytes, int, object, Sequence[int] | None]] = []
 
-    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:  # noqa: ARG002
+    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:  # noqa: ARG002
         return False
 
     def add_effect(self, *given: Any) -> None:
@@ -210,6 +211,15 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
         return None
     numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
     return None if numbers is None else np.frombuffer(numbers)
+
+
+def kernel_bits(stored: Tensor) -> int | None:
+    """Return the sum over the tiles of a contiguous CPU tensor, from 0 to 2^64 - 1; see `instrument.stats.fingerprint`.
+
+    None if the kernel is missing.
+    """
+    size = stored.element_size()
+    return None if native is None else native.bits(stored.data_ptr(), stored.numel() * size, size)
 
 
 def _unsupported(*arguments: object) -> None:
