@@ -150,7 +150,7 @@ class RunHistory:
 
     def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
-        names = [*STATISTICS, *self.custom]
+        names = [*(name for name in STATISTICS if name in TABLES["stats"].numbers), *self.custom]
         values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
         if lost.any():
