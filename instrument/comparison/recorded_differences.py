@@ -197,7 +197,8 @@ class Comparison:
             bits = differences["fingerprint"]
             self.with_bits += int(bits.notna().sum())
             if self.first_bits is None and (bits > 0).any():
-                self.first_bits = tuple(map(int, rows.loc[(bits > 0).idxmax(), ["step", "location", "call"]]))
+                first = rows.iloc[int((bits > 0).to_numpy().argmax())]
+                self.first_bits = int(first["step"]), int(first["location"]), int(first["call"])
         are_empty = [rows[f"numel_{side}"] == rows[f"nan_count_{side}"] + rows[f"inf_count_{side}"] for side in "ab"]
         self.has_values |= any(map(is_of_values, names)) or bool((are_empty[0] & are_empty[1]).any())
         self._add(rows, largest, self.tolerance, [names[index] for index in which], SHAPE.name)

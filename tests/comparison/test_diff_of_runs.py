@@ -315,7 +315,9 @@ def test_verdict_claims_only_what_was_compared(name: str) -> None:
 def test_fingerprints_prove_equal_bits(stats: list[str]) -> None:
     def recorded(*values: Tensor) -> Run:
         model = nn.Sequential(nn.Identity())
-        with instrument.attach(model, {"kept": {**TENSORS["kept"], "layers": "0", "stats": stats, "tensors": False}}) as probe:
+        with instrument.attach(
+            model, {"kept": {**TENSORS["kept"], "layers": "0", "stats": stats, "tensors": False}}
+        ) as probe:
             for value in values:
                 model(value)
                 probe.end_step()

@@ -1,0 +1,29 @@
+"""Rule: recorded tensors of data-parallel processes differ."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..config.rules import RULES, RuleBase
+from .rule import RelationRule
+
+
+class ReplicasDifferRule(RuleBase):
+    """A fingerprint of a parameter, its update, gradient or optimizer state differs between data-parallel processes.
+
+    It reads what hooks of the kinds `step_pre`, `step_post` and `parameter_grad` record with `stats: [fingerprint]`, and names the
+    first step, the tensor and the ranks. Data-parallel processes apply equal gradients to equal parameters (Li et al., VLDB 2020), so
+    that any difference is a fault of the program, the network or the hardware. Without a wrapper, the rule assumes that the loop keeps
+    the processes equal.
+    """
+
+    rule: Literal["replicas_differ"]
+
+
+@RULES.register("replicas_differ")
+class ReplicasDiffer(RelationRule):
+    fields = ReplicasDifferRule
+    relation = "replicas_differ"
+    requires = "hooks with `stats: [fingerprint]` on parameters, gradients or updates, in several processes"
+    what = "tensors of processes differ"
+    advice = "Compare the gradients of the named step before and after they are averaged, and test the memory and links of the rank."
