@@ -75,7 +75,7 @@ class Slab(Protocol):
 
         Args:
             device_type, device_id: `__dlpack_device__` of a tensor on the device.
-            address: The address of the buffer: float64 [rows, 9], or [rows, 3] for `add_effect`.
+            address: The address of the buffer: float64 [rows, 11], or [rows, 3] for `add_effect`.
             rows: The number of its rows.
 
         Raises:
@@ -177,7 +177,7 @@ def add_launcher(  # noqa: PLR0917
     device: torch.device,
     dtype: torch.dtype,
     stream: int,
-    tensors: int,
+    kernel: int,
     function: int,
     size: tuple[int, int],
     memory: tuple[Tensor, Tensor],
@@ -185,16 +185,16 @@ def add_launcher(  # noqa: PLR0917
     """Let slabs launch a kernel for tensors of a dtype on a stream.
 
     Args:
-        tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
+        kernel: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`, 3 for `_measure` with bits.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.
-        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8] for the
+        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 10] for the
             maximum number of programs of a launch, and a counter, int32 [1].
     """
     if is_connected:
         number = memory[0].__dlpack_device__()
         addresses = [tensor.data_ptr() for tensor in memory]
-        given = (*number, stream, _KINDS[dtype], tensors, function, len(memory[0]), *size, *addresses)
+        given = (*number, stream, _KINDS[dtype], kernel, function, len(memory[0]), *size, *addresses)
         if native.add_launcher(*given):
             launch_devices[device] = True
 

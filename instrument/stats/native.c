@@ -546,11 +546,13 @@ static struct {
 } driver;
 
 typedef struct {
-    int type, id, kind, tensors;
+    int type, id, kind, kernel;
     void *stream, *function;
     uint64_t partials, arrived; /* addresses */
     unsigned max_programs, threads, shared;
 } Launcher;
+
+enum { MEASURE = 1, COMPARE, MEASURE_WITH_BITS };
 
 #define MAX_LAUNCHERS 256
 static Launcher launchers[MAX_LAUNCHERS];
@@ -576,12 +578,12 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     unsigned long long stream, function, partials, arrived;
     Launcher new;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiKiiKIIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
+    if (!PyArg_ParseTuple(args, "iiKiiKIIIKK", &new.type, &new.id, &stream, &new.kind, &new.kernel, &function,
                           &new.max_programs, &new.threads, &new.shared, &partials, &arrived))
         return NULL;
-    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.max_programs ||
+    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.kernel < MEASURE || new.kernel > MEASURE_WITH_BITS || !new.max_programs ||
         !new.threads) {
-        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, tensors 1 or 2, and max programs and threads at least 1");
+        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, kernel 1 to 3, and max programs and threads at least 1");
         return NULL;
     }
     if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
@@ -594,16 +596,15 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* Returns the kernel for tensors on a device; NULL if none can be launched. `after` is NULL for one tensor. */
-static const Launcher *launcher_of(const DLTensor *t, int kind, const void *before, const void *after) {
+/* Returns the launcher of a kernel for tensors on a device; NULL if it cannot be launched. `after` is NULL for one tensor. */
+static const Launcher *launcher_of(int kernel, const DLTensor *t, int kind, const void *before, const void *after) {
     void *stream;
-    const int tensors = after ? 2 : 1;
     int id = t->device.id, status = 0;
     if (!driver.launch || !current_stream || ((uintptr_t)before | (uintptr_t)after) % 16 ||
         current_stream(t->device.type, t->device.id, &stream))
         return NULL;
     const Launcher *entry = launchers, *end = launchers + launcher_count;
-    while (entry != end && (entry->stream != stream || entry->kind != kind || entry->tensors != tensors ||
+    while (entry != end && (entry->stream != stream || entry->kind != kind || entry->kernel != kernel ||
                             entry->id != t->device.id || entry->type != t->device.type))
         entry++;
     if (entry == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
@@ -619,7 +620,7 @@ static int launch(Launcher launcher, const void *before, const void *after, size
     const unsigned grid = programs < launcher.max_programs ? (unsigned)programs : launcher.max_programs;
     /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
     void *no_scratch = NULL, *parameters[8] = {&before, &after};
-    void **next = parameters + launcher.tensors;
+    void **next = parameters + (launcher.kernel == COMPARE ? 2 : 1);
     *next++ = &launcher.partials;
     *next++ = &launcher.arrived;
     *next++ = &results;
@@ -769,7 +770,7 @@ static int add_to_batch(Slab *self, const DLTensor *t, int kind, const void *ele
 
 /* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL without an exception
    if the tensors are not supported. */
-static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
+static double *row_on_device(Slab *self, int kernel, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
                              const void *before, const void *after, size_t numel) {
     enum { NUMBERS_OF_EFFECT = 3 };
     int number = 0;
@@ -782,13 +783,13 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     memcpy(shape, t->shape, (size_t)t->ndim * sizeof *shape); /* another thread may resize the tensor during the launch */
     Buffer *buffer = &self->buffers[number];
     const Py_ssize_t at = buffer->used++; /* another thread may reserve the next one during the launch */
-    const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
+    const uint64_t width = after ? NUMBERS_OF_EFFECT : BITS_HIGH;
     const uint64_t results = buffer->address + (uint64_t)at * width * sizeof(double);
     const long long step = self->step;
-    const Launcher *launcher = launcher_of(t, kind, before, after);
+    const Launcher *launcher = launcher_of(kernel, t, kind, before, after);
     if (!launcher)
         return NULL;
-    if (!after && self->is_batching && self->batch_thread == PyThread_get_thread_ident()) {
+    if (kernel == MEASURE && self->is_batching && self->batch_thread == PyThread_get_thread_ident()) {
         if (!add_to_batch(self, t, kind, before, numel, results))
             return NULL;
     } else if (!launch(*launcher, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
@@ -815,16 +816,18 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
         return -1;
     }
     const size_t numel = describe_on_any_device(tensor, &t, &kind, &memory);
-    if (further & WITH_BITS && numel && (t.device.type != CPU || !is_row_major(&t)))
+    if (further & WITH_BITS && numel && !is_row_major(&t))
         return 0;
-    if (numel && row_on_device(self, slot, moment, &t, kind, memory, NULL, numel))
-        return 1;
-    if (PyErr_Occurred())
-        return -1;
+    const int kernel = further & WITH_BITS ? MEASURE_WITH_BITS : MEASURE;
+    double *row = numel ? row_on_device(self, kernel, slot, moment, &t, kind, memory, NULL, numel) : NULL;
+    if (row && further & WITH_BITS)
+        row[FORM] = form_of(kind, t.ndim, t.shape);
+    if (row || PyErr_Occurred())
+        return row ? 1 : -1;
     if (!numel || t.device.type != CPU || kind == FLOAT16 ||
         !write_sums_unlocked(memory, numel, kind, further, numbers))
         return 0;
-    double *row = slab_row(self, slot, moment, t.ndim, t.shape);
+    row = slab_row(self, slot, moment, t.ndim, t.shape);
     if (!row)
         return -1;
     if (further & WITH_BITS)
@@ -1078,7 +1081,7 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
     const Pair pair = pair_of(args[0], args[1]);
     double *row = NULL;
     if (pair.numel)
-        row = row_on_device(self, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
+        row = row_on_device(self, COMPARE, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
     if (!row && !PyErr_Occurred()) {
         if (!compare(&pair, numbers))
             Py_RETURN_NONE;
@@ -1214,7 +1217,7 @@ static PyMethodDef methods[] = {
     {"connect_driver", connect_driver, METH_VARARGS,
      "connect_driver(launch, capture status, current device, elements) -> None"},
     {"add_launcher", add_launcher, METH_VARARGS,
-     "add_launcher(device type, device id, stream, kind, tensors, function, max programs, threads, shared memory, partials, arrived) -> bool"},
+     "add_launcher(device type, device id, stream, kind, kernel, function, max programs, threads, shared memory, partials, arrived) -> bool"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},

@@ -12,7 +12,7 @@ def add_launcher(
     device_id: int,
     stream: int,
     kind: int,
-    tensors: int,
+    kernel: int,
     function: int,
     max_programs: int,
     threads: int,

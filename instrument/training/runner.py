@@ -144,7 +144,8 @@ def run(
             terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
-    if config.train.fingerprint is not None and found is not None and training.probe.stop_reason is None:
+    is_complete = source is None and training.probe.stop_reason is None
+    if config.train.fingerprint is not None and found is not None and is_complete:
         check_fingerprint(config.train.fingerprint, found)
     return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 

@@ -5,6 +5,7 @@ The right values are computed with Python's integers from the definition in `ins
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from typing import Any
@@ -14,14 +15,16 @@ import numpy as np
 import pytest
 import torch
 from attached_runs import forward_steps, train_steps
+from conftest import KERNEL_DEVICE
 from hook_runs import Calls, record
 from torch import Tensor, nn
 
 import instrument
-from instrument.stats import cpu_kernel
+from instrument.stats import cpu_kernel, device_kernel
 from instrument.stats.cpu_kernel import make_slab
-from instrument.stats.fingerprint import fingerprint
+from instrument.stats.fingerprint import fingerprint, sums_of_bits
 from instrument.stats.sums import COLUMNS, Sums
+from instrument.tables.statistics import BITS_HIGH, BITS_LOW
 
 GOLDEN, SECOND, WORD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64
 DTYPES = (
@@ -219,3 +222,18 @@ def test_compiled_model_records_the_fingerprints_of_its_tensors() -> None:
     compiled = torch.compile(net, backend="aot_eager")
     probe = forward_steps(compiled, {"bits": record("forward", "1", stats=["fingerprint"])}, [batch])
     assert probe.stats["fingerprint"].tolist() == [expected(net(batch))]
+
+
+# Without a GPU, Triton's interpreter runs the kernel, and NumPy warns of sums modulo 2^64.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("dtype", device_kernel.DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 1023, 4096, 9001])
+def test_kernel_for_gpus_gives_the_same_bits(dtype: torch.dtype, count: int) -> None:
+    flat = random_bits((count,), dtype)
+    results, without = (torch.full((11,), math.nan, dtype=torch.float64, device=KERNEL_DEVICE) for _ in range(2))
+    device_kernel.measure_by_kernel(flat.to(KERNEL_DEVICE), results, with_bits=True)
+    device_kernel.measure_by_kernel(flat.to(KERNEL_DEVICE), without)
+    sums = sums_of_bits(flat)
+    assert results[9:].tolist() == [sums[BITS_LOW], sums[BITS_HIGH]]
+    assert torch.equal(results[:9].nan_to_num(), without[:9].nan_to_num())
+    assert without[9:].isnan().all()
