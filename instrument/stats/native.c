@@ -241,21 +241,24 @@ static uint64_t (*tile_of)(const char *memory, size_t words) = tile_plainly;
 /* GCC does not find the instruction that multiplies 32-bit numbers. */
 #define TILE_OF(NAME, TARGET, VECTOR, PREFIX, SIZE)                                                                   \
     __attribute__((target(TARGET))) static uint64_t NAME(const char *memory, size_t words) {                          \
-        VECTOR products[4] = {0}, plain[4] = {0};                                                                     \
-        uint64_t sums[sizeof products / 8], others[sizeof plain / 8], total = 0;                                      \
-        for (size_t i = 0; i < 8 * words; i += sizeof products)                                                       \
+        VECTOR sums[4] = {0}, plain[4] = {0};                                                                         \
+        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
+        for (size_t i = 0; i < 8 * words; i += sizeof sums)                                                           \
             for (size_t j = 0; j < 4; j++) {                                                                          \
                 const size_t at = i + j * sizeof(VECTOR);                                                             \
+                PREFETCH(memory + at + 4 * CHUNK); /* the next chunk */                                               \
                 const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + at));                             \
                 const VECTOR key = PREFIX##_loadu_##SIZE((const VECTOR *)((const char *)keys_of_words + at));         \
                 const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                      \
                 plain[j] = PREFIX##_add_epi64(plain[j], x);                                                           \
-                products[j] = PREFIX##_add_epi64(products[j], PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)));     \
+                sums[j] = PREFIX##_add_epi64(sums[j], PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)));             \
             }                                                                                                         \
-        memcpy(sums, products, sizeof sums);                                                                          \
-        memcpy(others, plain, sizeof others);                                                                         \
-        for (size_t i = 0; i < sizeof sums / sizeof *sums; i++)                                                       \
-            total += sums[i] + others[i];                                                                             \
+        VECTOR all = PREFIX##_add_epi64(sums[0], plain[0]);                                                           \
+        for (size_t j = 1; j < 4; j++)                                                                                \
+            all = PREFIX##_add_epi64(all, PREFIX##_add_epi64(sums[j], plain[j]));                                     \
+        memcpy(lanes, &all, sizeof lanes);                                                                            \
+        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
+            total += lanes[i];                                                                                        \
         return total;                                                                                                 \
     }
 
