@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from ..config.rules import RULES, RuleBase
+from ..tables.kinds import KINDS
 from .rule import RelationRule
+from .step_rows import Location
 
 
 class ReplicasDifferRule(RuleBase):
@@ -24,6 +26,10 @@ class ReplicasDifferRule(RuleBase):
 class ReplicasDiffer(RelationRule):
     fields = ReplicasDifferRule
     relation = "replicas_differ"
-    requires = "hooks with `stats: [fingerprint]` on parameters, gradients or updates, in several processes"
+    requires = "fingerprints of parameters, updates or gradients, such as hooks=fingerprints"
     what = "tensors of processes differ"
+    statistics = ("fingerprint",)
     advice = "Compare the gradients of the named step before and after they are averaged, and test the memory and links of the rank."
+
+    def selects(self, location: Location) -> bool:
+        return KINDS[location.kind].frequency == "step"

@@ -20,11 +20,17 @@ from hook_runs import Calls, record
 from torch import Tensor, nn
 
 import instrument
+from instrument.config.parse import parse_rules
+from instrument.config.spec_file import read_specs
+from instrument.errors import ConfigError
+from instrument.rules.requirements import check_rules
 from instrument.stats import cpu_kernel, device_kernel
 from instrument.stats.cpu_kernel import make_slab
 from instrument.stats.fingerprint import fingerprint, sums_of_bits
-from instrument.stats.sums import COLUMNS, Sums
+from instrument.stats.measure import measure
+from instrument.stats.sums import COLUMNS, INDEX, Sums, extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import BITS_HIGH, BITS_LOW
+from instrument.training.distributed.unsupported import reduce_problems
 
 GOLDEN, SECOND, WORD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64
 DTYPES = (
@@ -237,3 +243,58 @@ def test_kernel_for_gpus_gives_the_same_bits(dtype: torch.dtype, count: int) -> 
     assert results[9:].tolist() == [sums[BITS_LOW], sums[BITS_HIGH]]
     assert torch.equal(results[:9].nan_to_num(), without[:9].nan_to_num())
     assert without[9:].isnan().all()
+
+
+def test_saved_and_loaded_weights_have_the_fingerprints_of_the_parameters() -> None:
+    net = nn.Linear(3, 4)
+    hooks = {kind: record(kind, stats=["fingerprint"]) for kind in ("state_dict_post", "load_state_dict_pre")}
+    with instrument.attach(net, hooks) as probe:
+        net.load_state_dict(net.state_dict())
+        probe.end_step()
+    weights = {name: expected(parameter) for name, parameter in net.named_parameters()}
+    for _, rows in probe.stats.groupby("hook"):
+        assert rows.set_index("path")["fingerprint"].to_dict() == weights
+
+
+def test_row_of_several_processes_has_no_fingerprint() -> None:
+    parts = torch.tensor([[*measure(torch.randn(5), needs_of(("fingerprint",))).row] for _ in range(2)])
+    for each in parts:
+        each[[INDEX["bits_low"], INDEX["bits_high"], INDEX["form"]]] = 1.0
+    maxima = extremes(parts).amax(0, keepdim=True)
+    whole = merged(maxima, totals(parts, maxima.expand(2, -1)).sum(0, keepdim=True))
+    rms, fingerprints = statistics_of(whole.numpy(), ("rms", "fingerprint"))
+    assert np.isfinite(rms).all()
+    assert np.isnan(fingerprints).all()
+
+
+def test_fingerprint_that_cannot_be_recorded_is_an_error() -> None:
+    hooks = read_specs({"bits": record("forward", stats=["fingerprint"]), "every": record("forward", stats="all")})
+    (problem,) = reduce_problems(None, hooks)
+    assert problem.where == "hooks.bits.stats"
+    assert problem.fix == "set reduce=none, so that each process records its own"
+    rules = parse_rules({"replicas": {"rule": "replicas_differ"}})
+    with pytest.raises(ConfigError, match="no hook records what the rule reads: fingerprint"):
+        check_rules(rules, read_specs({"outputs": record("forward", stats=["fingerprint"])}))
+    check_rules(rules, read_specs({"weights": record("step_post", role="param", stats=["fingerprint"])}))
+
+
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_models_of_libraries_have_the_fingerprints_of_their_tensors(name: str) -> None:
+    torch.manual_seed(0)
+    if name == "resnet":
+        net: nn.Module = (
+            pytest.importorskip("torchvision").models.resnet18(num_classes=3).to(memory_format=torch.channels_last)
+        )
+        batch = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
+    else:
+        net, batch = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
+    outputs: dict[str, Tensor] = {}
+    for path, module in net.named_modules():
+        if not [*module.children()] and not isinstance(module, nn.ReLU):  # which are called several times, in place
+            module.register_forward_hook(
+                lambda _, args, output, path=path: outputs.__setitem__(path, output.detach().clone())
+            )
+    probe = forward_steps(net, {"bits": record("forward", "**", stats=["fingerprint"])}, [batch])
+    found = probe.stats.drop_duplicates("layer").set_index("layer")["fingerprint"].to_dict()
+    assert len(outputs) > 5
+    assert {path: found[path] for path in outputs} == {path: expected(output) for path, output in outputs.items()}
