@@ -203,7 +203,11 @@ def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
 
     yield "instrument: outputs", layers, hooks(outputs=RECORD)
     yield "instrument: outputs and their gradients", 2 * layers, hooks(outputs=RECORD, gradients=GRADIENT)
-    yield "instrument: outputs, with fingerprints", layers, hooks(outputs={**RECORD, "stats": ["default", "fingerprint"]})
+    yield (
+        "instrument: outputs, with fingerprints",
+        layers,
+        hooks(outputs={**RECORD, "stats": ["default", "fingerprint"]}),
+    )
     yield "instrument: the end of a step without rows, per step", 1, hooks(root=NEVER_AT_ROOT)
     yield NOT_SCHEDULED, layers, hooks(outputs={**RECORD, **NEVER}, gradients={**GRADIENT, **NEVER})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import instrument
@@ -114,21 +115,21 @@ def communicate() -> list[str]:
     return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
-def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str, int, str]]:
+def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str | None, int, str]]:
     """Train with fingerprints of updates and parameters, and a fault of rank 1 in one step. Return the events of the rule, and of
     the same rule afterwards.
     """
     torch.manual_seed(0)
     model, step, is_faulty = DistributedDataParallel(nn.Linear(4, 3)), 0, dist.get_rank() == 1 and bool(fault)
 
-    def message(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def message(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            gradients = future.value()[0] / 2
+            gradients: Tensor = future.value()[0] / 2
             return gradients.zero_() if fault == "zeroed" and is_faulty and step == at else gradients
 
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(received)
 
-    message.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}  # no strings
+    message.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # no strings
     model.register_comm_hook(None, message)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooks = {

@@ -33,6 +33,7 @@ from instrument.tables.statistics import BITS_HIGH, BITS_LOW
 from instrument.training.distributed.unsupported import reduce_problems
 
 GOLDEN, SECOND, WORD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -102,8 +103,8 @@ def test_kernel_of_hooks_gives_the_same_with_the_sums(dtype: torch.dtype, count:
     finite = torch.randn(count).to(dtype)
     assert without.add(finite, 0, None, 1)
     assert with_bits.add(finite, 0, None, 3)
-    numbers = [np.frombuffer(each.take()[0])[:10] for each in (without, with_bits)]
-    assert np.array_equal(*numbers, equal_nan=True)
+    one, other = (np.frombuffer(each.take()[0])[:10] for each in (without, with_bits))
+    assert np.array_equal(one, other, equal_nan=True)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -139,12 +140,12 @@ def test_fingerprint_of_sparse_and_nested_tensors() -> None:
     assert fingerprint(one) == fingerprint(torch.nested.nested_tensor(parts))
 
 
-def changed_numbers(words: np.ndarray, at: np.ndarray, new: np.ndarray) -> np.ndarray:
+def changed_numbers(words: Words, at: np.ndarray[Any, Any], new: Words) -> Words:
     """Return how much the number of the first tile changes if one word changes, uint64 [changes]."""
     keys = (np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN))[at]
 
-    def term(word: np.ndarray) -> np.ndarray:
-        x = word ^ keys
+    def term(word: Words) -> Words:
+        x: Words = word ^ keys
         return x + (x & np.uint64(2**32 - 1)) * (x >> np.uint64(32))
 
     return term(new) - term(words[at])
