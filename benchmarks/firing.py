@@ -22,6 +22,8 @@ from measure import keep_memory, machine
 from torch import Tensor, nn
 
 import instrument
+from instrument.stats.cpu_kernel import make_slab
+from instrument.stats.sums import COLUMNS
 
 WIDTH, BATCH = 64, 32
 HOOKS = 5  # on each layer, for the growth with the number of layers
@@ -175,6 +177,21 @@ def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float
     return rules, hooks
 
 
+def cost_of_fingerprint(elements: int, rounds: int) -> tuple[float, float]:
+    """Return the duration of the kernel for the default statistics of a float32 tensor, and with its fingerprint.
+
+    Both are the shortest of all rounds, in microseconds.
+    """
+    tensor, slab = torch.randn(elements), make_slab(len(COLUMNS))
+    shortest = [float("inf")] * 2
+    for _ in range(rounds * max(1, 10_000_000 // elements)):
+        for with_bits in (False, True):
+            start = time.perf_counter()
+            slab.add(tensor, 0, None, 2 * with_bits)
+            shortest[with_bits] = min(shortest[with_bits], (time.perf_counter() - start) * 1e6)
+    return shortest[0], shortest[1]
+
+
 def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
 
@@ -186,6 +203,11 @@ def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
 
     yield "instrument: outputs", layers, hooks(outputs=RECORD)
     yield "instrument: outputs and their gradients", 2 * layers, hooks(outputs=RECORD, gradients=GRADIENT)
+    yield (
+        "instrument: outputs, with fingerprints",
+        layers,
+        hooks(outputs={**RECORD, "stats": ["default", "fingerprint"]}),
+    )
     yield "instrument: the end of a step without rows, per step", 1, hooks(root=NEVER_AT_ROOT)
     yield NOT_SCHEDULED, layers, hooks(outputs={**RECORD, **NEVER}, gradients={**GRADIENT, **NEVER})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
@@ -253,6 +275,10 @@ def main() -> None:
     if options.only:
         return
     torch.set_num_threads(1)
+    print("\n| elements | default statistics, microseconds | with fingerprint | ratio |\n|---|---|---|---|")
+    for elements in (1 << 12, 1 << 18, 10_000_000):
+        without, with_bits = cost_of_fingerprint(elements, options.rounds)
+        print(f"| {elements:,} | {without:.1f} | {with_bits:.1f} | {with_bits / without:.2f} |", flush=True)
     print(f"\n| layers, {HOOKS} hooks each | microseconds per tensor | of these in end_step, per row |\n|---|---|---|")
     for layers in (20, 50, 100, 200):
         extra, end = growth(layers, rounds=options.rounds, steps=options.steps)

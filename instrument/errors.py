@@ -7,6 +7,7 @@ InstrumentError                     exit code 1
 ├── SinkError                   rows can no longer be written
 ├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            a probe was attached twice
+├── FingerprintError                exit code 4: a training differs from the expected one
 ├── UploadError                     the remote folder contains other files (in instrument.storage.remote_folder)
 └── NoRunError                      exit code 2: the folder contains no run (in instrument.storage.run_search)
 """
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 __all__ = [
     "AlreadyAttachedError",
     "ConfigError",
+    "FingerprintError",
     "HookError",
     "HookResultError",
     "InstrumentError",
@@ -107,6 +109,12 @@ class InstrumentError(Exception):
     """
 
     exit_code = 1
+
+
+class FingerprintError(InstrumentError):
+    """The fingerprint of a complete training differs from `train.fingerprint`."""
+
+    exit_code = 4
 
 
 class ConfigError(InstrumentError):

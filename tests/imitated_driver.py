@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from instrument.stats import cpu_kernel
+from instrument.stats.fingerprint import portable_bits
 
 _POINTER = ctypes.c_void_p
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER)
 _STATUS = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.POINTER(ctypes.c_int))
 _DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
-MEASURE, COMPARE = 1, 2  # handles of the kernels: the numbers of their tensors
+MEASURE, COMPARE, MEASURE_WITH_BITS = 1, 2, 3  # handles of the kernels
 
 
 @dataclass
@@ -57,10 +58,14 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
         def parameter(index: int) -> int:
             return int(ctypes.cast(parameters[index], ctypes.POINTER(ctypes.c_int64))[0])
 
-        results, numel = parameter(function + 2), parameter(function + 3)
+        count = 2 if function == COMPARE else 1
+        results, numel = parameter(count + 2), parameter(count + 3)
         item = np.dtype(str(dtype).removeprefix("torch."))
-        tensors = [_array(parameter(index), numel, item).astype(np.float64) for index in range(function)]
-        numbers = _sums(*tensors) if function == MEASURE else _effect(*tensors)
+        elements = [_array(parameter(index), numel, item) for index in range(count)]
+        tensors = [each.astype(np.float64) for each in elements]
+        numbers = _effect(*tensors) if function == COMPARE else _sums(*tensors)
+        if function == MEASURE_WITH_BITS:
+            numbers += [float(half) for half in portable_bits(torch.from_numpy(elements[0].copy()))]
         _array(results, len(numbers), np.dtype(np.float64))[:] = numbers
         state.launches.append((function, programs, results))
         return 0
@@ -75,9 +80,9 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
 
     functions = _LAUNCH(launch), _STATUS(capture_status), _DEVICE(current_device)
     cpu_kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096)  # type: ignore[arg-type]
-    memory = torch.empty(1024, 8), torch.empty(1)
-    for tensors in (MEASURE, COMPARE):
-        cpu_kernel.add_launcher(torch.device("cpu"), dtype, 0, tensors, tensors, (128, 32), memory)
+    memory = torch.empty(1024, 10), torch.empty(1)
+    for kernel in (MEASURE, COMPARE, MEASURE_WITH_BITS):
+        cpu_kernel.add_launcher(torch.device("cpu"), dtype, 0, kernel, kernel, (128, 32), memory)
     try:
         yield state
     finally:

@@ -249,6 +249,7 @@ PRESETS = {
     "parameters": {"parameters", "updates"},
     "dead_relu": {"dead_relu"},
     "inputs": {"inputs"},
+    "fingerprints": {"weights"},
 }
 ALL_PRESETS = f"[{','.join(PRESETS)}]"
 

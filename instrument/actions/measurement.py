@@ -23,7 +23,10 @@ from ..stats.sums import needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from ..tables.kinds import KINDS
 from ..tables.statistics import (
+    BITS_HIGH,
+    BITS_LOW,
     DEAD,
+    FORM,
     MAGNITUDES,
     NORMED_UNITS,
     SATURATED,
@@ -68,14 +71,15 @@ class Measurement:
         self.needs = needs_of(statistics)
 
     @property
-    def with_magnitudes(self) -> bool:
-        """Whether the sum of magnitudes is required."""
-        return MAGNITUDES in self.needs
+    def further(self) -> int:
+        """The further sums that the compiled kernel has to form; see `instrument.stats.cpu_kernel.Slab.add`."""
+        return (MAGNITUDES in self.needs) + 2 * (FORM in self.needs)
 
     @property
     def is_plain(self) -> bool:
         """Whether the compiled kernel forms all sums, and there are some."""
-        return bool(self.statistics) and not self.custom and set(self.needs) <= {MAGNITUDES}
+        is_plain = set(self.needs) <= {MAGNITUDES, BITS_LOW, BITS_HIGH, FORM}
+        return bool(self.statistics) and not self.custom and is_plain
 
     @property
     def names(self) -> tuple[str, ...]:

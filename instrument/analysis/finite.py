@@ -29,7 +29,7 @@ from ..tables.statistics import STATISTICS
 
 NON_FINITE_COUNTS = ("nan_count", "inf_count")
 REQUIRED_COLUMNS = ("kind", "role", "numel", *NON_FINITE_COUNTS)
-FINITE_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.unit != "count")
+FINITE_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.unit not in ("count", "bits"))
 """The statistics that are invalid in a non-finite row."""
 
 

@@ -30,6 +30,14 @@ def plain_labels(table: pa.Table) -> pa.Table:
     return table
 
 
+def to_frame(table: pa.Table) -> pd.DataFrame:
+    """Return a table as a DataFrame. Fingerprints are Int64, because float64 would round them."""
+    frame: pd.DataFrame = plain_labels(table).to_pandas()
+    if "fingerprint" in frame:
+        frame["fingerprint"] = table["fingerprint"].to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
+    return frame
+
+
 def without_unknown_types(frame: pd.DataFrame, files: RunFiles) -> pd.DataFrame:
     """Remove tensors of dtypes that NumPy does not support, and add the dtypes to the problems of the files."""
     is_supported = frame["dtype"].map(is_known).astype(bool)

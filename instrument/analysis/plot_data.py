@@ -166,7 +166,8 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     """
     custom = [name for name in map(str, frame) if name not in NOT_CUSTOM and name.isidentifier()]
     numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
-    return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
+    names = (name for name in (*ALL, *numbers) if name in frame and statistic_of(name).unit != "bits")
+    return [name for name in names if frame[name].notna().any()]
 
 
 def shown_first(names: Sequence[str], usual: Sequence[str]) -> str:

@@ -180,5 +180,5 @@ def _batches_in_time(run: RunTables, condition: ds.Expression) -> set[tuple[int,
 
 def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:
     """Return a column as float64, with NaN for null."""
-    values: FloatArray = np.asarray(column.cast(pa.float64()))
+    values: FloatArray = np.asarray(column.cast(pa.float64(), safe=False))  # rounds fingerprints
     return values

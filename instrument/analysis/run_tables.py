@@ -21,8 +21,8 @@ from .frames import (
     add_overrides,
     custom_metrics_of,
     custom_statistics_of,
-    plain_labels,
     set_exact_integers,
+    to_frame,
     typed_frame,
     with_arrays,
     with_custom_columns,
@@ -180,7 +180,7 @@ class RunTables:
         for files in self.files:
             rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes))
             selected = (with_custom_columns(rows, custom) if custom else rows).select(columns)
-            parts.append(plain_labels(selected).to_pandas())
+            parts.append(to_frame(selected))
             if has_extremes:
                 set_exact_integers(parts[-1], rows)
         return pd.concat(parts, ignore_index=True)
@@ -273,7 +273,7 @@ class RunTables:
         for index, files in enumerate(self.files):
             stored = files.read(table, condition=condition)
             rows = with_custom_columns(stored, custom)
-            frame: pd.DataFrame = plain_labels(rows).to_pandas()
+            frame = to_frame(rows)
             if table == "stats":
                 set_exact_integers(frame, stored)
                 shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]

@@ -167,7 +167,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
     lines = [
         f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
         "compared: loss, accuracy, gradient norm and learning rate of "
-        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}",
+        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}"
+        + (f", and {_count(certificate.fingerprints, 'fingerprint')}" if certificate.fingerprints else ""),
     ]
     lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
     lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..analysis.frames import plain_labels
+from ..analysis.frames import to_frame
 from ..analysis.run_tables import RunTables
 from ..config.schedule import STEP_PHASES
 from ..tables.kinds import KINDS
@@ -90,10 +90,10 @@ def batches(
     for batch in run.scan(table, columns, condition):
         pending.append(batch)
         if sum(each.num_rows for each in pending) >= BATCH_ROWS or sum(each.nbytes for each in pending) >= BATCH_BYTES:
-            yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
+            yield to_frame(pa.Table.from_batches(pending))
             pending = []
     if any(batch.num_rows for batch in pending):
-        yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
+        yield to_frame(pa.Table.from_batches(pending))
 
 
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:

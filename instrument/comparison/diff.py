@@ -103,6 +103,8 @@ def diff(
         settings=_settings(runs[0].info, runs[1].info),
         common_steps=(common[0], common[-1], len(common)),
         first=first,
+        with_bits=comparison.with_bits,
+        first_bits=comparison.first_bits,
         cause="" if first is None else _cause(runs, first),
         layers=comparison.table(),
         statistics=comparison.statistics,

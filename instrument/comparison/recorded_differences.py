@@ -65,6 +65,8 @@ class Comparison:
 
     Attributes:
         rows: The number of compared rows of statistics of each location; int64, shape [locations].
+        with_bits: The number of rows with fingerprints in both runs.
+        first_bits: The step, the location and the call of the first fingerprints that differ; None without one.
         has_values: Whether more than counts and fractions was compared. The counts of a tensor without finite elements are enough.
         precisions: The precisions of the two runs; empty before the first rows are compared.
         first: The first difference above the tolerance; None without one.
@@ -96,6 +98,8 @@ class Comparison:
         self.other_parts = 0
         count = len(locations)
         self.rows = np.zeros(count, np.int64)
+        self.with_bits = 0
+        self.first_bits: tuple[int, int, int] | None = None
         self.has_values = False
         self._before = 0.0
         self._first_step, self._step_of_largest = np.full(count, np.nan), np.full(count, np.nan)
@@ -189,6 +193,12 @@ class Comparison:
             of_location = differences[name].groupby(locations).max()
             known = self._largest_of.setdefault(name, np.full(len(self.rows), np.nan))
             known[of_location.index] = np.fmax(known[of_location.index], of_location)
+        if "fingerprint" in names:
+            bits = differences["fingerprint"]
+            self.with_bits += int(bits.notna().sum())
+            if self.first_bits is None and (bits > 0).any():
+                first = rows.iloc[int((bits > 0).to_numpy().argmax())]
+                self.first_bits = int(first["step"]), int(first["location"]), int(first["call"])
         are_empty = [rows[f"numel_{side}"] == rows[f"nan_count_{side}"] + rows[f"inf_count_{side}"] for side in "ab"]
         self.has_values |= any(map(is_of_values, names)) or bool((are_empty[0] & are_empty[1]).any())
         self._add(rows, largest, self.tolerance, [names[index] for index in which], SHAPE.name)

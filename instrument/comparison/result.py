@@ -31,6 +31,9 @@ class Diff:
         settings: The settings, versions and devices that differ, as pairs of texts by key.
         common_steps: The steps that both runs recorded: the first, the last, and their number.
         first: The first difference above the tolerance; None without one.
+        with_bits: The number of compared rows with fingerprints in both runs.
+        first_bits: The step, the location (the index in `layers`) and the call of the first fingerprints that differ; None
+            without one.
         cause: The reason why the first difference is not evidence against its layer: `seed` if the seeds differ, `batches` if
             the samples of its step differ; otherwise empty.
         layers: One row per location that both runs recorded, in the order of execution in the first run:
@@ -71,6 +74,8 @@ class Diff:
     settings: Mapping[str, tuple[str, str]]
     common_steps: tuple[int, int, int]
     first: FirstDifference | None
+    with_bits: int
+    first_bits: tuple[int, int, int] | None
     cause: Literal["", "seed", "batches"]
     layers: pd.DataFrame
     statistics: tuple[str, ...]
@@ -125,7 +130,9 @@ def verdict(diff: Diff) -> Iterator[str]:
     first = diff.first
     if diff.is_identical:
         compared = diff.tensors["tensors"].reindex(diff.layers.index, fill_value=0)
-        if (compared >= diff.layers["rows"]).all():
+        if diff.with_bits == diff.layers["rows"].sum() > 0 and (compared <= diff.layers["rows"]).all():
+            yield "EQUAL BITS: the fingerprints of all compared tensors are equal"
+        elif (compared >= diff.layers["rows"]).all():
             yield "EQUAL: all compared elements are equal"
         else:
             yield "EQUAL STATISTICS: all compared numbers are equal. Tensors with equal statistics can differ"
@@ -136,6 +143,9 @@ def verdict(diff: Diff) -> Iterator[str]:
         largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
         yield f"WITHIN THE TOLERANCE: the largest decisive difference is {largest['difference']:.2g}"
         yield f"  at {place(largest)}, step {largest['step']}"
+        if diff.first_bits is not None:
+            step, location, call = diff.first_bits
+            yield f"  the first bits that differ: step {step}, {place(records(diff.layers)[location], call)}"
         if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
             yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
@@ -164,6 +174,8 @@ def _numbers(first: FirstDifference) -> str:
     difference = f"relative difference {first.difference:.2g}"
     if isinstance(first.a, tuple) and isinstance(first.b, tuple):
         return f"{first.statistic} {[*first.a]} and {[*first.b]}"
+    if first.statistic == "fingerprint":
+        return "the fingerprints differ, and so do the bits"
     if first.statistic == VALUES:
         return f"element by element: {difference}"
     return f"{first.statistic} {first.a:.6g} and {first.b:.6g}: {difference}"

@@ -30,7 +30,7 @@ def relative_differences(
     """Return the relative difference of each statistic.
 
     It is |a - b| / max(size(a), size(b)). The size is the rms for `mean` and `std`, `abs_max` for `min` and `max`, and
-    the statistic itself for the others. For fractions, it is |a - b|.
+    the statistic itself for the others. For fractions, it is |a - b|. It is infinite for fingerprints that differ.
 
     Args:
         floors: The number of the group of each row; -1 for no group. None if no row has a group.
@@ -41,6 +41,10 @@ def relative_differences(
     """
     differences = {}
     for name in names:
+        if statistic_of(name).unit == "bits":
+            is_other = (rows[f"{name}_a"] != rows[f"{name}_b"]).astype("boolean")
+            differences[name] = is_other.map({True: np.inf, False: 0.0}).to_numpy(np.float64, na_value=np.nan)
+            continue
         a, b = (_values(rows, name, side) for side in "ab")
         gap = np.subtract(a, b, where=a != b, out=np.zeros(len(rows)))
         if f"{REMAINDERS.get(name)}_a" in rows:  # 64-bit integers, which float64 rounds

@@ -185,6 +185,11 @@ class TrainConfig(Spec):
         False,
         description="Save the final weights of the model to the file weights.pt in the run folder, for init_from.",
     )
+    fingerprint: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{16}-[0-9a-f]{16}$",
+        description="The fingerprint of an equal training, from its run.json. If another one is found, the exit code is 4.",
+    )
 
     @field_validator("steps", "epochs", mode="before")
     @classmethod

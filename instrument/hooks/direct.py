@@ -72,7 +72,7 @@ def _recording(attached: AttachedHook, action: Record, is_scaled: bool) -> Direc
     rows, measurement, clock = action.rows, action.measurement, attached.clock
     context = attached.context("", FIRST_CALL)
     slab = rows.slab_of(context)
-    if slab is None or (is_scaled and rows.merges(context)):
+    if slab is None or (is_scaled and (rows.merges(context) or "fingerprint" in measurement.statistics)):
         return None
     slots = _Slots(attached, lambda context: rows.slot("stats", context, measurement.names, is_scaled=is_scaled))
     record = Recording(
@@ -81,7 +81,7 @@ def _recording(attached: AttachedHook, action: Record, is_scaled: bool) -> Direc
         clock,
         slots,
         attached.site.layer.module,
-        measurement.with_magnitudes,
+        measurement.further,
         attached.frequency == "step",
         attached.site.spec.definition.gradient,  # the original pass has recorded the other values
     )

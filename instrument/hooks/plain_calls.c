@@ -22,7 +22,7 @@
    next_index() -> int: returns the next index.
    end_open_call() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
 
-   Recording(slab, counts, clock, slots, module, with_magnitudes, at_boundary, records_recomputation)
+   Recording(slab, counts, clock, slots, module, further, at_boundary, records_recomputation)
 
    Called with a tensor, its path and the firing, it adds a row with the statistics of the tensor. It returns the tensor. It returns None
    if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
@@ -232,7 +232,7 @@ typedef struct {
     long long last_slot;  /* of the last path, firing and class; they are most often the same objects in the next step */
     long long *slots_by_call; /* the slot of the output of each call, or of its first gradient; -1 if it was not looked up yet */
     Py_ssize_t slots_by_call_length;
-    int with_magnitudes, at_boundary, records_recomputation;
+    int further, at_boundary, records_recomputation;
 } Recording;
 
 HOLDER(recording, 7)
@@ -241,15 +241,15 @@ static PyObject *allocate(PyTypeObject *class) { return ((allocfunc)PyType_GetSl
 
 static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
     PyObject *slab, *counts, *clock, *slots, *module;
-    int with_magnitudes, at_boundary, records_recomputation;
+    int further, at_boundary, records_recomputation;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "O!O!OOOppp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
-                          &with_magnitudes, &at_boundary, &records_recomputation))
+    if (!PyArg_ParseTuple(args, "O!O!OOOipp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
+                          &further, &at_boundary, &records_recomputation))
         return NULL;
     Recording *self = (Recording *)allocate(class);
     if (!self)
         return NULL;
-    self->with_magnitudes = with_magnitudes;
+    self->further = further;
     self->at_boundary = at_boundary;
     self->records_recomputation = records_recomputation;
     self->slab = Py_NewRef(slab);
@@ -268,7 +268,7 @@ static void recording_dealloc(Recording *self) {
 /* 1 if a row was added, 0 if the tensor is not plain, -1 with an exception set. */
 static int record(Recording *self, PyObject *tensor, long long slot) {
     PyObject *moment = PyObject_GetAttr(self->clock, self->at_boundary ? name_boundary : name_moment);
-    const int added = moment ? add_to_slab(self->slab, tensor, slot, moment, self->with_magnitudes) : -1;
+    const int added = moment ? add_to_slab(self->slab, tensor, slot, moment, self->further) : -1;
     Py_XDECREF(moment);
     return added;
 }

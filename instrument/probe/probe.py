@@ -50,7 +50,7 @@ from .rule_actions import RuleActions
 from .rule_rows import update_rules
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
-from .slab_rows import check_custom_columns
+from .slab_rows import StatisticsRows, check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
 
@@ -120,7 +120,7 @@ class Probe(OwnedByProcess):
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
             sink,
-            partial(update_rules, self.rules) if rules else None,
+            self._on_rows if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -570,6 +570,12 @@ class Probe(OwnedByProcess):
             isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
         )
         self._hooks.refresh()
+
+    def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
+        """Pass the rows of a step to the rules, and its fingerprints to the relations."""
+        update_rules(self.rules, stats, *others)
+        if stats is not None and self._relations.reads_fingerprints:
+            self._relations.training.fingerprints += stats.fingerprints()
 
     def _write_relations(self) -> None:
         """Check the relations at the end of a step or of an evaluation, and write their rows."""

@@ -27,7 +27,7 @@ from ..stats.device_copy import HostCopy, Transfer
 from ..stats.device_sums import DeviceMemory
 from ..stats.exact_integers import remainders
 from ..stats.measure import Measured, as_cell, on_host
-from ..stats.sums import BASE, COLUMNS, statistics_of
+from ..stats.sums import COLUMNS, INDEX, statistics_of
 from ..stats.table_rows import Measure, Values
 from ..tables.sink_interface import Row, Sink
 from ..values.nested import shape_of
@@ -48,7 +48,7 @@ UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
 """The call, the shape of the complete tensor, a copy on the device, and the decision."""
 NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
 # The number of columns, after the first one, that a device fills.
-_DEVICE_SUMS = len(BASE) - 1
+_DEVICE_SUMS = INDEX["bits_high"]
 _DEVICE_EFFECTS = EFFECT.index("norm_after")
 _FACTOR = EFFECT.index("factor")
 MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]

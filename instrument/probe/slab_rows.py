@@ -26,10 +26,13 @@ from ..actions.base import StepContext
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..errors import ConfigError, Problem
+from ..hooks.distributed_scope import scope_of
+from ..relations.relation import RecordedFingerprint
 from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
-from ..stats.sums import BASE, INDEX, statistics_of
+from ..stats.sums import BASE, INDEX, Sums, statistics_of
+from ..tables.kinds import KINDS
 from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
@@ -47,6 +50,7 @@ _Identity = tuple[Row, tuple[str, ...], bool]
 _Scale = tuple[Tensor, int, Tensor]
 """The scale of a gradient scaler, its version, and a copy."""
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
+_FINGERPRINT = _STATISTIC["fingerprint"]
 MAX_LAYOUTS = 64
 
 
@@ -514,10 +518,21 @@ class StatisticsRows(SlabRows):
                     values[index] = number
         return values
 
+    def fingerprints(self) -> Iterator[RecordedFingerprint]:
+        """Yield the fingerprints in training steps of tensors that all data-parallel processes have."""
+        columns = Sums(self.taken.numbers).bits.tolist(), self.taken.moments_of_rows, self.sites, self.layout.names
+        for value, moment, site, names in zip(*columns, strict=True):
+            _, _, layer, _, kind, role, path, *_, scope = site
+            is_local_replica = scope == "local" and scope_of(KINDS[kind], role, "ddp") == "averaged"
+            if "fingerprint" in names and moment.phase == "train" and (scope == "averaged" or is_local_replica):
+                yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
+
     def number_columns(self) -> list[Column]:
         columns: list[Column] = self.layout.no_values[:-1]
         for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
             columns[index] = column
+        if isinstance(rounded := columns[_FINGERPRINT], NumberColumn):
+            columns[_FINGERPRINT] = replace(rounded, values=Sums(self.taken.numbers).bits)
         return columns
 
     def other_columns(self) -> list[Column]:

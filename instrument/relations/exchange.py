@@ -6,12 +6,14 @@ A process that has ended leaves no value. Collective operations would wait for i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import count
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 MAX_PENDING = 20  # steps
+_WAIT = timedelta(seconds=2)  # for the values of the last steps
 _numbers = count()
 
 
@@ -39,6 +41,15 @@ class Exchange:
                 self._pending.append(step)
                 yield from self._complete()
         except RuntimeError:  # the process with the store has ended
+            return
+
+    def finish(self) -> Iterator[tuple[int, list[bytes]]]:
+        """Yield the steps whose values become complete within 2 seconds; only on rank 0."""
+        try:
+            if self._pending:
+                self._store.wait([self._key(self._pending[-1], rank) for rank in range(self.size)], _WAIT)
+                yield from self._complete()
+        except RuntimeError:  # another process has sent nothing, or the process with the store has ended
             return
 
     def _complete(self) -> Iterator[tuple[int, list[bytes]]]:

@@ -23,7 +23,7 @@ from ..values.nested import iter_tensors
 from .loader_batches import LoaderBatch, is_readable
 from .loss_calls import BinaryLossCall, LossCall, PairLossCall
 
-Source = Literal["inputs", "losses", "batches"]
+Source = Literal["inputs", "losses", "batches", "fingerprints"]
 
 
 class Checked(NamedTuple):
@@ -42,6 +42,22 @@ class Checked(NamedTuple):
     text: str
     layer: str = ""
     path: str = ""
+
+
+class RecordedFingerprint(NamedTuple):
+    """The fingerprint of a parameter, its update or gradient, or of a part of the optimizer state that all processes have.
+
+    Attributes:
+        identity: The identity columns of the row of statistics, without the rank and the scope.
+    """
+
+    step: int
+    layer: str
+    kind: str
+    role: str
+    path: str
+    identity: tuple[Any, ...]
+    value: int
 
 
 class ModelCall:
@@ -96,6 +112,7 @@ class Training:
         inputs, losses, binary_losses, pair_losses: The calls of the model in this step, and those of losses with gradients, for
             classes, binary targets and numbers, if the step is checked and a relation reads them. At most 16 of each.
         batches: The first batches of data loaders in training, also those of earlier steps.
+        fingerprints: Those that hooks recorded in earlier training steps, and that no relation has read.
         replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
         is_checked: Whether relations are checked in the current step.
@@ -110,6 +127,7 @@ class Training:
     binary_losses: list[BinaryLossCall] = field(default_factory=list)
     pair_losses: list[PairLossCall] = field(default_factory=list)
     batches: list[LoaderBatch] = field(default_factory=list)
+    fingerprints: list[RecordedFingerprint] = field(default_factory=list)
     replicated_by: DistributedDataParallel | None = None
     is_local: bool = False
     is_checked: bool = True

@@ -81,6 +81,11 @@ class RelationSet(InertWhenCopied):
         if self._is_observed() and len(inputs) < _MAX_CALLS:
             inputs.append(ModelCall(module, args, kwargs))
 
+    @property
+    def reads_fingerprints(self) -> bool:
+        """Whether a relation reads the fingerprints that hooks record; see `Training.fingerprints`."""
+        return any("fingerprints" in relation.sources for relation in self._relations.values())
+
     def _on_batch(self, batch: LoaderBatch) -> None:
         if len(self.training.batches) >= _MAX_BATCHES:
             unobserve_batches(self._on_batch)
@@ -114,9 +119,10 @@ class RelationSet(InertWhenCopied):
         self._plan_check()
         phase, rows = self.clock.moment.phase, list[RelationRow]()
         is_checked = self.training.is_checked or phase == "eval"  # an evaluation may follow any step
-        if is_checked and not self.clock.closed:
+        if not self.clock.closed:
             for name, relation in self._relations.items():
-                if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
+                is_due = is_checked or "fingerprints" in relation.sources
+                if is_due and phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation.check, phase)
         self._forget()
         self._plan_check(steps_ahead=phase == "train")

@@ -64,8 +64,8 @@ class ReplicasEqual(Relation):
         elif wrapper is None and gradients and all(type(each) is Parameter for _, each in named):
             tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
             numbers = _numbers(gradients)  # zeros are no evidence, and count as different
-            evidence = _hash(b"".join(map(fingerprint, tensors)))
-            evidence += _hash(numbers.tobytes() if numbers.any() else str(self.training.clock.rank).encode())
+            evidence = hash_of(b"".join(map(fingerprint, tensors)))
+            evidence += hash_of(numbers.tobytes() if numbers.any() else str(self.training.clock.rank).encode())
         else:
             return
         self._exchange = self._exchange or Exchange()
@@ -75,7 +75,8 @@ class ReplicasEqual(Relation):
             inputs, equal = {value[:SIZE] for value in values}, {value[SIZE : 2 * SIZE] for value in values}
             self._is_synchronized |= len(inputs) == len(values) and len(equal) == 1
             if wrapper is not None or self._is_synchronized:
-                yield from _compare([*parameters], step, [value[2 * SIZE :] for value in values])
+                names = [(name, *name.rpartition(".")[::2]) for name in parameters]
+                yield from compare_ranks("parameters", names, step, [value[2 * SIZE :] for value in values])
 
 
 def _replicated(model: nn.Module, wrapper: DistributedDataParallel) -> set[int]:
@@ -99,14 +100,15 @@ def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
 def _digests(parameters: Mapping[str, Tensor]) -> bytes:
     """Return a hash of the names and shapes, and the sum of the bits of each parameter as an integer, int64."""
     layout = repr([(name, tuple(each.shape), each.dtype) for name, each in parameters.items()])
-    return _hash(layout.encode()) + _numbers([_sum_of_bits(each.detach()) for each in parameters.values()]).tobytes()
+    return hash_of(layout.encode()) + _numbers([_sum_of_bits(each.detach()) for each in parameters.values()]).tobytes()
 
 
 def _numbers(sums: Sequence[Tensor]) -> np.ndarray[Any, Any]:
     return torch.stack([each.to(sums[0].device) for each in sums]).cpu().numpy() if sums else np.empty(0, np.int64)
 
 
-def _hash(value: bytes) -> bytes:
+def hash_of(value: bytes) -> bytes:
+    """Return a hash of `SIZE` bytes."""
     return hashlib.blake2b(value, digest_size=SIZE).digest()
 
 
@@ -116,14 +118,23 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     return real.view(integers[real.element_size()]).sum(dtype=torch.int64)
 
 
-def _compare(names: list[str], step: int, values: list[bytes]) -> Iterator[Checked]:
+def compare_ranks(
+    what: str, names: Sequence[tuple[str, str, str]], step: int, values: Sequence[bytes]
+) -> Iterator[Checked]:
+    """Compare the numbers of tensors in all processes.
+
+    Args:
+        what: The tensors, such as `parameters`.
+        names: The label, the layer and the path of each tensor.
+        values: For each rank, a hash of what its numbers describe, and the numbers, int64 [tensors].
+    """
     if any(value[:SIZE] != values[0][:SIZE] for value in values):
         return  # the processes train other parameters
     numbers = np.stack([np.frombuffer(value[SIZE:], np.int64) for value in values])
     differs = numbers != numbers[0]
-    for at in np.flatnonzero(differs.any(0)):
+    for at in np.flatnonzero(differs.any(0)).tolist():
         ranks = np.flatnonzero(differs[:, at]).tolist()
-        layer, _, path = names[at].rpartition(".")
-        text = f"{names[at]} of rank {', '.join(map(str, ranks))} differs from that of rank 0 after step {step}"
+        label, layer, path = names[at]
+        text = f"{label} of rank {', '.join(map(str, ranks))} differs from that of rank 0 after step {step}"
         yield Checked(False, len(ranks), text, layer, path)
-    yield Checked(True, len(names), f"{len(names)} parameters are equal in {len(values)} processes")
+    yield Checked(True, len(names), f"{len(names)} {what} are equal in {len(values)} processes")

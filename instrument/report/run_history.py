@@ -150,7 +150,7 @@ class RunHistory:
 
     def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
-        names = [*STATISTICS, *self.custom]
+        names = [*(name for name in STATISTICS if name in TABLES["stats"].numbers), *self.custom]
         values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
         if lost.any():
@@ -292,7 +292,7 @@ def _median(levels: list[float] | None, quantiles: list[float] | None) -> float:
 
 def _floats(column: pa.ChunkedArray) -> np.ndarray:
     """Return a column as float64; missing values are NaN."""
-    numbers: np.ndarray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    numbers: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
     return numbers
 
 

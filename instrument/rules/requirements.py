@@ -15,7 +15,7 @@ from ..tables.statistics import STATISTICS
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
-from .rule import LocatedRule
+from .rule import CatalogueRule, LocatedRule, RelationRule
 from .rule_set import make_rule
 from .step_rows import Location
 
@@ -143,12 +143,12 @@ def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | No
     if isinstance(rule, CustomRule | ReferenceRule):  # see `check_references`
         return None
     made = make_rule(rule)
-    if not isinstance(made, LocatedRule):
+    if not (isinstance(made, LocatedRule) or (isinstance(made, RelationRule) and made.statistics)):
         return None
     return [name for name, spec in _candidates(made, hooks).items() if {*made.statistics} <= spec.readable]
 
 
-def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> dict[str, RecordSpec]:
+def _candidates(rule: CatalogueRule[RuleBase], hooks: Mapping[str, HookSpec]) -> dict[str, RecordSpec]:
     """Return the record hooks at the tensors that a rule reads, also those without its statistics."""
     return {
         name: spec
@@ -199,7 +199,7 @@ def _record_problems(
 def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Problem:
     """Return the problem that no hook records what a rule reads, with the hook and the field to add."""
     made = make_rule(rule)
-    assert isinstance(made, LocatedRule), "only these rules read statistics of tensors"
+    assert isinstance(made, CatalogueRule), "only these rules read statistics of tensors"
     statistics = ", ".join(made.statistics)
     message = f"no hook records what the rule reads: {statistics}"
     candidates = _candidates(made, hooks)

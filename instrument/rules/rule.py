@@ -127,6 +127,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
 
+    statistics: tuple[str, ...] = ()
+    """The statistics that a hook has to record."""
+
     source: ClassVar[Literal["steps", "targets", "evaluations"]] = "steps"
     """What it reads: rows of steps, the targets of samples, or evaluations."""
 
@@ -148,6 +151,10 @@ class CatalogueRule(Rule, Generic[SpecT]):
     def reads(self, location: Location) -> bool:
         """Return whether the rule reads a location, according to its field `hook`."""
         return not self.spec.hook or location.hook in self.spec.hook
+
+    def selects(self, location: Location) -> bool:  # noqa: ARG002
+        """Return whether the rule concerns tensors of a location. Default: all."""
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         return {name: _packed(getattr(self, f"_{name}")) for name in self.saved}
@@ -191,17 +198,12 @@ class RelationRule(CatalogueRule[RuleBase]):
 class LocatedRule(CatalogueRule[SpecT]):
     """A rule on statistics with one state for each location. `merge` combines several values of a location in one step."""
 
-    statistics: tuple[str, ...] = ()
     merge: np.ufunc = np.fmax
 
     def __init__(self, spec: SpecT) -> None:
         super().__init__(spec)
         self._slots: dict[Location, int] = {}
         self._slot_of_number = np.zeros(0, np.int64)  # by the number of the location; -1 if the rule does not read it
-
-    def selects(self, location: Location) -> bool:  # noqa: ARG002
-        """Return whether the rule concerns tensors of a location. Default: all."""
-        return True
 
     @abstractmethod
     def check(self, rows: StepRows, chosen: Chosen) -> Iterable[Firing]:

@@ -43,7 +43,7 @@ class Slab(Protocol):
 
     def __init__(self, width: int) -> None: ...
 
-    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:
+    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
@@ -53,7 +53,8 @@ class Slab(Protocol):
         Args:
             slot: The identity of the row.
             moment: The time of the row: any object.
-            with_magnitudes: Whether the sum of magnitudes is requested. On the CPU, it requires a second read.
+            further: 1 if the sum of magnitudes is requested, which requires a second read on the CPU, plus 2 for the sums of
+                `instrument.stats.fingerprint`. These require a contiguous tensor.
 
         Returns:
             Whether the row was added. False if the tensor is not plain, its squares overflow or underflow, or the kernel or
@@ -74,7 +75,7 @@ class Slab(Protocol):
 
         Args:
             device_type, device_id: `__dlpack_device__` of a tensor on the device.
-            address: The address of the buffer: float64 [rows, 9], or [rows, 3] for `add_effect`.
+            address: The address of the buffer: float64 [rows, 11], or [rows, 3] for `add_effect`.
             rows: The number of its rows.
 
         Raises:
@@ -112,7 +113,7 @@ class PortableSlab(Slab):
         self._width = width
         self._rows: list[tuple[bytes, int, object, Sequence[int] | None]] = []
 
-    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:  # noqa: ARG002
+    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:  # noqa: ARG002
         return False
 
     def add_effect(self, *given: Any) -> None:
@@ -176,7 +177,7 @@ def add_launcher(  # noqa: PLR0917
     device: torch.device,
     dtype: torch.dtype,
     stream: int,
-    tensors: int,
+    kernel: int,
     function: int,
     size: tuple[int, int],
     memory: tuple[Tensor, Tensor],
@@ -184,16 +185,16 @@ def add_launcher(  # noqa: PLR0917
     """Let slabs launch a kernel for tensors of a dtype on a stream.
 
     Args:
-        tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
+        kernel: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`, 3 for `_measure` with bits.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.
-        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8] for the
+        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 10] for the
             maximum number of programs of a launch, and a counter, int32 [1].
     """
     if is_connected:
         number = memory[0].__dlpack_device__()
         addresses = [tensor.data_ptr() for tensor in memory]
-        given = (*number, stream, _KINDS[dtype], tensors, function, len(memory[0]), *size, *addresses)
+        given = (*number, stream, _KINDS[dtype], kernel, function, len(memory[0]), *size, *addresses)
         if native.add_launcher(*given):
             launch_devices[device] = True
 
@@ -210,6 +211,15 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
         return None
     numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
     return None if numbers is None else np.frombuffer(numbers)
+
+
+def kernel_bits(stored: Tensor) -> int | None:
+    """Return the sum over the tiles of a contiguous CPU tensor, from 0 to 2^64 - 1; see `instrument.stats.fingerprint`.
+
+    None if the kernel is missing.
+    """
+    size = stored.element_size()
+    return None if native is None else native.bits(stored.data_ptr(), stored.numel() * size, size)
 
 
 def _unsupported(*arguments: object) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 from ..tables.statistics import MAGNITUDES, STATISTICS, Sum
 from .cpu_kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .device_sums import DeviceSums, device_memory
+from .fingerprint import portable_bits
 from .portable import count_changed, further_sums, portable_sums
-from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
+from .sums import BASE, COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 
 BY_KERNEL = "Triton kernel"
 """The fastest way to measure; see `measured_by`."""
@@ -139,6 +140,10 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
     for given in (finite, values):
         if (difference := _difference(given, device, kernels.measure_by_kernel)) is not None:
             return difference
+    row = device_memory(1, device)[0, : INDEX["bits_high"]]
+    bits = kernels.measure_by_kernel(values.to(device), row, with_bits=True)[len(BASE) - 1 :].tolist()
+    if bits != (expected_bits := [float(half) for half in portable_bits(values)]):
+        return f"the kernel returned the bits {bits} instead of {expected_bits}"
     counts = kernels.histogram_by_kernel(values.to(device), _BINS)[2:].tolist()
     expected_counts = np.histogram(integers.numpy(), _BINS)[0].tolist()
     if counts != expected_counts:

@@ -27,6 +27,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 from .cpu_kernel import add_launcher, connect_driver
+from .fingerprint import SECOND_FACTOR
+from .sums import FACTOR
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
@@ -36,8 +38,10 @@ _OPTIONS = {"num_warps": 4}
 _BLOCKS = 4  # blocks per program, up to the maximum number of programs
 # A multiprocessor of an H100 runs 3 programs at the same time (150 registers per thread). With more, a launch took up to twice the time.
 _PROGRAMS_PER_MULTIPROCESSOR = 3
-# Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
-_NUMBERS = tl.constexpr(8)
+# Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and both halves of the sum of
+# bits, if they are requested.
+_NUMBERS = tl.constexpr(10)
+_FACTOR, _SECOND_FACTOR, _LOW_HALF = tl.constexpr(FACTOR), tl.constexpr(SECOND_FACTOR), tl.constexpr(2**32 - 1)
 _OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
 _STAGES = tl.constexpr(4)  # stages of the pipeline that loads blocks in advance
 # Results of programs that one iteration merges: all results on GPUs with up to 170 multiprocessors.
@@ -46,10 +50,17 @@ _LANES = tl.constexpr(512)
 
 @triton.jit(do_not_specialize=["results", "numel"])
 def _measure(  # noqa: PLR0917
-    elements, partials, arrived, results, numel: tl.int64, block_size: tl.constexpr, is_bfloat16: tl.constexpr
+    elements,
+    partials,
+    arrived,
+    results,
+    numel: tl.int64,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+    with_bits: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    _measure_part(elements, partials, arrived, results, numel, program, programs, block_size, is_bfloat16)
+    _measure_part(elements, partials, arrived, results, numel, program, programs, block_size, is_bfloat16, with_bits)
 
 
 # Measures several tensors. `table`: int64 [count + 1, 4]. Its columns are the address of the elements, the address of the results, the
@@ -80,13 +91,22 @@ def _measure_batch(  # noqa: PLR0917
     partials += first * _NUMBERS
     numel = tl.load(entry + 2)
     _measure_part(
-        elements, partials, arrived + index, results, numel, program - first, programs, block_size, is_bfloat16
+        elements, partials, arrived + index, results, numel, program - first, programs, block_size, is_bfloat16, False
     )
 
 
 @triton.jit
 def _measure_part(  # noqa: PLR0915, PLR0917
-    elements, partials, arrived, results, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr
+    elements,
+    partials,
+    arrived,
+    results,
+    numel,
+    program,
+    programs,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+    with_bits: tl.constexpr,
 ):
     full_blocks = numel // block_size
     first = _as_float(tl.load(elements + program.to(tl.int64) * block_size), is_bfloat16)
@@ -97,6 +117,7 @@ def _measure_part(  # noqa: PLR0915, PLR0917
     sums = tl.zeros([block_size], tl.float64)
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
+    bits = (numel * 0).to(tl.int64)
     # As if all elements were finite. Blocks without a mask are read in words of 16 bytes.
     lanes = tl.arange(0, block_size)
     for block in tl.range(program, full_blocks, programs, num_stages=_STAGES):
@@ -107,6 +128,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         sums += value - shift
         squares += (value - shift) * (value - shift)
         magnitudes += tl.abs(value)
+        if with_bits:
+            bits += _bits_of_tile(elements, numel, block, block_size)
     count = tl.maximum((full_blocks - program + programs - 1) // programs, 0) * block_size
     remainder = numel - full_blocks * block_size
     if (remainder > 0) & (full_blocks % programs == program):
@@ -120,6 +143,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         squares += deviation * deviation
         magnitudes += tl.abs(value)
         count += remainder
+        if with_bits:
+            bits += _bits_of_tile(elements, numel, full_blocks, block_size)
     n, nan, total = count.to(tl.float64), (0 * count).to(tl.float64), tl.sum(sums, 0)
     if not (tl.abs(total) < float("inf")):  # not all elements are
         n, nan, shift, zeros, low, high, sums, squares, magnitudes = _of_finite_elements(
@@ -136,6 +161,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
     tl.store(program_results + 5, shift + mean)
     tl.store(program_results + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
     tl.store(program_results + 7, tl.sum(magnitudes, 0))
+    if with_bits:
+        _store_bits(program_results + (9 if programs == 1 else 8), bits)
     if programs == 1:
         tl.store(results + 8, 1.0)
     else:
@@ -145,7 +172,34 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1:
             tl.debug_barrier()
             _merge(partials, results, programs)
+            if with_bits:
+                halves = _total(partials + 8, programs), _total(partials + 9, programs)
+                _store_bits(results + 9, halves[0].to(tl.int64) + (halves[1].to(tl.int64) << 32))
             tl.store(arrived, 0)  # for the next launch on this stream
+
+
+# The number of a tile in `instrument.stats.fingerprint`, mixed with its index. A block is a tile; elements after the last one are zeros.
+@triton.jit
+def _bits_of_tile(elements, numel, block, block_size: tl.constexpr):
+    item: tl.constexpr = elements.dtype.element_ty.primitive_bitwidth
+    each: tl.constexpr = 64 // item
+    integers = elements.to(tl.pointer_type(tl.int32 if item == 32 else tl.int16), bitcast=True)
+    lanes = tl.arange(0, block_size // each)
+    x = (lanes + 1).to(tl.int64) * _FACTOR
+    for part in tl.static_range(each):
+        offsets = block * block_size + lanes * each + part
+        element = tl.load(integers + offsets, mask=offsets < numel, other=0).to(tl.int64)
+        x ^= (element & ((1 << item) - 1)) << (part * item)
+    number = tl.sum(x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), 0)
+    index = (numel * 0 + block + 1).to(tl.int64)
+    mixed = (number ^ (index * _FACTOR)) * _SECOND_FACTOR
+    return (mixed ^ ((mixed >> 32) & _LOW_HALF)) * _FACTOR
+
+
+@triton.jit
+def _store_bits(results, bits):
+    tl.store(results, (bits & _LOW_HALF).to(tl.float64))
+    tl.store(results + 1, ((bits >> 32) & _LOW_HALF).to(tl.float64))
 
 
 # Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
@@ -321,18 +375,19 @@ def _count(  # noqa: PLR0917
     tl.atomic_add(counts + index, histogram.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
-def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
+def measure_by_kernel(flat: Tensor, results: Tensor, *, with_bits: bool = False) -> Tensor:
     """Compute the sums of a tensor with one launch, which reads each element once and needs no memory of its size.
 
     Args:
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
-        results: float64 [9], contiguous, on the device. They are written to it.
+        results: float64 [9], or [11] with bits, contiguous, on the device. They are written to it.
+        with_bits: Whether to compute the sum of bits; see `instrument.stats.fingerprint`.
 
     Returns:
-        The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit. Without a
-        finite element, the extremes are infinite.
+        The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit; then
+        the lower and the upper 32 bits of the sum of bits. Without a finite element, the extremes are infinite.
     """
-    _launch(flat, results, None)
+    _launch(flat, results, None, with_bits=with_bits)
     return results
 
 
@@ -388,13 +443,14 @@ def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
     return torch.cat([torch.where(results[0] > 0, results[3:5], math.nan), counts.to(torch.float64)])
 
 
-def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
+def _launch(flat: Tensor, results: Tensor, counts: Tensor | None, *, with_bits: bool = False) -> None:
     """Write the results of `_measure`, and add the elements of each bin to the counts."""
     numel = flat.numel()
     blocks = -(-numel // _BLOCK)
     with _on_gpu(_gpu_index(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
-        _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
+        memory = _memory(flat.device, stream)
+        _measure[programs](elements, *memory, results, numel, _BLOCK, is_bfloat16, with_bits, **_OPTIONS)
         if counts is not None:
             upper = 1 << max((len(counts) - 1).bit_length(), 1)  # a power of 2, at least 2
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
@@ -424,39 +480,41 @@ def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
     return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), _current_stream(_gpu_index(flat))
 
 
-_compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
-"""`_measure` and `_compare` by device and dtype, compiled for addresses divisible by 16."""
+_compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any, Any]] = {}
+"""`_measure`, `_compare`, and `_measure` with bits by device and dtype, compiled for addresses divisible by 16."""
 
 
 def enable_launches(flat: Tensor) -> None:
     """Let slabs launch the kernels for tensors of a device and dtype, which takes less time than a launch by Triton.
 
-    Compiles and runs both kernels once, with a tensor whose address is divisible by 16. A further stream is added when
+    Compiles and runs these kernels once, with a tensor whose address is divisible by 16. A further stream is added when
     `measure_by_kernel` runs on it.
     """
     with _on_gpu(_gpu_index(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
         given = (*_memory(flat.device, stream), results, flat.numel(), _BLOCK, is_bfloat16)
-        measure = _measure[programs](elements, *given, **_OPTIONS)
+        measure, with_bits = (_measure[programs](elements, *given, each, **_OPTIONS) for each in (False, True))
         compare = _compare[programs](elements, elements, *given, **_OPTIONS)
-        _compiled[flat.device, flat.dtype] = measure, compare
-        _add_launchers(measure, compare, flat.device, flat.dtype, stream)
+        _compiled[flat.device, flat.dtype] = compiled = measure, compare, with_bits
+        _add_launchers(*compiled, flat.device, flat.dtype, stream)
 
 
 @cache
-def _add_launchers(measure: Any, compare: Any, device: torch.device, dtype: torch.dtype, stream: int) -> None:
+def _add_launchers(
+    measure: Any, compare: Any, with_bits: Any, device: torch.device, dtype: torch.dtype, stream: int
+) -> None:
     if torch.version.cuda is None:
         return
     _connect_driver()
-    for compiled, tensors in ((measure, 1), (compare, 2)):
+    for kernel, (compiled, tensors) in enumerate(((measure, 1), (compare, 2), (with_bits, 1)), start=1):
         header = compiled.asm["ptx"].partition("{")[0]
         parameters = len(re.findall(r"\.param \.u64\b", header))
         # Triton adds up to two parameters for scratch memory, which the kernels do not need.
         if len(re.findall(r"\.param\b", header)) == parameters and 0 <= parameters - tensors - _OTHERS <= 2:
             made = compiled.metadata
             size = made.num_warps * made.target.warp_size, made.shared
-            add_launcher(device, dtype, stream, tensors, compiled.function, size, _memory(device, stream))
+            add_launcher(device, dtype, stream, kernel, compiled.function, size, _memory(device, stream))
 
 
 @cache
@@ -486,7 +544,7 @@ _batch_memories: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def _batch_memory(device: torch.device, stream: int, programs: int, tensors: int) -> tuple[Tensor, Tensor]:
-    """Return the memory of all batches on a stream: partial results, float64 [programs, 8], and counters that are zero between two
+    """Return the memory of all batches on a stream: partial results, float64 [programs, 10], and counters that are zero between two
     launches, int32 [tensors].
     """
     memory = _batch_memories.get((device, stream))

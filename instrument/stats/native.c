@@ -10,6 +10,8 @@
    add no row if the buffer is full, if the current stream has no launcher for the dtype, if an address is not divisible by 16, if
    the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
+   `further` of `add` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
+
    connect(tensor class, parameter class, exchange API) -> bool
 
    Gives access to tensors of these two classes. The exchange API is the capsule `__dlpack_c_exchange_api__` of the class,
@@ -32,6 +34,8 @@
 #define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
 
 enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
+enum { BITS_LOW = SUMS, BITS_HIGH, FORM, ALL_SUMS };
+enum { WITH_MAGNITUDES = 1, WITH_BITS = 2 };
 enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 
 /* The limit of squared mean over variance up to which the variance is computed as the difference of two sums. */
@@ -44,6 +48,11 @@ enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_PROCESSOR
+#endif
+
+#if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
+#include <immintrin.h>
+#define HAS_VECTORS 1
 #endif
 
 #if defined(__GNUC__)
@@ -202,14 +211,129 @@ KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000
 KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
 KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
 
-static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1) {
+#define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
+#define MAX_ITEM 16    /* bytes of an element */
+#define WORDS (TILE * MAX_ITEM / 8)
+#define FACTOR 0x9e3779b97f4a7c15u
+#define SECOND_FACTOR 0xd6e8feb86659fd93u
+
+static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
+static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
+static uint64_t keys_of_words[WORDS];
+
+#define LOW_HALF 0xffffffffu
+
+/* The sum of x + low(x) * high(x) over the words of a tile, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. */
+static uint64_t tile_plainly(const char *memory, size_t words) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < words; i++) {
+        uint64_t x;
+        memcpy(&x, memory + 8 * i, sizeof x);
+        x ^= keys_of_words[i];
+        sum += x + (x & LOW_HALF) * (x >> 32);
+    }
+    return sum;
+}
+
+static uint64_t (*tile_of)(const char *memory, size_t words) = tile_plainly;
+
+#ifdef HAS_VECTORS
+/* GCC does not find the instruction that multiplies 32-bit numbers. */
+#define TILE_OF(NAME, TARGET, VECTOR, PREFIX, SIZE)                                                                   \
+    __attribute__((target(TARGET))) static uint64_t NAME(const char *memory, size_t words) {                          \
+        VECTOR sums[4] = {0}, plain[4] = {0};                                                                         \
+        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
+        for (size_t i = 0; i < 8 * words; i += sizeof sums)                                                           \
+            for (size_t j = 0; j < 4; j++) {                                                                          \
+                const size_t at = i + j * sizeof(VECTOR);                                                             \
+                PREFETCH(memory + at + 4 * CHUNK); /* the next chunk */                                               \
+                const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + at));                             \
+                const VECTOR key = PREFIX##_loadu_##SIZE((const VECTOR *)((const char *)keys_of_words + at));         \
+                const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                      \
+                plain[j] = PREFIX##_add_epi64(plain[j], x);                                                           \
+                sums[j] = PREFIX##_add_epi64(sums[j], PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)));             \
+            }                                                                                                         \
+        VECTOR all = PREFIX##_add_epi64(sums[0], plain[0]);                                                           \
+        for (size_t j = 1; j < 4; j++)                                                                                \
+            all = PREFIX##_add_epi64(all, PREFIX##_add_epi64(sums[j], plain[j]));                                     \
+        memcpy(lanes, &all, sizeof lanes);                                                                            \
+        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
+            total += lanes[i];                                                                                        \
+        return total;                                                                                                 \
+    }
+
+TILE_OF(tile_avx512, "avx512f", __m512i, _mm512, si512)
+TILE_OF(tile_avx2, "avx2", __m256i, _mm256, si256)
+#endif
+
+static void prepare_fingerprints(void) {
+    for (size_t i = 0; i < WORDS; i++)
+        keys_of_words[i] = (i + 1) * FACTOR;
+#ifdef HAS_VECTORS
+    tile_of = __builtin_cpu_supports("avx512f") ? tile_avx512 : __builtin_cpu_supports("avx2") ? tile_avx2 : tile_plainly;
+#endif
+}
+
+/* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
+static uint64_t bits_of(const char *memory, size_t size, size_t item, uint64_t tile) {
+    const size_t tile_size = TILE * item;
+    uint64_t sum = 0, padded[WORDS];
+    for (size_t start = 0; start < size; start += tile_size) {
+        const char *elements = memory + start;
+        if (size - start < tile_size) {
+            memset(padded, 0, tile_size);
+            memcpy(padded, elements, size - start);
+            elements = (const char *)padded;
+        }
+        uint64_t mixed = (tile_of(elements, tile_size / 8) ^ (++tile * FACTOR)) * SECOND_FACTOR;
+        sum += (mixed ^ mixed >> 32) * FACTOR;
+    }
+    return sum;
+}
+
+/* A number of 52 bits for a dtype and a shape. */
+static double form_of(int kind, int64_t ndim, const int64_t *shape) {
+    uint64_t form = dtype_numbers[kind];
+    for (int64_t i = -1; i < ndim; i++) {
+        form = (form ^ (uint64_t)(i < 0 ? ndim : shape[i])) * SECOND_FACTOR;
+        form ^= form >> 32;
+    }
+    return (double)(form >> 12);
+}
+
+static PyObject *bits(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    Py_ssize_t size, item;
+    uint64_t sum;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Knn", &address, &size, &item))
+        return NULL;
+    if (size < 0 || item < 1 || item > MAX_ITEM) {
+        PyErr_SetString(PyExc_ValueError, "the number of bytes has to be 0 or more, and the size of an element 1 to 16");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    sum = bits_of((const char *)(uintptr_t)address, (size_t)size, (size_t)item, 0);
+    Py_END_ALLOW_THREADS
+    return PyLong_FromUnsignedLongLong(sum);
+}
+
+/* `sum_of_bits` is NULL if it is not requested. It is computed chunk by chunk, while the elements are in the cache. */
+static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
-    if (kind == FLOAT32)
-        of_float32(memory, count, shift, with_l1, &m);
-    else if (kind == BFLOAT16)
-        of_bfloat16(memory, count, shift, with_l1, &m);
-    else
-        of_float64(memory, count, shift, with_l1, &m);
+    const size_t item = (size_t)item_sizes[kind], step = sum_of_bits ? CHUNK : count;
+    for (size_t start = 0; start < count; start += step) {
+        const size_t size = count - start < step ? count - start : step;
+        const char *elements = (const char *)memory + start * item;
+        if (kind == FLOAT32)
+            of_float32((const void *)elements, size, shift, with_l1, &m);
+        else if (kind == BFLOAT16)
+            of_bfloat16((const void *)elements, size, shift, with_l1, &m);
+        else
+            of_float64((const void *)elements, size, shift, with_l1, &m);
+        if (sum_of_bits)
+            *sum_of_bits += bits_of(elements, size * item, item, start / TILE);
+    }
     return m;
 }
 
@@ -218,9 +342,15 @@ static int squares_are_exact(int kind, double largest) {
     return kind != FLOAT64 || largest == 0.0 || (SMALLEST <= largest && largest <= LARGEST);
 }
 
-/* Returns false if squares overflow or underflow. */
-static int write_sums(const void *memory, size_t count, int kind, int with_magnitudes, double *row) {
-    const Moments m = moments_of(memory, count, kind, 0.0, with_magnitudes);
+/* Writes the bits too if they are requested, but not the form. Returns false if squares overflow or underflow. */
+static int write_sums(const void *memory, size_t count, int kind, int further, double *row) {
+    uint64_t sum_of_bits = 0;
+    const int with_magnitudes = further & WITH_MAGNITUDES;
+    const Moments m = moments_of(memory, count, kind, 0.0, with_magnitudes, further & WITH_BITS ? &sum_of_bits : NULL);
+    if (further & WITH_BITS) {
+        row[BITS_LOW] = (double)(sum_of_bits & LOW_HALF);
+        row[BITS_HIGH] = (double)(sum_of_bits >> 32);
+    }
     for (int i = 0; i < SUMS; i++)
         row[i] = NAN;
     row[NUMEL] = (double)count;
@@ -237,7 +367,7 @@ static int write_sums(const void *memory, size_t count, int kind, int with_magni
         mean = m.low;
         spread = 0.0;
     } else if (mean * m.sum > CANCELLATION * spread) {
-        const Moments centered = moments_of(memory, count, kind, mean, 0);
+        const Moments centered = moments_of(memory, count, kind, mean, 0, NULL);
         mean += centered.sum / n;
         spread = centered.squares - centered.sum * centered.sum / n;
     }
@@ -252,12 +382,12 @@ static int write_sums(const void *memory, size_t count, int kind, int with_magni
 }
 
 /* Keeps the global interpreter lock for small tensors. */
-static int write_sums_unlocked(const void *memory, size_t count, int kind, int with_magnitudes, double *row) {
+static int write_sums_unlocked(const void *memory, size_t count, int kind, int further, double *row) {
     int done;
     if (count <= SMALL)
-        return write_sums(memory, count, kind, with_magnitudes, row);
+        return write_sums(memory, count, kind, further, row);
     Py_BEGIN_ALLOW_THREADS
-    done = write_sums(memory, count, kind, with_magnitudes, row);
+    done = write_sums(memory, count, kind, further, row);
     Py_END_ALLOW_THREADS
     return done;
 }
@@ -334,17 +464,21 @@ static PyObject *connect(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* Returns the number of elements if they are a contiguous block in any order of the dimensions, otherwise -1. */
-static int64_t dense_count(const DLTensor *t) {
-    int64_t count = 1, expected = 1;
-    for (int i = 0; i < t->ndim; i++)
-        count *= t->shape[i];
-    if (count < 2 || !t->strides)
-        return count;
-    int i = t->ndim - 1;
+static int is_row_major(const DLTensor *t) {
+    int64_t expected = 1;
+    int i = t->strides ? t->ndim - 1 : -1;
     for (; i >= 0 && (t->shape[i] == 1 || t->strides[i] == expected); i--)
         expected *= t->shape[i];
-    if (i < 0)
+    return i < 0;
+}
+
+/* Returns the number of elements if they are a contiguous block in any order of the dimensions, otherwise -1. */
+static int64_t dense_count(const DLTensor *t) {
+    int64_t count = 1, expected;
+    int i;
+    for (i = 0; i < t->ndim; i++)
+        count *= t->shape[i];
+    if (count < 2 || is_row_major(t))
         return count;
     for (expected = 1; expected < count;) {
         for (i = 0; i < t->ndim && (t->shape[i] == 1 || t->strides[i] != expected); i++)
@@ -415,11 +549,13 @@ static struct {
 } driver;
 
 typedef struct {
-    int type, id, kind, tensors;
+    int type, id, kind, kernel;
     void *stream, *function;
     uint64_t partials, arrived; /* addresses */
     unsigned max_programs, threads, shared;
 } Launcher;
+
+enum { MEASURE = 1, COMPARE, MEASURE_WITH_BITS };
 
 #define MAX_LAUNCHERS 256
 static Launcher launchers[MAX_LAUNCHERS];
@@ -445,12 +581,12 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     unsigned long long stream, function, partials, arrived;
     Launcher new;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiKiiKIIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
+    if (!PyArg_ParseTuple(args, "iiKiiKIIIKK", &new.type, &new.id, &stream, &new.kind, &new.kernel, &function,
                           &new.max_programs, &new.threads, &new.shared, &partials, &arrived))
         return NULL;
-    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.max_programs ||
+    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.kernel < MEASURE || new.kernel > MEASURE_WITH_BITS || !new.max_programs ||
         !new.threads) {
-        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, tensors 1 or 2, and max programs and threads at least 1");
+        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, kernel 1 to 3, and max programs and threads at least 1");
         return NULL;
     }
     if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
@@ -463,16 +599,15 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* Returns the kernel for tensors on a device; NULL if none can be launched. `after` is NULL for one tensor. */
-static const Launcher *launcher_of(const DLTensor *t, int kind, const void *before, const void *after) {
+/* Returns the launcher of a kernel for tensors on a device; NULL if it cannot be launched. `after` is NULL for one tensor. */
+static const Launcher *launcher_of(int kernel, const DLTensor *t, int kind, const void *before, const void *after) {
     void *stream;
-    const int tensors = after ? 2 : 1;
     int id = t->device.id, status = 0;
     if (!driver.launch || !current_stream || ((uintptr_t)before | (uintptr_t)after) % 16 ||
         current_stream(t->device.type, t->device.id, &stream))
         return NULL;
     const Launcher *entry = launchers, *end = launchers + launcher_count;
-    while (entry != end && (entry->stream != stream || entry->kind != kind || entry->tensors != tensors ||
+    while (entry != end && (entry->stream != stream || entry->kind != kind || entry->kernel != kernel ||
                             entry->id != t->device.id || entry->type != t->device.type))
         entry++;
     if (entry == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
@@ -488,7 +623,7 @@ static int launch(Launcher launcher, const void *before, const void *after, size
     const unsigned grid = programs < launcher.max_programs ? (unsigned)programs : launcher.max_programs;
     /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
     void *no_scratch = NULL, *parameters[8] = {&before, &after};
-    void **next = parameters + launcher.tensors;
+    void **next = parameters + (launcher.kernel == COMPARE ? 2 : 1);
     *next++ = &launcher.partials;
     *next++ = &launcher.arrived;
     *next++ = &results;
@@ -638,7 +773,7 @@ static int add_to_batch(Slab *self, const DLTensor *t, int kind, const void *ele
 
 /* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL without an exception
    if the tensors are not supported. */
-static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
+static double *row_on_device(Slab *self, int kernel, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
                              const void *before, const void *after, size_t numel) {
     enum { NUMBERS_OF_EFFECT = 3 };
     int number = 0;
@@ -651,13 +786,13 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     memcpy(shape, t->shape, (size_t)t->ndim * sizeof *shape); /* another thread may resize the tensor during the launch */
     Buffer *buffer = &self->buffers[number];
     const Py_ssize_t at = buffer->used++; /* another thread may reserve the next one during the launch */
-    const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
+    const uint64_t width = after ? NUMBERS_OF_EFFECT : BITS_HIGH;
     const uint64_t results = buffer->address + (uint64_t)at * width * sizeof(double);
     const long long step = self->step;
-    const Launcher *launcher = launcher_of(t, kind, before, after);
+    const Launcher *launcher = launcher_of(kernel, t, kind, before, after);
     if (!launcher)
         return NULL;
-    if (!after && self->is_batching && self->batch_thread == PyThread_get_thread_ident()) {
+    if (kernel == MEASURE && self->is_batching && self->batch_thread == PyThread_get_thread_ident()) {
         if (!add_to_batch(self, t, kind, before, numel, results))
             return NULL;
     } else if (!launch(*launcher, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
@@ -672,28 +807,35 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     return row;
 }
 
-int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int with_magnitudes) {
+int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int further) {
     Slab *self = (Slab *)slab;
     DLTensor t;
     int kind;
     const void *memory;
-    double numbers[SUMS];
-    if (self->width < SUMS) {
-        PyErr_Format(PyExc_TypeError, "the rows of the slab have %zd numbers, and the sums are %d", self->width, SUMS);
+    double numbers[ALL_SUMS];
+    const int sum_count = further & WITH_BITS ? ALL_SUMS : SUMS;
+    if (self->width < sum_count) {
+        PyErr_Format(PyExc_TypeError, "the rows of the slab have %zd numbers, and the sums are %d", self->width, sum_count);
         return -1;
     }
     const size_t numel = describe_on_any_device(tensor, &t, &kind, &memory);
-    if (numel && row_on_device(self, slot, moment, &t, kind, memory, NULL, numel))
-        return 1;
-    if (PyErr_Occurred())
-        return -1;
-    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
-        !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
+    if (further & WITH_BITS && numel && !is_row_major(&t))
         return 0;
-    double *row = slab_row(self, slot, moment, t.ndim, t.shape);
+    const int kernel = further & WITH_BITS ? MEASURE_WITH_BITS : MEASURE;
+    double *row = numel ? row_on_device(self, kernel, slot, moment, &t, kind, memory, NULL, numel) : NULL;
+    if (row && further & WITH_BITS)
+        row[FORM] = form_of(kind, t.ndim, t.shape);
+    if (row || PyErr_Occurred())
+        return row ? 1 : -1;
+    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
+        !write_sums_unlocked(memory, numel, kind, further, numbers))
+        return 0;
+    row = slab_row(self, slot, moment, t.ndim, t.shape);
     if (!row)
         return -1;
-    memcpy(row, numbers, sizeof numbers);
+    if (further & WITH_BITS)
+        numbers[FORM] = form_of(kind, t.ndim, t.shape);
+    memcpy(row, numbers, (size_t)sum_count * sizeof *row);
     return 1;
 }
 
@@ -703,8 +845,8 @@ static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
         return NULL;
     }
     const long long slot = PyLong_AsLongLong(args[1]);
-    const int with_magnitudes = PyObject_IsTrue(args[3]);
-    const int added = PyErr_Occurred() ? -1 : add_to_slab((PyObject *)self, args[0], slot, args[2], with_magnitudes);
+    const int further = (int)PyLong_AsLong(args[3]);
+    const int added = PyErr_Occurred() ? -1 : add_to_slab((PyObject *)self, args[0], slot, args[2], further);
     return added < 0 ? NULL : PyBool_FromLong(added);
 }
 
@@ -942,7 +1084,7 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
     const Pair pair = pair_of(args[0], args[1]);
     double *row = NULL;
     if (pair.numel)
-        row = row_on_device(self, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
+        row = row_on_device(self, COMPARE, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
     if (!row && !PyErr_Occurred()) {
         if (!compare(&pair, numbers))
             Py_RETURN_NONE;
@@ -979,7 +1121,7 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
 }
 
 static PyMethodDef slab_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
+    {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, further) -> bool"},
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
      "add_effect(before, after, slot, moment, factor, held) -> int or None"},
     {"set_buffer", (PyCFunction)slab_set_buffer, METH_VARARGS, "set_buffer(device type, device id, address, rows) -> None"},
@@ -1078,11 +1220,12 @@ static PyMethodDef methods[] = {
     {"connect_driver", connect_driver, METH_VARARGS,
      "connect_driver(launch, capture status, current device, elements) -> None"},
     {"add_launcher", add_launcher, METH_VARARGS,
-     "add_launcher(device type, device id, stream, kind, tensors, function, max programs, threads, shared memory, partials, arrived) -> bool"},
+     "add_launcher(device type, device id, stream, kind, kernel, function, max programs, threads, shared memory, partials, arrived) -> bool"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
     {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
+    {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };
@@ -1092,6 +1235,7 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit_native(void) {
+    prepare_fingerprints();
     PyObject *created = PyModule_Create(&module);
     slab_type = created ? (PyTypeObject *)PyType_FromSpec(&slab_spec) : NULL;
     if (!slab_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) || add_plain_calls(created))

@@ -17,7 +17,7 @@ int has_kernel_layout(PyObject *object);
 extern PyTypeObject *slab_type; /* the class `Slab` */
 
 /* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
-int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int with_magnitudes);
+int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int further);
 
 /* Adds the types and the functions of `instrument/hooks/plain_calls.c` to the module. Returns 0, or -1 with an exception set. */
 int add_plain_calls(PyObject *module);

@@ -12,7 +12,7 @@ def add_launcher(
     device_id: int,
     stream: int,
     kind: int,
-    tensors: int,
+    kernel: int,
     function: int,
     max_programs: int,
     threads: int,
@@ -23,6 +23,7 @@ def add_launcher(
 def effect(before: Tensor, after: Tensor) -> list[float] | None: ...
 def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tuple[bool, list[float]] | None: ...
 def sums(address: int, count: int, kind: int, with_magnitudes: bool) -> bytes | None: ...
+def bits(address: int, size: int, element_size: int) -> int: ...
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def connect_torch(
     transform: Callable[[], object],
@@ -63,7 +64,7 @@ class Recording:
         clock: object,
         slots: Mapping[Any, int],
         module: object,
-        with_magnitudes: bool,
+        further: int,
         at_boundary: bool,
         records_recomputation: bool,
     ) -> None: ...

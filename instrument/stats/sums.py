@@ -23,7 +23,16 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem
-from ..tables.statistics import COUNTS, MAGNITUDES, REGISTERED, STATISTICS, WEIGHT, Statistic, Sum, statistic_of
+from ..tables.statistics import (
+    MAGNITUDES,
+    REGISTERED,
+    STATISTICS,
+    WEIGHT,
+    WITHOUT_VALUES,
+    Statistic,
+    Sum,
+    statistic_of,
+)
 
 Matrix = Any
 """float64 [rows, columns]: an array of NumPy, or a tensor on any device."""
@@ -43,6 +52,8 @@ FURTHER: list[Sum] = list(
     dict.fromkeys(need for each in STATISTICS.values() for need in each.needs if need.name not in BASE)
 )
 """The sums that only some statistics need. Those of registered statistics come last."""
+FACTOR = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 divided by the golden ratio, an odd number, as int64: it spreads small integers over 64 bits (Knuth, 1973)."""
 _SPARE = 8  # columns for sums of registered statistics
 COLUMNS = (*BASE, *(each.name for each in FURTHER), *(f"registered {index}" for index in range(_SPARE)))
 INDEX = {name: index for index, name in enumerate(COLUMNS[: len(BASE) + len(FURTHER)])}
@@ -83,6 +94,24 @@ class Sums:
         """The largest magnitude of x."""
         return where(self.high < -self.low, -self.low, self.high)
 
+    @cached_property
+    def bits(self) -> Column:
+        """The fingerprint, int64 [rows]; meaningless without one."""
+        columns = self.bits_low, self.bits_high, self.form
+        if isinstance(self.form, Tensor):
+            low, high, form = (column.nan_to_num().to(torch.int64) for column in columns)
+        else:
+            low, high, form = (np.nan_to_num(column).astype(np.int64) for column in columns)
+        return (low | high << 32) + form * FACTOR
+
+    @cached_property
+    def fingerprint(self) -> Column:
+        """The fingerprint, NaN without one. It is rounded to float64 on a device, and if any row has none."""
+        exists = self.form == self.form
+        if isinstance(exists, Tensor):
+            return where(exists, self.bits.to(self.form.dtype), nan)
+        return self.bits if exists.all() else where(exists, self.bits, nan)
+
 
 def where(condition: Any, one: Any, other: Any) -> Any:
     """Return `torch.where` or `numpy.where`."""
@@ -97,7 +126,8 @@ def statistics_of(matrix: Matrix, names: Sequence[str]) -> list[Column]:
     exists = sums.n > 0
     if isinstance(exists, Tensor) or not exists.all():
         columns = [
-            value if name in COUNTS else where(exists, value, nan) for name, value in zip(names, columns, strict=True)
+            value if name in WITHOUT_VALUES else where(exists, value, nan)
+            for name, value in zip(names, columns, strict=True)
         ]
     return columns
 
@@ -262,6 +292,7 @@ def merged(maxima: Tensor, total: Tensor) -> Tensor:
         numbers[:, INDEX[each.name]] = column
     weight = sums.weight.sqrt() * _weight_unit(maxima)
     numbers[:, INDEX[WEIGHT.name]] = torch.where(weight > 0, weight, nan)
+    numbers[:, INDEX["form"]] = nan  # there is no fingerprint of several tensors
     numbers[:, _OTHERS] += torch.where(maxima[:, 2:] == -inf, nan, 0.0)
     return numbers
 

@@ -93,7 +93,8 @@ class Table:
     @cached_property
     def numbers(self) -> tuple[str, ...]:
         """The columns with one number that is averaged over steps."""
-        numeric = [c.name for c in self.columns if c not in IDENTITY and c.type_name in ("int64", "double", "bool")]
+        others = [c for c in self.columns if c not in IDENTITY and c.unit != _UNITS["bits"]]
+        numeric = [c.name for c in others if c.type_name in ("int64", "double", "bool")]
         return tuple(numeric) if self.has_numbers else ()
 
     @property
@@ -196,6 +197,7 @@ IDENTITY = _columns(
 _UNITS = {
     "count": "elements",
     "elements": "elements",
+    "bits": "64 bits",
     "fraction": "fraction of the finite values",
     "units": "fraction of the units",
     "ratio": "",

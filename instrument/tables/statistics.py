@@ -48,9 +48,9 @@ class Statistic:
     Attributes:
         name: The value in `stats:`, and the name of the column.
         meaning: The formula over the n finite values x.
-        unit: `count` or `elements`: a number of elements; `fraction` of the finite values (0 to 1); `units`: fraction of the units;
-            `ratio`; `nats`; or `value`: the unit of the tensor; `custom`: unknown. Counts, minimum and maximum are exact; the
-            others agree with float64 to 1e-5.
+        unit: `count` or `elements`: a number of elements; `bits`: an integer that is only compared; `fraction` of the
+            finite values (0 to 1); `units`: fraction of the units; `ratio`; `nats`; or `value`: the unit of the tensor; `custom`:
+            unknown. Counts, minimum and maximum are exact; the others agree with float64 to 1e-5.
         formula: Computes it from the `instrument.stats.sums.Sums` of many tensors, arrays [rows]; NaN for no value.
         needs: The sums that not every tensor has, in addition to those that all statistics share.
         default: Whether `stats: default` includes it.
@@ -60,7 +60,7 @@ class Statistic:
 
     name: str
     meaning: str
-    unit: Literal["count", "elements", "fraction", "units", "ratio", "nats", "value", "custom"]
+    unit: Literal["count", "elements", "bits", "fraction", "units", "ratio", "nats", "value", "custom"]
     formula: Callable[[Any], Any] = lambda sums: sums.n * float("nan")
     needs: tuple[Sum, ...] = ()
     default: bool = True
@@ -70,10 +70,13 @@ class Statistic:
     @property
     def dtype(self) -> Literal["int64", "float64"]:
         """The dtype of the column."""
-        return "int64" if self.unit in ("count", "elements") else "float64"
+        return "int64" if self.unit in ("count", "elements", "bits") else "float64"
 
 
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
+BITS_LOW, BITS_HIGH, FORM = (
+    Sum(name, function="instrument.stats.fingerprint:sums_of_bits") for name in ("bits_low", "bits_high", "form")
+)
 SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
 DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
 PRODUCT, PREVIOUS = (
@@ -123,6 +126,14 @@ _STATISTICS = (
     Statistic("zero_fraction", "count(x = 0) / n", "fraction", lambda s: s.zeros / s.n),
     Statistic("nan_count", "number of NaN", "count", lambda s: s.nan, merged="max"),
     Statistic("inf_count", "number of +inf and -inf", "count", lambda s: s.numel - s.n - s.nan, merged="max"),
+    Statistic(
+        "fingerprint",
+        "64 bits that depend on dtype, shape, and all bits of the elements with their positions, also those of NaN, but not on strides",
+        "bits",
+        lambda s: s.fingerprint,
+        needs=(BITS_LOW, BITS_HIGH, FORM),
+        default=False,
+    ),
     Statistic(
         "dead_fraction",
         "fraction of units that are zero for every sample and position; null for activations with fewer than two dimensions",
@@ -339,6 +350,8 @@ COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() i
 
 Without them, a gradient that is NaN except for a few zeros would look like a small one.
 """
+WITHOUT_VALUES = (*COUNTS, "fingerprint")
+"""The statistics that a tensor without a finite element has."""
 DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
 USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
 """The usual range of `update_ratio` in a healthy training, "about 1e-3".

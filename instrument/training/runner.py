@@ -42,6 +42,7 @@ from .forward import run_forward
 from .loop import train
 from .replay_source import ReplaySource
 from .terminal import Terminal
+from .training_fingerprint import check_fingerprint, training_fingerprint
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,9 @@ def run(
             if processes is not None:  # The rows of this process are on disk.
                 failures = enumerate(processes.exchange(failure))
                 failure = next((f"rank {rank}: {reason}" for rank, reason in failures if reason), None)
+            found = training_fingerprint(experiment, folder, processes) if failure is None else None
             run_folder.update(
+                fingerprint=found,
                 metrics=dict(metrics),
                 overhead=training.probe.overhead,
                 recording_stopped=failure,
@@ -141,6 +144,9 @@ def run(
             terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
+    is_complete = source is None and training.probe.stop_reason is None
+    if config.train.fingerprint is not None and found is not None and is_complete:
+        check_fingerprint(config.train.fingerprint, found)
     return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 
 

@@ -311,6 +311,33 @@ def test_verdict_claims_only_what_was_compared(name: str) -> None:
         assert found.is_within_tolerance is ("DIFFERENT" not in str(found))
 
 
+@pytest.mark.parametrize("stats", [["fingerprint"], ["default", "fingerprint"]], ids=["alone", "with_sums"])
+def test_fingerprints_prove_equal_bits(stats: list[str]) -> None:
+    def recorded(*values: Tensor) -> Run:
+        model = nn.Sequential(nn.Identity())
+        with instrument.attach(
+            model, {"kept": {**TENSORS["kept"], "layers": "0", "stats": stats, "tensors": False}}
+        ) as probe:
+            for value in values:
+                model(value)
+                probe.end_step()
+        return probe.run
+
+    values = torch.tensor([0.0, 1.0, 2.0])
+    found = instrument.diff(recorded(values, values), recorded(values, values.clone()))
+    assert "EQUAL BITS: the fingerprints of all compared tensors are equal" in str(found)
+    for other in (torch.tensor([-0.0, 1.0, 2.0]), torch.tensor([1.0, 0.0, 2.0])):
+        found = instrument.diff(recorded(values, values), recorded(values, other))
+        assert not found.is_identical
+        assert found.first_bits == (1, 0, 0)
+        if stats == ["fingerprint"]:
+            assert "DIFFERENT: the first difference is at step 1, 0 (Identity), forward output" in str(found)
+            assert "the fingerprints differ, and so do the bits" in str(found)
+        else:
+            assert found.is_within_tolerance
+            assert "the first bits that differ: step 1, 0 (Identity), forward output" in str(found)
+
+
 def test_tolerance_zero_counts_every_difference(written: Write) -> None:
     runs = [written([{"rms": 1.0, "max": 2.0, "custom": rest}]) for rest in (None, [("max_remainder", 1.0)])]
     assert instrument.diff(*runs).first is None

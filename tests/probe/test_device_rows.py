@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from imitated_driver import COMPARE, MEASURE, Driver, imitated_driver
+from imitated_driver import COMPARE, MEASURE, MEASURE_WITH_BITS, Driver, imitated_driver
 from test_recorder import CONTEXT
 from torch import Tensor, nn
 
@@ -97,7 +97,7 @@ def test_buffers_have_the_size_of_the_largest_step_and_alternate(driver: Driver)
     assert first == third == fifth
     assert second == fourth
     assert set(first).isdisjoint(second)
-    assert np.diff(first).tolist() == [9 * 8] * 2  # nine numbers of eight bytes for each row
+    assert np.diff(first).tolist() == [11 * 8] * 2  # eleven numbers of eight bytes for each row
 
 
 @pytest.mark.parametrize("change", [{"is_capturing": True}, {"current": 1}, {"error": 700}], ids=str)
@@ -114,7 +114,7 @@ def test_tensor_is_measured_without_a_launch_that_is_not_possible(driver: Driver
 
 
 def slab_with_buffer(width: int, rows: int = 4) -> tuple[Any, Tensor]:
-    memory = torch.full((rows, 9), math.nan, dtype=torch.float64)
+    memory = torch.full((rows, 11), math.nan, dtype=torch.float64)
     slab = cpu_kernel.make_slab(width)
     slab.set_buffer(*memory.__dlpack_device__(), memory.data_ptr(), rows)
     return slab, memory
@@ -144,13 +144,24 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
+def test_launch_computes_the_bits_of_contiguous_tensors(driver: Driver) -> None:
+    probe = train({"outputs": {**RECORD, "kind": "forward", "stats": ["mean", "fingerprint"]}})
+    kernels = [function for function, *_ in driver.launches]
+    found = rows_of(probe)
+    cpu_kernel.disconnect_driver()
+    assert_rows_are_close(
+        found, rows_of(train({"outputs": {**RECORD, "kind": "forward", "stats": ["mean", "fingerprint"]}}))
+    )
+    assert kernels == [MEASURE_WITH_BITS] * 9
+
+
 def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         cpu_kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
     assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
-    for invalid in ((4, 1, 1, 1, 128), (-1, 1, 1, 1, 128), (0, 3, 1, 1, 128), (0, 1, 1, 0, 128), (0, 1, 1, 1, 0)):
+    for invalid in ((4, 1, 1, 1, 128), (-1, 1, 1, 1, 128), (0, 4, 1, 1, 128), (0, 1, 1, 0, 128), (0, 1, 1, 1, 0)):
         with pytest.raises(ValueError, match="kind must be 0 to 3"):
             cpu_kernel.native.add_launcher(1, 0, 0, *invalid, 32, 0, 0)
     slab = cpu_kernel.make_slab(12)

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 import instrument
+from instrument.analysis.rule_events import rule_events
+from instrument.config.parse import parse_rules
 
 STEPS = 7
 OF_PROCESSES = ("distinct_data", "replicas_equal")
@@ -112,6 +115,44 @@ def communicate() -> list[str]:
     return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
+def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str | None, int, str]]:
+    """Train with fingerprints of updates and parameters, and a fault of rank 1 in one step. Return the events of the rule, and of
+    the same rule afterwards.
+    """
+    torch.manual_seed(0)
+    model, step, is_faulty = DistributedDataParallel(nn.Linear(4, 3)), 0, dist.get_rank() == 1 and bool(fault)
+
+    def message(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            gradients: Tensor = future.value()[0] / 2
+            return gradients.zero_() if fault == "zeroed" and is_faulty and step == at else gradients
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(received)
+
+    message.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # no strings
+    model.register_comm_hook(None, message)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {
+        "bits": {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": ["fingerprint"]}
+    }
+    rules = {"replicas": {"rule": "replicas_differ"}}
+    with warnings.catch_warnings(action="ignore"):
+        with instrument.attach(model, hooks, optimizer=optimizer, rules=rules) as probe:
+            for step in range(STEPS):
+                if fault == "swapped" and is_faulty and step == at:
+                    bias = model.module.bias.detach()
+                    bias[:2] = bias[:2].flip(0)
+                loss = model(torch.randn(8, 4)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                probe.end_step(loss=loss)
+        live = probe.events[probe.events["rule"] == "replicas"]
+        again = [event for event in rule_events(probe.run, parse_rules(rules)) if event.rule == "replicas"]
+    assert [(event.step, event.message) for event in again] == [*zip(live["step"], live["message"], strict=True)]
+    return [(event.layer, event.step, event.message) for event in again]
+
+
 def train_partly_wrapped() -> list[str]:
     """Train a model whose first layer differs between the processes. Return the relations that do not hold."""
     torch.manual_seed(dist.get_rank())
@@ -149,6 +190,9 @@ def main() -> None:
         "other_starts": train(by_hand=True, seeds=(0, 1)),
         "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "without_loss": train(by_hand=True, is_wrapped=False, seeds=(0, 1), factor=0.0),
+        "healthy_fingerprints": train_with_fingerprints(""),
+        "zeroed": train_with_fingerprints("zeroed", 3),
+        "swapped": train_with_fingerprints("swapped"),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),
     }
     if dist.get_rank() == 0:

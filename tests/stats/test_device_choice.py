@@ -89,8 +89,8 @@ def test_kernel_is_checked_with_known_values_before_the_first_tensor_of_a_dtype(
     assert [read(VALUES) for _ in range(2)] == [expected(VALUES)] * 2
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     both = ["operations", "kernel"] * 2  # with finite elements only, and with others
-    # Launched by Triton, a histogram, launched by slabs, and several tensors in a launch.
-    check = [*both, "kernel", "enable", *both, *["operations", "batch"] * 2]
+    # Launched by Triton, the bits, a histogram, launched by slabs, and several tensors in a launch.
+    check = [*both, "kernel", "kernel", "enable", *both, *["operations", "batch"] * 2]
     assert calls == [*check, "kernel", "kernel"]
     on_device = measured(VALUES)
     assert [float(on_device.statistic(name)) for name in NAMES] == expected(VALUES)
@@ -320,7 +320,7 @@ def test_kernels_are_launched_on_the_device_of_the_tensor(monkeypatch: pytest.Mo
     flat = torch.ones(5000).as_subclass(Second)
     device_kernel.enable_launches(flat)
     measure_by_kernel(flat, torch.empty(9, dtype=torch.float64))
-    assert launched == [1, 1, 1, 1, 1]
+    assert launched == [1] * 6
 
 
 COMPILE = """
@@ -333,13 +333,16 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
     for elements, numel in (("*fp32", "i32"), ("*fp32", "i64"), ("*fp16", "i32"), ("*i16", "i32")):
         types = {"elements": elements, "partials": "*fp64", "arrived": "*i32", "results": "*fp64", "numel": "i64"}
         constants = {"block_size": 1024, "is_bfloat16": elements == "*i16"}
-        code = triton.compile(ASTSource(_measure, types, constants), target=target, options=_OPTIONS)
+        code, bits = (
+            triton.compile(ASTSource(_measure, types, {**constants, "with_bits": each}), target=target, options=_OPTIONS)
+            for each in (False, True)
+        )
         types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
         effect = triton.compile(ASTSource(_compare, types, constants), target=target, options=_OPTIONS)
         types = {"elements": elements, "results": "*fp64", "counts": "*i64", "numel": numel, "blocks": "i32", "bins": "i32"}
         histogram = triton.compile(ASTSource(_count, types, {**constants, "upper": 64}), target=target)
         binary = "cubin" if target.backend == "cuda" else "hsaco"
-        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, effect, histogram)))
+        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, bits, effect, histogram)))
 """
 
 

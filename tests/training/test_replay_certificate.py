@@ -14,10 +14,28 @@ ENTRY = {"begin": 4, "steps": [5, 8], "first_step": None, "counterfactual": [], 
 FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
 
 
-def folder(path: Path, steps: range, status: str = "done", used: dict[str, Any] | None = None) -> Path:
-    """Write a run with the metrics of some steps."""
+def folder(
+    path: Path, steps: range, status: str = "done", used: dict[str, Any] | None = None, bits: int | None = None
+) -> Path:
+    """Write a run with the metrics of some steps, and with fingerprints of two tensors, of which the last one is `bits` in step 5."""
     metrics = [{"step": step, "loss": 1.0, "lr": 0.1} for step in steps]
-    return write_run(path, rows={"metrics": metrics}, status=status, used={"error": None, **(used or {})})
+    place = {
+        "hook": "bits",
+        "kind": "forward",
+        "role": "output",
+        "path": "",
+        "module_type": "Linear",
+        "scope": "global",
+    }
+    stats = [
+        {**place, "step": step, "layer": layer, "fingerprint": bits if step == 5 and layer == "head" else 2**62 + 1}
+        for step in steps
+        for layer in ("stem", "head")
+        if bits is not None
+    ]
+    return write_run(
+        path, rows={"metrics": metrics, "stats": stats}, status=status, used={"error": None, **(used or {})}
+    )
 
 
 def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields: Any) -> ReplayCertificate:
@@ -34,6 +52,17 @@ def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
     assert (found.steps, found.repeats_failure) == (2, False)
     assert str(found.difference) == "step 6: loss is missing, but was 1.0"
     assert found.reasons == ("the replay ended before",)
+
+
+def test_fingerprints_locate_a_difference_that_no_metric_shows(tmp_path: Path) -> None:
+    found = certified(tmp_path, {"bits": 2**62}, {"bits": 2**62 + 1})
+    assert (found.fingerprints, found.holds) == (6, False)
+    assert str(found.difference) == (
+        f"step 5: the fingerprint of head (forward output) is {2**62 + 1}, but was {2**62}"
+    )
+    same = certified(tmp_path / "same", {"bits": 2**62}, {"bits": 2**62})
+    assert (same.fingerprints, same.holds) == (6, True)
+    assert certified(tmp_path / "other_hooks", {"bits": 2**62}, {}).fingerprints == 0
 
 
 def test_steps_without_values_are_not_compared(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from ...errors import Problem
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
     """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
-    sample, and custom statistics.
+    sample, custom statistics, and fingerprints.
 
     Args:
         budget: Budget of the run; None for no budget.
@@ -33,6 +33,10 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
             message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
             given = spec.custom_statistics[0].target
             problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and "fingerprint" in spec.stats:
+            message = "fingerprints of the parts of several processes cannot be merged into one row, as reduce=global requires"
+            fix = "set reduce=none, so that each process records its own"
+            problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Comparison of the metrics of a replay with those of the run that it repeats, bit by bit."""
+"""Comparison of the metrics and fingerprints of a replay with those of the run that it repeats, bit by bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.dataset as ds
+
 from ...config.schedule import STEP_PHASES
+from ...rules.step_rows import location_name
 from ...storage.run_files import RunFiles
 from ...storage.run_record import environment_differences
 
@@ -31,7 +34,7 @@ class ReplayDifference:
     Attributes:
         step: The index of the step. For an evaluation or the probe batch, the number of completed steps.
         phase: `train`, `forward`, `eval` or `probe`.
-        metric: The first metric that differs, in the order loss, accuracy, grad_norm, lr.
+        metric: The first metric that differs, in the order loss, accuracy, grad_norm, lr; or the fingerprint of a tensor.
         recorded: Its value in the run; None if it is missing.
         replayed: Its value in the replay; None if it is missing.
     """
@@ -57,6 +60,7 @@ class ReplayCertificate:
         begin: The number of completed steps at which the replay began.
         stop: The step after the last one of the window.
         evaluations: The number of compared evaluations and passes of the probe batch.
+        fingerprints: The number of compared fingerprints, which both recorded.
         difference: The first difference; None if all values are bit-identical. In a counterfactual, only values before
             `first_step` count.
         reasons: Likely reasons for the difference, the most likely one first.
@@ -75,6 +79,7 @@ class ReplayCertificate:
     stop: int
     steps: int
     evaluations: int
+    fingerprints: int
     difference: ReplayDifference | None
     reasons: tuple[str, ...]
     environment: tuple[str, ...]
@@ -119,6 +124,12 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         if moment in replayed and any(recorded[moment][metric] is not None for metric in COMPARED):
             steps, evaluations = steps + is_step, evaluations + (not is_step)
         difference = difference or mismatch
+    bits, bits_of_replay = _fingerprints(source), _fingerprints(replay)
+    both = [key for key in bits if key in bits_of_replay and (first_step is None or key[0] < first_step)]
+    other = next((key for key in both if bits[key] != bits_of_replay[key]), None)
+    if other is not None and (difference is None or other[0] <= difference.step):
+        name = f"the fingerprint of {location_name(*other[2:5])} ({' '.join(other[4:6])})"
+        difference = ReplayDifference(other[0], other[1], name, bits[other], bits_of_replay[other])
     errors = [each["error"] if each["status"] == "failed" else None for each in (run, info)]
     last = max(step for step, is_step, _ in recorded if is_step)
     is_beyond = any(is_step and step > last for step, is_step, _ in replayed)
@@ -134,6 +145,7 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         stop=entry["steps"][1],
         steps=steps,
         evaluations=evaluations,
+        fingerprints=len(both),
         difference=difference,
         reasons=() if difference is None else tuple(reasons),
         environment=tuple(map(str, environment)),
@@ -161,6 +173,18 @@ def _metrics(folder: Path) -> dict[Moment, Mapping[str, float | None]]:
     """Return the compared metrics of each step and evaluation of rank 0."""
     rows: list[dict[str, Any]] = RunFiles(folder).read("metrics", ["step", "phase", "rank", *COMPARED]).to_pylist()
     return {(row["step"], row["phase"] in STEP_PHASES, row["phase"]): row for row in rows if row["rank"] == 0}
+
+
+def _fingerprints(folder: Path) -> dict[tuple[Any, ...], int]:
+    """Return the fingerprints of rank 0, in the order in which they were recorded.
+
+    The keys are the step, the phase, the layer, the path, the kind, the role, and what else identifies a row.
+    """
+    key = ["step", "phase", "layer", "path", "kind", "role", "hook", "micro_step", "call", "backward", "recompute"]
+    condition = ds.field("fingerprint").is_valid() & (ds.field("rank") == 0)
+    rows = RunFiles(folder).read("stats", [*key, "fingerprint"], condition)
+    cells = zip(*(rows[name].to_pylist() for name in (*key, "fingerprint")), strict=True)
+    return {tuple(identity): value for *identity, value in cells}
 
 
 def _first_difference(

@@ -1,0 +1,102 @@
+"""Fingerprints of tensors: 64 bits that depend on dtype, shape, and all bits of the elements with their positions.
+
+The elements are read in row-major order, as 64-bit words w of tiles of 1024 elements. The last tile is padded with zeros. With x = w ^ key,
+where the key of a word depends on its position in the tile, the number of a tile is the sum of low(x) * high(x) + x, which is
+(low(x) + 2^32) * (high(x) + 1) - 2^32: products of 32-bit halves, as in NH (Black et al., "UMAC", CRYPTO 1999). The numbers are mixed with
+the indices of their tiles, one to one, and added modulo 2^64. So the order in which tiles are read does not matter, and a change of one
+bit always changes the sum: by 2^b times a number below 2^33 that is not 0. Other changes are missed with a probability of about 2^-32 or
+less. It is not a cryptographic hash.
+
+A fingerprint is this sum, plus a number of 52 bits for dtype and shape times an odd constant (`Sums.fingerprint`). `native.c`, the Triton
+kernel and PyTorch operations give equal results.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..tables.statistics import BITS_HIGH, BITS_LOW, FORM, Sum
+from ..values.dtensor import local_shard
+from ..values.sparse import as_coo, is_sparse
+from .cpu_kernel import kernel_bits
+from .flatten import is_on_host
+from .portable import widest
+from .sums import FACTOR
+
+TILE = 1024
+"""The number of elements of a tile."""
+SECOND_FACTOR = 0xD6E8FEB86659FD93 - 2**64
+_LOW_HALF, _MODULUS = 2**32 - 1, 2**64
+_TILES = 1 << 11  # that operations read at once
+
+
+def sums_of_bits(tensor: Tensor, context: object = None, dim: int | None = None) -> Mapping[Sum, float | Tensor]:  # noqa: ARG001
+    """Return the sums of which a fingerprint consists; see `Sum.function`. Empty on devices without float64 (Apple's GPUs)."""
+    if widest(tensor.device) != torch.float64:
+        return {}
+    stored, form = _stored(tensor)
+    total = kernel_bits(stored) if is_on_host(stored) else None
+    if total is not None:
+        return {BITS_LOW: float(total & _LOW_HALF), BITS_HIGH: float(total >> 32), FORM: form}
+    low, high = portable_bits(stored)
+    return {BITS_LOW: low, BITS_HIGH: high, FORM: form}
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return the fingerprint of a tensor of any layout, dtype and device: an int64. Waits for a device."""
+    low, high, form = (int(each) for each in sums_of_bits(tensor).values())
+    return (low + (high << 32) + form * FACTOR + _MODULUS // 2) % _MODULUS - _MODULUS // 2
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, float]:
+    """Return all bits of a tensor, contiguous [elements], and the number for its dtype and shape."""
+    tensor = local_shard(tensor).detach()
+    if tensor.is_nested:
+        parts = tensor.unbind()
+        return _joined(parts), form_of(tensor.dtype, [size for part in parts for size in part.shape])
+    form = form_of(tensor.dtype, tensor.shape)
+    if is_sparse(tensor):
+        coo = as_coo(tensor)
+        tensor = _joined([coo.indices(), coo.values()])
+    elif tensor.layout != torch.strided:  # MKL-DNN
+        tensor = tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1), form
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.contiguous().view(-1).view(torch.uint8) for each in tensors])
+
+
+def form_of(dtype: torch.dtype, shape: Sequence[int]) -> float:
+    """Return a number of 52 bits for a dtype and a shape."""
+    form = zlib.crc32(str(dtype).encode())
+    for size in (len(shape), *shape):
+        form = (form ^ size) * SECOND_FACTOR % _MODULUS
+        form ^= form >> 32
+    return float(form >> 12)
+
+
+def portable_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lower and the upper 32 bits of the sum over the tiles by PyTorch operations, float64 scalars.
+
+    Args:
+        stored: Any dtype, shape [elements], contiguous.
+    """
+    words = TILE * stored.element_size() // 8
+    total = torch.zeros((), dtype=torch.int64, device=stored.device)
+    keys = torch.arange(1, words + 1, device=stored.device) * FACTOR
+    for start in range(0, len(stored), TILE * _TILES):
+        part = stored[start : start + TILE * _TILES]
+        memory = torch.zeros(-(-len(part) // TILE) * words, dtype=torch.int64, device=stored.device)
+        memory.view(torch.uint8)[: len(part) * stored.element_size()] = part.view(torch.uint8)
+        x = memory.view(-1, words) ^ keys
+        numbers = (x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF)).sum(1)
+        indices = torch.arange(1, len(x) + 1, device=stored.device) + start // TILE
+        mixed = (numbers ^ indices * FACTOR) * SECOND_FACTOR
+        total += ((mixed ^ ((mixed >> 32) & _LOW_HALF)) * FACTOR).sum()
+    low, high = total & _LOW_HALF, (total >> 32) & _LOW_HALF
+    return low.to(torch.float64), high.to(torch.float64)
