@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from ..tables.formats import Format
+
 try:
     from . import native
 # Installed without a C compiler.
@@ -253,3 +255,34 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True
+
+
+def lost_by_cast(x: Tensor, form: Format, scale: float | None, errors: Tensor | None) -> list[float] | None:
+    """Return what the cast of a CPU tensor loses; see `instrument.stats.casts.lost_by_operations`.
+
+    Args:
+        x: float32 or bfloat16, contiguous [rows, length].
+        form: The format.
+        scale: The scale of the tensor; None to scale its largest magnitude to the largest number.
+        errors: float64 [blocks]; None without blocks.
+
+    Returns:
+        The numbers. None if the kernel is missing.
+    """
+    if native is None:
+        return None
+    rows, length = x.shape
+    return native.lost_by_cast(
+        x.data_ptr(),
+        rows,
+        length,
+        x.dtype == torch.bfloat16,
+        form.mantissa,
+        form.least,
+        form.largest,
+        form.block,
+        form.scales,
+        form.top,
+        0.0 if scale is None else scale,
+        0 if errors is None else errors.data_ptr(),
+    )

@@ -40,12 +40,6 @@ enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 #define SMALLEST 1e-140
 #define LARGEST 1e140
 
-#if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
 #if defined(__GNUC__)
 #define PREFETCH(address) __builtin_prefetch(address)
 #else
@@ -1083,6 +1077,8 @@ static PyMethodDef methods[] = {
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
     {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
+    {"lost_by_cast", lost_by_cast, METH_VARARGS,
+     "lost_by_cast(address, rows, length, is_bfloat16, mantissa, least, largest, block, scales, top, scale, errors) -> list"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -23,6 +23,9 @@ class Call(Protocol):
     hook: str
     module: nn.Module
     kind: str
+    path: str
+    call: int
+    state: dict[str, Any]
     unit_dim: int | None
     targets: Tensor | None
     shards: Shards

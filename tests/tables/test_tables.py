@@ -43,6 +43,7 @@ def sink() -> instrument.MemorySink:
         "w": {"layers": "*", "kind": "step_post", "role": "param", "action": "record", "spectrum": 2},
         "e": {**record, "layers": "0", "stats": "none", "experts": 1, "capacity_factor": 1.0},
         "p": {**record, "layers": "logits", "stats": "none", "position_losses": True},
+        "n": {**record, "layers": "0", "stats": "none", "cast": "nvfp4"},
     }
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
@@ -100,9 +101,9 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations"]
+    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "casts"]
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
-    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses"):
+    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses", "casts"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     effects = ["numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor", "held"]

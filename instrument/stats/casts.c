@@ -1,0 +1,177 @@
+/* What a cast to a narrow format loses, in one pass over memory. `instrument.stats.casts` documents the numbers. */
+
+#include "native.h"
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define TILE 1024 /* elements that are converted to float32 at once */
+#define INFINITE 0x7f800000u
+
+enum { FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, AMAX, SCALE, NUMBERS };
+enum { ONE_SCALE, POWERS_OF_TWO, FLOAT8_SCALES }; /* the scales of blocks */
+
+/* A format with `23 - shift` bits of the mantissa. Below the smallest normal number, whose bits are `normal`, adding and subtracting
+   `step` rounds to its subnormal numbers. */
+typedef struct {
+    int shift;
+    uint32_t normal;
+    float step, largest;
+} Format;
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static Format format_of(int mantissa, int least, double largest) {
+    const int shift = 23 - mantissa;
+    return (Format){shift, bits_of((float)ldexp(1.0, least)), (float)ldexp(1.0, least + shift), (float)largest};
+}
+
+/* Rounds the magnitude with some bits, half to even. Masks instead of branches are vectorized. The first mask changes no magnitude. It
+   separates the sum from a product: a compiler must not fuse both, which would round once instead of twice. */
+static inline uint32_t rounded(float magnitude, Format f) {
+    const uint32_t bits = bits_of(magnitude) & 0x7fffffffu, is_subnormal = 0u - (uint32_t)(bits < f.normal);
+    const uint32_t subnormal = bits_of((float_of(bits) + f.step) - f.step);
+    const uint32_t normal = (bits + (1u << (f.shift - 1)) - 1u + ((bits >> f.shift) & 1u)) & ~((1u << f.shift) - 1u);
+    return (subnormal & is_subnormal) | (normal & ~is_subnormal);
+}
+
+/* Adds what up to TILE elements lose, in whole lanes. */
+INLINE static void add_lost(const float *x, size_t whole, float scale, double inverse, Format f, double *numbers) {
+    const uint32_t largest = bits_of(f.largest);
+    uint32_t finite = 0, underflows = 0, overflows = 0;
+    float magnitudes[TILE], kept[TILE];
+    for (size_t i = 0; i < whole; i++) {
+        const uint32_t given = bits_of(x[i]) & 0x7fffffffu, is_finite = given < INFINITE, bits = given & (0u - is_finite);
+        const uint32_t cast = rounded(float_of(bits) * scale, f);
+        finite += is_finite;
+        overflows += cast > largest;
+        underflows += (uint32_t)(cast == 0) & (uint32_t)(bits != 0);
+        magnitudes[i] = float_of(bits);
+        kept[i] = float_of(cast < largest ? cast : largest);
+    }
+    double errors[LANES] = {0}, squares[LANES] = {0};
+    for (size_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES; j++) {
+            const double magnitude = magnitudes[i + (size_t)j], lost = magnitude - (double)kept[i + (size_t)j] * inverse;
+            errors[j] += lost * lost;
+            squares[j] += magnitude * magnitude;
+        }
+    numbers[FINITE] += finite;
+    numbers[UNDERFLOWS] += underflows;
+    numbers[OVERFLOWS] += overflows;
+    for (int j = 0; j < LANES; j++) {
+        numbers[ERRORS] += errors[j];
+        numbers[SQUARES] += squares[j];
+    }
+}
+
+INLINE static float amax_of(const float *x, size_t count) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(x[i]) & 0x7fffffffu, magnitude = bits & (0u - (uint32_t)(bits < INFINITE));
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return float_of(largest);
+}
+
+/* Returns `count` elements, at most TILE, as float32, with zeros up to a multiple of LANES. */
+INLINE static const float *tile_of(const void *memory, size_t at, size_t count, int is_bfloat16, float *tile) {
+    if (!is_bfloat16 && count % LANES == 0)
+        return (const float *)memory + at;
+    for (size_t i = 0; is_bfloat16 && i < count; i++)
+        tile[i] = float_of((uint32_t)((const uint16_t *)memory)[at + i] << 16);
+    if (!is_bfloat16)
+        memcpy(tile, (const float *)memory + at, count * sizeof *tile);
+    for (size_t i = count; i % LANES; i++)
+        tile[i] = 0.0f;
+    return tile;
+}
+
+/* Returns the factor of a block before the cast, and the inverse, for the scale of the tensor. */
+INLINE static float scale_of_block(float amax, int scales, Format f, float scale, double *inverse) {
+    if (scales == POWERS_OF_TWO) {
+        int exponent = (int)(bits_of(amax) >> 23) - (int)(bits_of(f.largest) >> 23); /* the bias cancels */
+        exponent = exponent < -127 ? -127 : exponent;
+        *inverse = ldexp(1.0, exponent) / (double)scale;
+        return (float)ldexp(1.0, -exponent) * scale;
+    }
+    const Format of_scale = format_of(3, -6, 448.0);
+    const float wide = float_of(rounded(amax / f.largest * scale, of_scale));
+    const float stored = wide > of_scale.largest ? of_scale.largest : wide;
+    *inverse = (double)stored / (double)scale;
+    return stored > 0.0f ? scale / stored : 0.0f;
+}
+
+FOR_EACH_PROCESSOR
+static float amax_of_all(const void *memory, size_t count, int is_bfloat16) {
+    float tile[TILE], largest = 0.0f;
+    for (size_t at = 0; at < count; at += TILE) {
+        const size_t size = count - at < TILE ? count - at : TILE;
+        const float amax = amax_of(tile_of(memory, at, size, is_bfloat16, tile), size + (LANES - size % LANES) % LANES);
+        largest = amax > largest ? amax : largest;
+    }
+    return largest;
+}
+
+FOR_EACH_PROCESSOR
+static void lost_in_blocks(const void *memory, size_t rows, size_t length, int is_bfloat16, Format f, size_t block, int scales,
+                           float scale, double *numbers, double *errors) {
+    float tile[TILE];
+    double inverse = 1.0 / (double)scale;
+    for (size_t row = 0; row < rows; row++)
+        for (size_t at = 0; at < length; at += block) {
+            const size_t size = length - at < block ? length - at : block, pad = (LANES - size % LANES) % LANES;
+            const float *x = tile_of(memory, row * length + at, size, is_bfloat16, tile);
+            const float amax = amax_of(x, size + pad);
+            const float factor = scales ? scale_of_block(amax, scales, f, scale, &inverse) : scale;
+            double lost[NUMBERS] = {0};
+            add_lost(x, size + pad, factor, inverse, f, lost);
+            lost[FINITE] -= (double)pad;
+            for (int i = 0; i < AMAX; i++)
+                numbers[i] += lost[i];
+            numbers[AMAX] = (double)amax > numbers[AMAX] ? (double)amax : numbers[AMAX];
+            if (scales)
+                *errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
+        }
+}
+
+PyObject *lost_by_cast(PyObject *self, PyObject *args) {
+    unsigned long long address, result;
+    Py_ssize_t rows, length, block;
+    int is_bfloat16, mantissa, least, scales;
+    double largest, top, scale, numbers[NUMBERS] = {0};
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnpiidniddK", &address, &rows, &length, &is_bfloat16, &mantissa, &least, &largest, &block,
+                          &scales, &top, &scale, &result))
+        return NULL;
+    if (rows < 0 || length < 0 || mantissa < 1 || mantissa > 22 || block < 0 || block > TILE || (scales && !block)) {
+        PyErr_SetString(PyExc_ValueError, "rows and length have to be 0 or more, mantissa 1 to 22, and block at most 1024");
+        return NULL;
+    }
+    const void *memory = (const void *)(uintptr_t)address;
+    Py_BEGIN_ALLOW_THREADS
+    if (scale == 0.0) {
+        const double amax = amax_of_all(memory, (size_t)(rows * length), is_bfloat16);
+        scale = amax > 0.0 ? (double)fminf((float)(top / amax), 0x1.fffffep127f) : 1.0;
+    }
+    if (!scales) {
+        length *= rows;
+        rows = 1;
+    }
+    lost_in_blocks(memory, (size_t)rows, (size_t)length, is_bfloat16, format_of(mantissa, least, largest),
+                   (size_t)(scales ? block : TILE), scales, (float)scale, numbers, (double *)(uintptr_t)result);
+    Py_END_ALLOW_THREADS
+    numbers[SCALE] = (double)(float)scale;
+    return Py_BuildValue("[ddddddd]", numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]);
+}
