@@ -70,10 +70,13 @@ INLINE static void add_lost(const float *x, size_t whole, float scale, double in
     numbers[FINITE] += finite;
     numbers[UNDERFLOWS] += underflows;
     numbers[OVERFLOWS] += overflows;
-    for (int j = 0; j < LANES; j++) {
-        numbers[ERRORS] += errors[j];
-        numbers[SQUARES] += squares[j];
-    }
+    for (int half = LANES / 2; half; half /= 2) /* fewer additions that wait for each other */
+        for (int j = 0; j < half; j++) {
+            errors[j] += errors[j + half];
+            squares[j] += squares[j + half];
+        }
+    numbers[ERRORS] += errors[0];
+    numbers[SQUARES] += squares[0];
 }
 
 INLINE static float amax_of(const float *x, size_t count) {
@@ -101,14 +104,14 @@ INLINE static const float *tile_of(const void *memory, size_t at, size_t count, 
 /* Returns the factor of a block before the cast, and the inverse, for the scale of the tensor. */
 INLINE static float scale_of_block(float amax, int scales, Format f, float scale, double *inverse) {
     if (scales == POWERS_OF_TWO) {
-        int exponent = (int)(bits_of(amax) >> 23) - (int)(bits_of(f.largest) >> 23); /* the bias cancels */
-        exponent = exponent < -127 ? -127 : exponent;
-        *inverse = ldexp(1.0, exponent) / (double)scale;
-        return (float)ldexp(1.0, -exponent) * scale;
+        const int exponent = (int)(bits_of(amax) >> 23) - (int)(bits_of(f.largest) >> 23); /* the bias cancels */
+        const float factor = float_of((uint32_t)(127 - (exponent < -127 ? -127 : exponent)) << 23) * scale;
+        *inverse = 1.0 / (double)factor;
+        return factor;
     }
-    const Format of_scale = format_of(3, -6, 448.0);
-    const float wide = float_of(rounded(amax / f.largest * scale, of_scale));
-    const float stored = wide > of_scale.largest ? of_scale.largest : wide;
+    const Format float8_e4m3fn = {20, 0x3c800000u, 0x1p14f, 448.0f};
+    const float wide = float_of(rounded(amax / f.largest * scale, float8_e4m3fn));
+    const float stored = wide > float8_e4m3fn.largest ? float8_e4m3fn.largest : wide;
     *inverse = (double)stored / (double)scale;
     return stored > 0.0f ? scale / stored : 0.0f;
 }

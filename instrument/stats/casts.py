@@ -109,7 +109,7 @@ class Casts:
         quantiles: list[float | None] = []
         if self.format.block:
             sampled, found, *_ = merge_distributions(parts[:, _NUMBERS:], BLOCK_LEVELS, 0)
-            quantiles = [sampled, *(found or [None] * len(BLOCK_LEVELS))]
+            quantiles = [sampled, *(found or (None,) * len(BLOCK_LEVELS))]
         return self.cells([*numbers.tolist(), *quantiles], None)
 
     def _measure(self, tensor: Tensor) -> tuple[list[float] | Tensor, Tensor | None]:
