@@ -86,7 +86,7 @@ class Casts:
         finite, squares, scale = known[FINITE], known[SQUARES], known[SCALE]
         cells: list[Any] = [self.cast.to, None, None, None, None, None]
         is_known = math.isfinite(scale)
-        if is_known:
+        if is_known and self.format.scales != 1:
             cells[1] = scale
         if is_known and finite > 0:
             cells[2:4] = known[UNDERFLOWS] / finite, known[OVERFLOWS] / finite
