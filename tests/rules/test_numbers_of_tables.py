@@ -23,8 +23,21 @@ HOOKS: dict[str, Any] = {
     "router": {"layers": "0", "kind": "forward", "action": "record", "experts": 1, "every": 2},
     "seen": {"layers": "*", "kind": "forward", "action": "record", "spectrum": 2},
     "custom": {"layers": "0", "kind": "forward", "action": "record", "stats": [{"_target_": largest, "name": "cv"}]},
-    "cast": {"layers": "1", "kind": "forward", "role": "input", "action": "record", "cast": {"to": "float8_e5m2", "scale": 1e5}},
-    "blocks": {"layers": "1", "kind": "forward", "role": "input", "action": "record", "stats": "numel", "cast": "mxfp8_e4m3"},
+    "cast": {
+        "layers": "1",
+        "kind": "forward",
+        "role": "input",
+        "action": "record",
+        "cast": {"to": "float8_e5m2", "scale": 1e5},
+    },
+    "blocks": {
+        "layers": "1",
+        "kind": "forward",
+        "role": "input",
+        "action": "record",
+        "stats": "numel",
+        "cast": "mxfp8_e4m3",
+    },
     "evaluated": {"layers": "1", "kind": "forward", "action": "record", "spectrum": 1, "phase": "eval"},
 }
 RULES: dict[str, Any] = {
