@@ -79,5 +79,6 @@ def casts(run: Run | pd.DataFrame, *, phase: str | None = None) -> Figure:
             add_hatch(axes, 0, len(labels), "not recorded, zero, or without an error")
         write_numbers(axes, values, cells, width)
         colour_bar(axes, cells, title, height)
+    figure.axes[0].set_ylabel("layer, in forward order")
     add_legend(figure)
     return figure

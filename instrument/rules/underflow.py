@@ -25,7 +25,7 @@ class UnderflowRule(FractionRule):
 class Underflow(BoundsRule[UnderflowRule]):
     fields = UnderflowRule
     what = "underflow of a cast"
-    advice = "Set a larger scale, such as cast.scale: amax, a format with a wider range, such as float8_e5m2, or one with blocks."
+    advice = "Normalize the tensor, or use cast.scale: amax, a format with blocks, or one with a wider range, such as float8_e5m2."
     requires = "a cast, such as hooks=low_precision"
     statistics = ("underflow_fraction",)
 
