@@ -7,6 +7,11 @@
 
 #define LANES 16
 #define TILE 1024 /* elements that are converted to float32 at once */
+#if defined(__GNUC__)
+#define INLINE inline __attribute__((always_inline)) /* into the function of each processor */
+#else
+#define INLINE inline
+#endif
 #define INFINITE 0x7f800000u
 
 enum { FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, AMAX, SCALE, NUMBERS };
@@ -47,7 +52,7 @@ static inline uint32_t rounded(float magnitude, Format f) {
 }
 
 /* Adds what up to TILE elements lose, in whole lanes. */
-INLINE static void add_lost(const float *x, size_t whole, float scale, double inverse, Format f, double *numbers) {
+static INLINE void add_lost(const float *x, size_t whole, float scale, double inverse, Format f, double *numbers) {
     const uint32_t largest = bits_of(f.largest);
     uint32_t finite = 0, underflows = 0, overflows = 0;
     float magnitudes[TILE], kept[TILE];
@@ -79,7 +84,7 @@ INLINE static void add_lost(const float *x, size_t whole, float scale, double in
     numbers[SQUARES] += squares[0];
 }
 
-INLINE static float amax_of(const float *x, size_t count) {
+static INLINE float amax_of(const float *x, size_t count) {
     uint32_t largest = 0;
     for (size_t i = 0; i < count; i++) {
         const uint32_t bits = bits_of(x[i]) & 0x7fffffffu, magnitude = bits & (0u - (uint32_t)(bits < INFINITE));
@@ -89,12 +94,13 @@ INLINE static float amax_of(const float *x, size_t count) {
 }
 
 /* Returns `count` elements, at most TILE, as float32, with zeros up to a multiple of LANES. */
-INLINE static const float *tile_of(const void *memory, size_t at, size_t count, int is_bfloat16, float *tile) {
+static INLINE const float *tile_of(const void *memory, size_t at, size_t count, int is_bfloat16, float *tile) {
     if (!is_bfloat16 && count % LANES == 0)
         return (const float *)memory + at;
-    for (size_t i = 0; is_bfloat16 && i < count; i++)
-        tile[i] = float_of((uint32_t)((const uint16_t *)memory)[at + i] << 16);
-    if (!is_bfloat16)
+    if (is_bfloat16)
+        for (size_t i = 0; i < count; i++)
+            tile[i] = float_of((uint32_t)((const uint16_t *)memory)[at + i] << 16);
+    else
         memcpy(tile, (const float *)memory + at, count * sizeof *tile);
     for (size_t i = count; i % LANES; i++)
         tile[i] = 0.0f;
@@ -102,10 +108,10 @@ INLINE static const float *tile_of(const void *memory, size_t at, size_t count, 
 }
 
 /* Returns the factor of a block before the cast, and the inverse, for the scale of the tensor. */
-INLINE static float scale_of_block(float amax, int scales, Format f, float scale, double *inverse) {
+static INLINE float scale_of_block(float amax, int scales, Format f, float scale, double *inverse) {
     if (scales == POWERS_OF_TWO) {
         const int exponent = (int)(bits_of(amax) >> 23) - (int)(bits_of(f.largest) >> 23); /* the bias cancels */
-        const float factor = float_of((uint32_t)(127 - (exponent < -127 ? -127 : exponent)) << 23) * scale;
+        const float factor = float_of((uint32_t)(127 - (exponent < -127 ? -127 : exponent)) << 23);
         *inverse = 1.0 / (double)factor;
         return factor;
     }
@@ -116,65 +122,60 @@ INLINE static float scale_of_block(float amax, int scales, Format f, float scale
     return stored > 0.0f ? scale / stored : 0.0f;
 }
 
+/* With a scale of 0, only the largest magnitude is computed. Without scales of blocks, there is one row. */
 FOR_EACH_PROCESSOR
-static float amax_of_all(const void *memory, size_t count, int is_bfloat16) {
-    float tile[TILE], largest = 0.0f;
-    for (size_t at = 0; at < count; at += TILE) {
-        const size_t size = count - at < TILE ? count - at : TILE;
-        const float amax = amax_of(tile_of(memory, at, size, is_bfloat16, tile), size + (LANES - size % LANES) % LANES);
-        largest = amax > largest ? amax : largest;
-    }
-    return largest;
-}
-
-FOR_EACH_PROCESSOR
-static void lost_in_blocks(const void *memory, size_t rows, size_t length, int is_bfloat16, Format f, size_t block, int scales,
-                           float scale, double *numbers, double *errors) {
+static void add_rows(const void *memory, size_t rows, size_t length, int is_bfloat16, Format f, size_t block, int scales,
+                     float scale, double *numbers, double *errors) {
     float tile[TILE];
     double inverse = 1.0 / (double)scale;
     for (size_t row = 0; row < rows; row++)
         for (size_t at = 0; at < length; at += block) {
-            const size_t size = length - at < block ? length - at : block, pad = (LANES - size % LANES) % LANES;
+            const size_t size = length - at < block ? length - at : block, whole = (size + LANES - 1) / LANES * LANES;
             const float *x = tile_of(memory, row * length + at, size, is_bfloat16, tile);
-            const float amax = amax_of(x, size + pad);
+            const float amax = amax_of(x, whole);
+            numbers[AMAX] = (double)amax > numbers[AMAX] ? (double)amax : numbers[AMAX];
+            if (scale == 0.0f)
+                continue;
             const float factor = scales ? scale_of_block(amax, scales, f, scale, &inverse) : scale;
             double lost[NUMBERS] = {0};
-            add_lost(x, size + pad, factor, inverse, f, lost);
-            lost[FINITE] -= (double)pad;
+            add_lost(x, whole, factor, inverse, f, lost);
+            lost[FINITE] -= (double)(whole - size);
             for (int i = 0; i < AMAX; i++)
                 numbers[i] += lost[i];
-            numbers[AMAX] = (double)amax > numbers[AMAX] ? (double)amax : numbers[AMAX];
             if (scales)
                 *errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
         }
 }
 
 PyObject *lost_by_cast(PyObject *self, PyObject *args) {
-    unsigned long long address, result;
+    unsigned long long address, result, results;
     Py_ssize_t rows, length, block;
     int is_bfloat16, mantissa, least, scales;
-    double largest, top, scale, numbers[NUMBERS] = {0};
+    double largest, scale;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnnpiidniddK", &address, &rows, &length, &is_bfloat16, &mantissa, &least, &largest, &block,
-                          &scales, &top, &scale, &result))
+    if (!PyArg_ParseTuple(args, "KnnpdKKiidni", &address, &rows, &length, &is_bfloat16, &scale, &result, &results, &mantissa, &least,
+                          &largest, &block, &scales))
         return NULL;
-    if (rows < 0 || length < 0 || mantissa < 1 || mantissa > 22 || block < 0 || block > TILE || (scales && !block)) {
+    if (rows < 0 || length < 0 || mantissa < 1 || mantissa > 22 || block < 0 || block > TILE || !scales != !block) {
         PyErr_SetString(PyExc_ValueError, "rows and length have to be 0 or more, mantissa 1 to 22, and block at most 1024");
         return NULL;
     }
     const void *memory = (const void *)(uintptr_t)address;
+    double *numbers = (double *)(uintptr_t)result, *errors = (double *)(uintptr_t)results;
+    const Format f = format_of(mantissa, least, largest);
+    const size_t all = (size_t)(rows * length);
+    memset(numbers, 0, NUMBERS * sizeof *numbers);
     Py_BEGIN_ALLOW_THREADS
     if (scale == 0.0) {
-        const double amax = amax_of_all(memory, (size_t)(rows * length), is_bfloat16);
-        scale = amax > 0.0 ? (double)fminf((float)(top / amax), 0x1.fffffep127f) : 1.0;
+        add_rows(memory, 1, all, is_bfloat16, f, TILE, ONE_SCALE, 0.0f, numbers, NULL);
+        const double top = scales == FLOAT8_SCALES ? largest * 448.0 : largest;
+        scale = numbers[AMAX] > 0.0 ? fmin(top / numbers[AMAX], 0x1.fffffep127) : 1.0;
     }
-    if (!scales) {
-        length *= rows;
-        rows = 1;
-    }
-    lost_in_blocks(memory, (size_t)rows, (size_t)length, is_bfloat16, format_of(mantissa, least, largest),
-                   (size_t)(scales ? block : TILE), scales, (float)scale, numbers, (double *)(uintptr_t)result);
-    Py_END_ALLOW_THREADS
     numbers[SCALE] = (double)(float)scale;
-    return Py_BuildValue("[ddddddd]", numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]);
+    if (scales)
+        add_rows(memory, (size_t)rows, (size_t)length, is_bfloat16, f, (size_t)block, scales, (float)scale, numbers, errors);
+    else
+        add_rows(memory, 1, all, is_bfloat16, f, TILE, ONE_SCALE, (float)scale, numbers, NULL);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }

@@ -257,32 +257,15 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
     return True
 
 
-def lost_by_cast(x: Tensor, form: Format, scale: float | None, errors: Tensor | None) -> list[float] | None:
-    """Return what the cast of a CPU tensor loses; see `instrument.stats.casts.lost_by_operations`.
-
-    Args:
-        x: float32 or bfloat16, contiguous [rows, length].
-        form: The format.
-        scale: The scale of the tensor; None to scale its largest magnitude to the largest number.
-        errors: float64 [blocks]; None without blocks.
-
-    Returns:
-        The numbers. None if the kernel is missing.
-    """
-    if native is None:
+def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float | str) -> tuple[Tensor, Tensor] | None:
+    """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
+    if native is None or not x.is_cpu:
         return None
     rows, length = x.shape
-    return native.lost_by_cast(
-        x.data_ptr(),
-        rows,
-        length,
-        x.dtype == torch.bfloat16,
-        form.mantissa,
-        form.least,
-        form.largest,
-        form.block,
-        form.scales,
-        form.top,
-        0.0 if scale is None else scale,
-        0 if errors is None else errors.data_ptr(),
+    numbers, errors = (
+        torch.empty(n, dtype=torch.float64) for n in (7, rows * -(-length // form.block) if form.block else 0)
     )
+    given = 0.0 if isinstance(scale, str) else float(scale)
+    addresses = numbers.data_ptr(), errors.data_ptr()
+    native.lost_by_cast(x.data_ptr(), rows, length, x.dtype == torch.bfloat16, given, *addresses, *form)
+    return numbers, errors

@@ -1078,7 +1078,7 @@ static PyMethodDef methods[] = {
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
     {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
     {"lost_by_cast", lost_by_cast, METH_VARARGS,
-     "lost_by_cast(address, rows, length, is_bfloat16, mantissa, least, largest, block, scales, top, scale, errors) -> list"},
+     "lost_by_cast(address, rows, length, is_bfloat16, scale, numbers, errors, mantissa, least, largest, block, scales) -> None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

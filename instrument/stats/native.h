@@ -13,12 +13,6 @@
 #endif
 
 #if defined(__GNUC__)
-#define INLINE __attribute__((always_inline)) inline
-#else
-#define INLINE inline
-#endif
-
-#if defined(__GNUC__)
 #pragma GCC visibility push(hidden)
 #endif
 

@@ -25,19 +25,8 @@ def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tup
 def sums(address: int, count: int, kind: int, with_magnitudes: bool) -> bytes | None: ...
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def lost_by_cast(
-    address: int,
-    rows: int,
-    length: int,
-    is_bfloat16: bool,
-    mantissa: int,
-    least: int,
-    largest: float,
-    block: int,
-    scales: int,
-    top: float,
-    scale: float,
-    errors: int,
-) -> list[float]: ...
+    address: int, rows: int, length: int, is_bfloat16: bool, scale: float, numbers: int, errors: int, /, *form: float
+) -> None: ...
 def connect_torch(
     transform: Callable[[], object],
     graph_task: Callable[[], int],

@@ -1,38 +1,29 @@
-"""The narrow formats of the table `casts`: their numbers, and the scales of their blocks."""
+"""The narrow formats of the table `casts`, and the field `cast` of `record`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from ..fields.field_types import Number, Spec
 
 
-@dataclass(frozen=True)
-class Format:
-    """A floating-point format, and how a tensor is divided into blocks with scales of their own.
+class Format(NamedTuple):
+    """A floating-point format, and how a tensor is divided into blocks with scales of their own."""
 
-    Attributes:
-        mantissa: The number of bits of the mantissa, without the leading one.
-        least: The exponent of the smallest normal number; smaller numbers are subnormal.
-        largest: The largest finite number.
-        block: The number of elements of a block; 0 for formats without blocks.
-        scales: The index in `native.c` of the kind of scales: 0 for no blocks; 1 for powers of two, 2^(floor(log2(amax)) -
-            floor(log2(largest))) for the largest magnitude amax of the block; 2 for amax / largest as float8_e4m3fn.
-    """
-
-    mantissa: int
-    least: int
+    mantissa: int  # bits, without the leading one
+    least: int  # exponent of the smallest normal number; smaller numbers are subnormal
     largest: float
-    block: int = 0
-    scales: Literal[0, 1, 2] = 0
+    block: int = 0  # elements
+    scales: int = (
+        0  # of blocks: 1 for 2^(floor(log2(amax)) - floor(log2(largest))), 2 for amax / largest as float8_e4m3fn
+    )
 
     @property
     def top(self) -> float:
         """The number to which `scale: amax` scales the largest magnitude of a tensor."""
-        return self.largest * (FORMATS["float8_e4m3fn"].largest if self.scales == 2 else 1.0)
+        return self.largest * (448.0 if self.scales == 2 else 1.0)
 
 
 FORMATS = {
@@ -72,18 +63,7 @@ _Scale = Annotated[
 class Cast(Spec):
     """A cast to a narrow format."""
 
-    to: Literal[
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "bfloat16",
-        "float16",
-        "mxfp8_e4m3",
-        "mxfp8_e5m2",
-        "mxfp6_e3m2",
-        "mxfp6_e2m3",
-        "mxfp4_e2m1",
-        "nvfp4",
-    ] = Field(description="The format.")
+    to: Literal[tuple(FORMATS)] = Field(description="The format.")  # type: ignore[valid-type]
     scale: _Scale | None = Field(
         None,
         description="The factor of the elements before the cast: a number; amax, which scales the largest magnitude to the largest number "
@@ -113,4 +93,3 @@ CastField = Annotated[
         f"{', '.join(FORMATS)}."
     ),
 ]
-"""The type of the field `cast` of `record`."""

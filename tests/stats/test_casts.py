@@ -6,7 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -49,8 +49,7 @@ def overflows(x: Tensor, cast: Tensor, to: str) -> Tensor:
 def lost(tensor: Tensor, to: str, scale: Any = None, **fields: Any) -> dict[str, Any]:
     """Return the cells of a row, and the counts."""
     measure = Casts(Cast(to=to, scale=scale), **fields)
-    values: Any = measure.values(tensor)
-    numbers = values.tolist() if isinstance(values, Tensor) else [*values]
+    numbers = measure.values(tensor).tolist()
     _, used, *fractions, blocks, _ = measure.cells(numbers, tuple(tensor.shape))
     counts = dict(zip(("finite", "underflows", "overflows"), map(int, numbers[:3]), strict=True))
     return {**dict(zip(COLUMNS, fractions, strict=True)), "scale": used, "block_errors": blocks, **counts}
@@ -81,7 +80,7 @@ def test_all_16_bit_numbers_are_cast_as_by_torch(to: str, dtype: torch.dtype) ->
 def test_float32_near_the_ties_is_cast_as_by_torch(to: str) -> None:
     """Each number halfway between two neighbours, and the numbers of float32 next to it."""
     form = FORMATS[to]
-    known = magnitudes_of(replace(form, least=max(form.least, -14)), beyond=4)
+    known = magnitudes_of(form._replace(least=max(form.least, -14)), beyond=4)
     exact = np.array([float((low + high) / 2) for low, high in pairwise(known)])
     halves = exact[exact < np.finfo(np.float32).max].astype(np.float32)
     near = np.concatenate([halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(np.inf))])
@@ -239,14 +238,6 @@ def test_zeros_empty_and_scalar_tensors(to: str) -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_float64_beyond_float32_overflows_and_underflows() -> None:
-    x = torch.tensor([1e300, -1e300, 1e-300, 1.0, 0.0, math.inf], dtype=torch.float64)
-    for to in TORCH_FORMATS:
-        row = lost(x, to)
-        assert (row["finite"], row["underflows"], row["overflows"]) == (5, 1, 2)
-
-
-@pytest.mark.usefixtures("way")
 def test_layouts() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, 5, 4) ** 5
@@ -311,9 +302,9 @@ def test_parts_of_processes_are_merged(to: str) -> None:
     parts = torch.stack([measure.part(part, NOT_SHARDED) for part in x.split(64)])
     missing = torch.full_like(parts[:1], math.nan)
     cells = measure.merged(torch.cat([parts, missing]).numpy())
-    expected = measure.cells([*measure.values(x)], None)
-    assert cells[0] == expected[0] == to
-    assert cells[1:5] == pytest.approx(expected[1:5], rel=1e-12)
+    expected = measure.cells(measure.values(x).tolist(), None)
+    assert cells[:2] == expected[:2]
+    assert cells[2:5] == pytest.approx(expected[2:5], rel=1e-12)
     if expected[5] is not None:
         assert cells[5] == pytest.approx(expected[5], rel=0.03)
     assert measure.merged(missing.numpy())[1:6] == (None,) * 5
