@@ -9,7 +9,6 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
-from ..analysis.series_selection import check_choice
 from .axes_and_scales import (
     add_hatch,
     add_legend,
@@ -33,7 +32,7 @@ VALUES = ("quantization_error", "underflow_fraction")
 TITLES = ("signal-to-noise ratio [dB]", "underflows [%]")
 
 
-def casts(run: Run | pd.DataFrame, *, phase: str | None = None) -> Figure:
+def casts(run: Run | pd.DataFrame) -> Figure:
     """Plot the signal-to-noise ratio of casts, -10 log10(quantization_error) in dB, and the fraction of underflows in percent.
 
     Rows are layers in forward order, columns are hooks with the format of their cast. Errors and fractions are means over the recorded
@@ -41,20 +40,16 @@ def casts(run: Run | pd.DataFrame, *, phase: str | None = None) -> Figure:
 
     Args:
         run: A run, or rows of its table `casts`. The layers of a DataFrame are ordered by row.
-        phase: Phase of the hooks, such as `eval`. Default: `train` if it was recorded.
 
     Returns:
         The matplotlib figure.
 
     Raises:
-        InstrumentError: The table has no rows, or none of this phase, or matplotlib is not installed.
+        InstrumentError: The table has no rows, or matplotlib is not installed.
     """
     table = table_of(run, "casts")
     check_columns(table, "casts", ("format", *VALUES))
-    phases = list(dict.fromkeys(table["phase"]))
-    phase = phase or ("train" if "train" in phases else phases[0])
-    check_choice(phase, phases, "phase", "no hook recorded a cast in this phase")
-    frame = table[(table["phase"] == phase) & ~table["recompute"]]
+    frame = table[~table["recompute"]]
     frame = frame.assign(cast=frame["hook"].astype(str) + ": " + frame["format"].astype(str))
     layers, labels = (list(dict.fromkeys(frame[name].astype(str))) for name in ("layer", "cast"))
     layers.sort(key=rank_in(forward_order(run)))
