@@ -13,8 +13,8 @@ from .rule import BoundsRule
 class UnderflowRule(FractionRule):
     """The `underflow_fraction` of a cast is large: numbers that are not zero become zero.
 
-    The threshold is the fraction of gradients below the range of float16 that made a training fail (Micikevicius et al. 2018, "Mixed
-    precision training", section 3.1). With 4 bits, the range is so narrow that more numbers of a normal distribution underflow.
+    The threshold is the fraction of weight gradients below the range of float16 in a training that lost accuracy (Micikevicius et al.
+    2018, "Mixed precision training", section 3.1). With 4 bits, more numbers of a normal distribution underflow.
     """
 
     rule: Literal["underflow"]

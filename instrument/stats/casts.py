@@ -40,14 +40,14 @@ class Casts:
     Attributes:
         cast: The format and the scale.
         along: The dimension of the blocks.
-        amaxes: The largest magnitude of the previous tensor of the site, by path and call; a tensor on a device stays there.
-        key: The path and the call.
+        amaxes: The largest magnitude of the previous tensor of the site, by key; a tensor on a device stays there.
+        key: The path, the call, and whether it is recomputed.
     """
 
     cast: Cast
     along: int = -1
     amaxes: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
-    key: tuple[str, int] = field(default=("", 0), repr=False, compare=False)
+    key: tuple[str, int, bool] = field(default=("", 0, False), repr=False, compare=False)
 
     @property
     def format(self) -> Format:
@@ -62,7 +62,8 @@ class Casts:
     def of_call(self, tensor: Tensor, call: Call) -> Casts:  # noqa: ARG002
         """Return the measure of a call; see `Measure`."""
         along = 1 if isinstance(call.module, torch.nn.modules.conv._ConvNd) else -1
-        return replace(self, along=along, amaxes=call.state.setdefault("amaxes", {}), key=(call.path, call.call))
+        key = call.path, call.call, call.recompute
+        return replace(self, along=along, amaxes=call.state.setdefault("amaxes", {}), key=key)
 
     def values(self, tensor: Tensor) -> Tensor:
         """Return the numbers of a tensor, and with blocks the quantiles of their errors."""

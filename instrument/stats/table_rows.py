@@ -25,6 +25,7 @@ class Call(Protocol):
     kind: str
     path: str
     call: int
+    recompute: bool
     state: dict[str, Any]
     unit_dim: int | None
     targets: Tensor | None

@@ -89,7 +89,7 @@ CastField = Annotated[
     Cast | None,
     BeforeValidator(_from_name, json_schema_input_type=Cast | str | None),
     Field(
-        description="Record what a cast to a narrow format would lose: its name, or {to: float8_e4m3fn, scale: amax}. Formats: "
-        f"{', '.join(FORMATS)}."
+        description="Record what a cast to a narrow format would lose: its name, or {to: float8_e4m3fn, scale: amax}, where scale is amax, "
+        f"previous (delayed scaling) or a number. Formats: {', '.join(FORMATS)}."
     ),
 ]
