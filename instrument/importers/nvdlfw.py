@@ -7,7 +7,7 @@ https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from ..errors import ConfigError, Problem
@@ -45,6 +45,20 @@ FEATURES_OF_PRECISION = (
     *("DisableQuantizationLayer", "PerTensorScaling", "AutoswitchGemm"),
 )
 FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
+RECIPES: dict[str, dict[str, Any]] = {
+    "fp8_current_scaling": {"to": "float8_e4m3fn", "scale": "amax"},
+    "fp8_delayed_scaling": {"to": "float8_e4m3fn", "scale": "previous"},
+    "mxfp8": {"to": "mxfp8_e4m3"},
+    "nvfp4": {"to": "nvfp4"},
+}
+"""The casts of recipes, which are the prefixes of statistics. Without a prefix, the source uses the recipe of the layer."""
+STATISTICS_OF_QUANTIZED = {
+    "underflows%": "100 underflow_fraction",
+    "overflows%": "100 overflow_fraction",
+    "mse": "quantization_error rms^2",
+    "scale_inv_min": "1 / scale",
+    "scale_inv_max": "1 / scale",
+}
 
 
 def convert_nvdlfw(source: Any) -> ConvertedExperiment:
@@ -94,7 +108,7 @@ def _convert_section(section: Fields) -> None:
         with reading(value, where, experiment) as fields:
             if not fields.flag("enabled", True):
                 fields.skip("disabled in the source")
-            elif name in ("LogTensorStats", "DumpTensors"):
+            elif name in ("LogTensorStats", "DumpTensors") or (name in FEATURES_OF_QUANTIZED and of_engine):
                 _convert_records(fields, pattern, section.where, of_engine)
             elif name in ("FakeQuant", "FakeQuantFp8") and of_engine:
                 _convert_fake_quantization(fields, pattern, section.where)
@@ -105,8 +119,6 @@ def _convert_section(section: Fields) -> None:
 def _reason(feature: str) -> str:
     if feature in FEATURES_OF_PRECISION:
         return PRECISION
-    if feature in FEATURES_OF_QUANTIZED:
-        return "no counterpart: there are no statistics of quantized tensors, such as underflows%"
     return "no counterpart: a custom feature; see the guide on custom functions"
 
 
@@ -163,40 +175,60 @@ def _tensors(feature: Fields) -> Iterator[Fields]:
 
 def _convert_records(feature: Fields, layers: str | list[str], section: str, of_engine: bool) -> None:
     known = TENSORS if of_engine else BASE_TENSORS
-    experiment = feature.experiment
-    is_dump = feature.where.endswith("DumpTensors")
+    experiment, kind = feature.experiment, feature.where.rpartition(".")[2]
     for tensor in _tensors(feature):
         with reading(tensor.left, tensor.where, experiment) as fields:
             name = str(fields.take("tensor", ""))
-            action = _dump(fields) if is_dump else _statistics(fields)
+            if kind in FEATURES_OF_QUANTIZED:
+                actions = _casts(fields, name, "nvfp4" if "Nvfp4" in kind else "fp8_current_scaling")
+            else:
+                actions = _dump(fields) if kind == "DumpTensors" else _statistics(fields)
             schedules = _schedules(fields, of_engine)
             if name not in known:
                 message = f"no counterpart for the tensor {name!r}, which your code passes to the tool by this name"
                 fields.skip(message if not of_engine else f"unknown tensor; known: {', '.join(known)}")
                 continue
-            if action is None:
-                continue
-            if name == "activation" and not of_engine:
+            if actions and name == "activation" and not of_engine:
                 message = "converted to the output of the layer; set kind: forward_pre if your code passes the input"
                 experiment.note("activation", message)
             chosen = {"layers": layers, **({"types": LINEAR} if of_engine else {}), **known[name], "action": "record"}
-            for schedule in schedules:
+            for schedule, action in product(schedules, actions):
                 experiment.add_hook(f"{section}_{name}", {**chosen, **schedule, **action})
 
 
-def _statistics(fields: Fields) -> dict[str, Any] | None:
+def _names(fields: Fields) -> list[str]:
     given = fields.take("stats") or fields.take("type", [])  # An example of the documentation has type.
     names = [next(iter(item)) if isinstance(item, Mapping) and item else str(item) for item in _as_list(given)]
-    statistics = fields.experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
+    return [name.lower() for name in names]
+
+
+def _casts(fields: Fields, tensor: str, usual: str) -> list[dict[str, Any]]:
+    """Return an action for each recipe of the statistics of a quantized tensor."""
+    casts: dict[str, dict[str, Any]] = {}
+    for name in _names(fields):
+        recipe = next((recipe for recipe in RECIPES if name.startswith(f"{recipe}_")), usual)
+        statistic = name.removeprefix(f"{recipe}_")
+        if statistic not in STATISTICS_OF_QUANTIZED or (recipe == "mxfp8" and statistic.startswith("scale")):
+            fields.note("stats", f"no counterpart for {name!r}")
+            continue
+        is_gradient = tensor == "gradient" and recipe.startswith("fp8")  # of the format HYBRID, the default
+        casts[recipe] = RECIPES[recipe] | ({"to": "float8_e5m2"} if is_gradient else {})
+        meaning = f"{name} is {STATISTICS_OF_QUANTIZED[statistic]} in the table casts"
+        fields.note("stats", f"{meaning}, for a simulated cast to {casts[recipe]['to']}")
+    return [{"stats": ["rms"], "cast": cast} for cast in casts.values()]
+
+
+def _statistics(fields: Fields) -> list[dict[str, Any]]:
+    statistics = fields.experiment.statistics(_names(fields), STATISTICS, fields.key("stats"))
     if "std" in statistics:
         fields.experiment.note("std", "divided by n here, by n - 1 in the source")
-    return {"stats": statistics} if statistics else None
+    return [{"stats": statistics}] if statistics else []
 
 
-def _dump(fields: Fields) -> dict[str, Any] | None:
+def _dump(fields: Fields) -> list[dict[str, Any]]:
     if fields.flag("quantized_tensor"):
         fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
-    return {"stats": "none", "tensors": True} if fields.flag("high_precision_tensor") else None
+    return [{"stats": "none", "tensors": True}] if fields.flag("high_precision_tensor") else []
 
 
 def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:

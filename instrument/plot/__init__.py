@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..fields.registry import Registry
+from .casts import casts
 from .compare import compare
 from .diff import diff
 from .feature_maps import feature_maps
@@ -23,6 +24,7 @@ from .replay import replay
 
 __all__ = [
     "attention",
+    "casts",
     "class_activation_map",
     "compare",
     "diff",
@@ -47,7 +49,7 @@ PLOTS: Registry[Any] = Registry(
         "patching": "instrument.interpret.patching_plot:patching",
     },
 )
-for _plot in (compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):
+for _plot in (casts, compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):
     PLOTS.register(_plot.__name__)(_plot)
 
 

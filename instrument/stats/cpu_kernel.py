@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
+from ..tables.formats import Format
+
 try:
     from . import native
 # Installed without a C compiler.
@@ -263,3 +265,17 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True
+
+
+def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float | str) -> tuple[Tensor, Tensor] | None:
+    """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
+    if native is None or not x.is_cpu:
+        return None
+    rows, length = x.shape
+    numbers, errors = (
+        torch.empty(n, dtype=torch.float64) for n in (7, rows * -(-length // form.block) if form.block else 0)
+    )
+    given = 0.0 if isinstance(scale, str) else float(scale)
+    addresses = numbers.data_ptr(), errors.data_ptr()
+    native.lost_by_cast(x.data_ptr(), rows, length, x.dtype == torch.bfloat16, given, *addresses, *form)
+    return numbers, errors

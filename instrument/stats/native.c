@@ -45,12 +45,6 @@ enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 #define LARGEST 1e140
 
 #if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
-#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_PROCESSOR
-#endif
-
-#if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
 #include <immintrin.h>
 #define HAS_VECTORS 1
 #endif
@@ -1226,6 +1220,8 @@ static PyMethodDef methods[] = {
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
     {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
+    {"lost_by_cast", lost_by_cast, METH_VARARGS,
+     "lost_by_cast(address, rows, length, is_bfloat16, scale, numbers, errors, mantissa, least, largest, block, scales) -> None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -6,6 +6,12 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
+#define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FOR_EACH_PROCESSOR
+#endif
+
 #if defined(__GNUC__)
 #pragma GCC visibility push(hidden)
 #endif
@@ -18,6 +24,9 @@ extern PyTypeObject *slab_type; /* the class `Slab` */
 
 /* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
 int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int further);
+
+/* What the cast of a tensor loses (`instrument/stats/casts.c`); see `instrument.stats.cpu_kernel.lost_by_cast`. */
+PyObject *lost_by_cast(PyObject *self, PyObject *args);
 
 /* Adds the types and the functions of `instrument/hooks/plain_calls.c` to the module. Returns 0, or -1 with an exception set. */
 int add_plain_calls(PyObject *module);

@@ -23,6 +23,10 @@ class Call(Protocol):
     hook: str
     module: nn.Module
     kind: str
+    path: str
+    call: int
+    recompute: bool
+    state: dict[str, Any]
     unit_dim: int | None
     targets: Tensor | None
     shards: Shards

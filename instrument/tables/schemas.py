@@ -17,6 +17,7 @@ from pydantic import Field
 
 from ..fields.field_types import Bins, Count, Edges, Levels
 from ..fields.registry import Registry
+from .formats import CastField
 from .statistics import STATISTICS
 
 if TYPE_CHECKING:
@@ -517,6 +518,30 @@ for _table in (
             IDENTITY,
         ),
         is_sorted=True,
+    ),
+    Table(
+        "casts",
+        "what the cast of one tensor to a narrow format would lose, at one firing",
+        _columns(
+            """
+            format | label | | the format, such as float8_e4m3fn
+            scale | double | | factor of the elements before the cast; the smallest one if `reduce: global` merges several; null for MX
+                formats, and for scale: previous without a previous tensor
+            underflow_fraction | double | fraction of the finite values | count(x != 0 whose cast is 0) / n
+            overflow_fraction | double | fraction of the finite values | count(|x| that is rounded to more than the largest
+                number) / n. A cast returns the largest number, infinity or NaN there
+            quantization_error | double | | sum((cast(x) - x)^2) / sum(x^2), where an overflow gives the largest number; null if all
+                x are 0. The signal-to-noise ratio in dB is -10 log10(quantization_error)
+            block_errors | list<double> | | quantiles over the blocks of their quantization_error, at the levels 0.01, 0.1, 0.25, 0.5,
+                0.75, 0.9, 0.99; computed as in `distributions`; null for formats without blocks
+            """,
+            IDENTITY,
+            SHAPE,
+        ),
+        is_sorted=True,
+        has_numbers=True,
+        fields={"cast": CastField},
+        measured_by="instrument.stats.casts:Casts",
     ),
 ):
     TABLES.register(_table.name)(_table)

@@ -236,7 +236,11 @@ def test_every_option_sets_its_values(group: str) -> None:
         assert found == expected[name], name
 
 
-MODELS = {"transformer": NanoGPT, "moe": next(each.make for each in LOOKED_AT if each.name == "Mixtral")}
+MODELS = {
+    "transformer": NanoGPT,
+    "low_precision": NanoGPT,
+    "moe": next(each.make for each in LOOKED_AT if each.name == "Mixtral"),
+}
 
 
 @pytest.mark.parametrize("name", options("hooks"))

@@ -81,7 +81,7 @@ def test_features_of_transformer_engine_select_linear_layers(convert: Converter)
     for texts in (
         ("precision.transformer_engine.DisableFp8Gemm", "no counterpart"),
         ("precision.transformer_engine.PerTensorScaling", "no counterpart"),
-        ("precision.transformer_engine.LogFp8TensorStats", "underflows%"),
+        ("LogFp8TensorStats[gradient].stats", "underflows% is 100 underflow_fraction in the table casts"),
         ("LogTensorStats[output].stats", "'dynamic_range'"),
         ("LogTensorStats[output].stats", "'max_blockwise_dynamic_range'"),
         ("unused", "disabled in the source"),
@@ -91,10 +91,43 @@ def test_features_of_transformer_engine_select_linear_layers(convert: Converter)
     weights = tuple(f"{layer}.weight" for layer in layers)
     assert record(result.file) == {
         f"precision_{tensor}": weights if tensor in ("weight", "wgrad") else layers
-        for tensor in ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
+        for tensor in ("gradient", "activation", "weight", "gradient_2", "output", "wgrad", "dgrad")
     }
     only = "a: {enabled: true, layers: {layer_types: [fc1]}, transformer_engine: {DisableFp8Layer: {enabled: true}}}"
     assert convert(only).hooks == {}
+
+
+QUANTIZED = """
+cast:
+  enabled: True
+  layers: {layer_types: [fc1]}
+  transformer_engine:
+    LogFp8TensorStats:
+      enabled: True
+      tensors_struct:
+        - {tensor: activation, stats: [mxfp8_mse, fp8_delayed_scaling_overflows%, fp8_delayed_scaling_scale_inv_min]}
+        - {tensor: gradient, stats: [mse, fp8_block_scaling_mse, underflows%_columnwise], freq: 2}
+    LogNvfp4TensorStats: {enabled: True, tensors: [weight], stats: [underflows%, mse]}
+"""
+
+
+def test_statistics_of_quantized_tensors_become_casts(convert: Converter) -> None:
+    result = convert(QUANTIZED)
+    assert {name: (spec["kind"], spec["cast"]) for name, spec in result.hooks.items()} == {
+        "cast_activation": ("forward_pre", {"to": "mxfp8_e4m3"}),
+        "cast_activation_2": ("forward_pre", {"to": "float8_e4m3fn", "scale": "previous"}),
+        "cast_gradient": ("full_backward_pre", {"to": "float8_e5m2", "scale": "amax"}),
+        "cast_weight": ("step_pre", {"to": "nvfp4"}),
+    }
+    assert result.hooks["cast_gradient"]["every"] == 2
+    for texts in (
+        ("[activation]", "mxfp8_mse is quantization_error rms^2", "mxfp8_e4m3"),
+        ("[activation]", "fp8_delayed_scaling_scale_inv_min is 1 / scale"),
+        ("[gradient]", "no counterpart for 'fp8_block_scaling_mse'"),
+        ("[gradient]", "no counterpart for 'underflows%_columnwise'"),
+    ):
+        assert result.has_note(*texts), texts
+    record(result.file)
 
 
 STRUCT = """

@@ -1,4 +1,4 @@
-"""The hook sets `transformer` and `moe` of the package, on models of several libraries and styles, and in the command line."""
+"""The hook sets `transformer`, `moe` and `low_precision`, on models of several libraries and styles, and in the command line."""
 
 from __future__ import annotations
 
@@ -183,6 +183,25 @@ def test_moe_set_requires_the_experts_per_token_of_a_plain_router() -> None:
     assert "the number of experts per token is unknown at transformer.h.0.mlp.switch (Linear)" in message
     specs["load"]["experts"] = 1
     assert len(train(model, specs).run.experts) == LAYERS
+
+
+def test_low_precision_set_records_the_operands_of_products() -> None:
+    model = NanoGPT()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights = {name: module.weight.detach().clone() for name, module in model.named_modules() if name in linear}
+    table = train(model, ["low_precision", "transformer"]).run.casts
+    layers = table.groupby("hook")["layer"].agg(set)
+    assert layers.pop("attention_fp8") == {f"transformer.h.{i}.attn" for i in range(LAYERS)}
+    assert set(layers.index) == {
+        f"{name}_{way}" for name in ("weights", "inputs", "gradients") for way in ("fp8", "mx")
+    }
+    assert all(each == linear for each in layers)
+    for row in table[table["hook"] == "weights_fp8"].itertuples():
+        weight = weights[row.layer]
+        scale = 448 / weight.abs().max()
+        cast = (weight * scale).to(torch.float8_e4m3fn).double() / scale
+        error = (cast - weight).square().sum() / weight.double().square().sum()
+        assert row.quantization_error == pytest.approx(error.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(("name", "part"), [("transformer", "attention"), ("moe", "router")])

@@ -61,7 +61,7 @@ def test_figure_is_saved_as_png_and_svg(tmp_path: Path) -> None:
 
 def test_plot_functions_are_listed() -> None:
     assert instrument.plot.__all__ == [
-        *("attention", "class_activation_map", "compare", "diff", "feature_maps", "gradient_flow", "heatmap"),
+        *("attention", "casts", "class_activation_map", "compare", "diff", "feature_maps", "gradient_flow", "heatmap"),
         *("histogram_over_time", "layer_similarity", "logit_lens", "patching", "replay"),
     ]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)

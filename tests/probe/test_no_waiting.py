@@ -72,6 +72,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(Tensor, name, refuse_in_hooks(name))
     monkeypatch.setattr(AttachedHook, "fire", fire_guarded)
     use_device_statistics(monkeypatch)
+    monkeypatch.setattr("instrument.stats.casts.lost_by_cast", lambda *given: None)
     forget_constants()
     return fired
 
@@ -81,6 +82,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "record": {"action": "record", "stats": "all", "quantiles": True, "histogram": True},
     "spectrum": {"action": "record", "stats": "none", "spectrum": 2},
     "experts": {"action": "record", "stats": "none", "experts": 2, "capacity_factor": 1.0},
+    "cast": {"action": "record", "stats": "none", "cast": {"to": "float8_e4m3fn", "scale": "previous"}},
+    "blocks": {"action": "record", "stats": "none", "cast": "nvfp4"},
     "change": {"action": "record", "role": "change", "stats": "all"},
     "print": {"action": "print", "stats": "all"},
     "clip_values": {"action": "clip", "min": -0.5, "max": 0.5},
@@ -122,6 +125,8 @@ def tables_of(change: str) -> tuple[str, ...]:
         "record": ("stats", "distributions"),
         "spectrum": ("spectra",),
         "experts": ("experts",),
+        "cast": ("casts",),
+        "blocks": ("casts",),
         "change": ("stats",),
         "heads": ("stats",),
         "print": (),

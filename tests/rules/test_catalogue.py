@@ -75,6 +75,24 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         4,
         0.8,
     ),
+    "underflow": (
+        values(OUTPUT, "underflow_fraction", [0.06] * 6),
+        values(OUTPUT, "underflow_fraction", [*[0.06] * 4, 0.05] * 3),
+        4,
+        0.06,
+    ),
+    "overflow": (
+        values({**OUTPUT, "scale": 2.0}, "overflow_fraction", [1e-4] * 6),
+        values({**OUTPUT, "scale": 2.0}, "overflow_fraction", [*[1e-4] * 4, 1e-6] * 3),
+        4,
+        1e-4,
+    ),
+    "quantization_error": (
+        values(OUTPUT, "quantization_error", [0.02] * 6),
+        values(OUTPUT, "quantization_error", [*[0.02] * 4, 0.003] * 3),
+        4,
+        0.02,
+    ),
     "saturated_activation": (
         values(OUTPUT, "saturated_fraction", [0.0, *[0.75] * 5]),
         values(OUTPUT, "saturated_fraction", [0.25] * 9),
@@ -276,6 +294,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "zero updates have no ratio": ("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60), 0),
     "saturated output of the network": ("saturated_activation", [Step(rows=[{**OUTPUT, "numel": 9}, LAST])] * 9, 0),
     "saturated layer": ("saturated_activation", [Step(rows=[OUTPUT, LAST, {**OUTPUT, "layer": "c"}])] * 9, 1),
+    "blocks limit their largest numbers": ("overflow", values(OUTPUT, "overflow_fraction", [0.01] * 9), 0),
     "large mean": ("input_not_normalized", inputs(1.2, 0.3), 1),
     "images from 0 to 1": ("input_not_normalized", [Step(rows=[{**IMAGES, "mean": 0.9, "std": 0.1, "abs_max": 1.0}])], 0),
     "normalized by the next module": ("input_not_normalized", [Step(rows=[IMAGES, *OF_CONVOLUTION, NORMALIZED])], 0),

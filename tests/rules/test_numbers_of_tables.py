@@ -1,4 +1,4 @@
-"""Rules read the numbers of the tables `spectra` and `experts` like statistics of the same tensors, live and afterwards."""
+"""Rules read the numbers of the tables `spectra`, `experts` and `casts` like statistics of the same tensors, live and afterwards."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ HOOKS: dict[str, Any] = {
     "router": {"layers": "0", "kind": "forward", "action": "record", "experts": 1, "every": 2},
     "seen": {"layers": "*", "kind": "forward", "action": "record", "spectrum": 2},
     "custom": {"layers": "0", "kind": "forward", "action": "record", "stats": [{"_target_": largest, "name": "cv"}]},
+    "cast": {
+        "layers": "1",
+        "kind": "forward",
+        "role": "input",
+        "action": "record",
+        "cast": {"to": "float8_e5m2", "scale": 1e5},
+    },
+    "blocks": {
+        "layers": "1",
+        "kind": "forward",
+        "role": "input",
+        "action": "record",
+        "stats": "numel",
+        "cast": "mxfp8_e4m3",
+    },
     "evaluated": {"layers": "1", "kind": "forward", "action": "record", "spectrum": 1, "phase": "eval"},
 }
 RULES: dict[str, Any] = {
@@ -31,6 +46,9 @@ RULES: dict[str, Any] = {
     "both": {"watch": ["router", "seen"], "stat": "dead_experts", "above": 2},
     "large": {"watch": "evaluated", "stat": "spectral_norm", "above": 5},
     "named": {"watch": "custom", "stat": "cv", "above": 1.0},
+    "overflow": {"rule": "overflow", "above": 0.1, "for": 2},
+    "lost": {"rule": "quantization_error", "above": 1e-5, "hook": "cast"},
+    "underflow": {"watch": "cast", "stat": "underflow_fraction", "above": 0.01},
     "norm": {"watch": "seen", "stat": "l2", "above": 1e6},
 }
 
@@ -49,7 +67,7 @@ def test_rules_decide_afterwards_as_they_did_live(tmp_path: Path, again: bool) -
                 model(100 * batch)
             probe.end_step()
     run = instrument.load(tmp_path / "run")
-    names = [name for name in RULES if name != "norm"]
+    names = [name for name in RULES if name not in ("norm", "underflow")]
     live = [(row["rule"], row["step"], row["value"], row["location"]) for row in run.events.to_dict("records")]
     live = [event for event in live if event[0] in RULES]
     after = [(event.rule, event.step, event.value, event.location) for event in rule_events(run, parse_rules(RULES))]

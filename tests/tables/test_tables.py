@@ -45,6 +45,7 @@ def sink() -> instrument.MemorySink:
         "e": {**record, "layers": "0", "stats": "none", "experts": 1, "capacity_factor": 1.0},
         "p": {**record, "layers": "logits", "stats": "none", "position_losses": True},
         "a": {"kind": "collective", "action": "record"},
+        "n": {**record, "layers": "0", "stats": "none", "cast": "nvfp4"},
     }
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
@@ -105,9 +106,9 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives"]
+    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives", "casts"]
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
-    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses"):
+    for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses", "casts"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     effects = ["numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor", "held"]

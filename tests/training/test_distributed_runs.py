@@ -51,6 +51,8 @@ hooks:
   moved:    {layers: "**", kind: step_post, role: update, action: record, stats: [default, update_ratio]}
   weights:  {layers: "**", kind: step_post, role: param, action: record, stats: [default, dead_fraction], spectrum: 12}
   routed:   {layers: "layers.*", kind: forward, action: record, stats: [softmax_entropy, z_loss], spectrum: 5, experts: 2}
+  casted:   {layers: "layers.**", kind: forward, action: record, stats: none, cast: {to: float8_e4m3fn, scale: 0.01}}
+  blocks:   {layers: "layers.**", kind: step_post, role: param, params: weight, action: record, stats: none, cast: mxfp8_e4m3}
   tame:     {layers: "layers.1.**", kind: parameter_grad, action: clip, norm: 0.05}
   each:     {layers: "layers.2", kind: parameter_grad, action: clip, quantile: 0.9}
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
@@ -207,6 +209,20 @@ def test_reduced_loads_of_experts(runs: Runs, variant: str) -> None:
     logits = side_by_side(runs, variant, "stats", KEYS)
     for name in ("softmax_entropy", "z_loss"):
         assert_close(logits[logits["hook"] == "routed"], name)
+
+
+@pytest.mark.parametrize("variant", MERGED)
+def test_reduced_casts(runs: Runs, variant: str) -> None:
+    both = side_by_side(runs, variant, "casts", KEYS)
+    assert set(both["hook"]) == {"casted", "blocks"}
+    assert (both["underflow_fraction"] > 0).any()
+    for name, tolerance in (("underflow_fraction", 0.01), ("overflow_fraction", 0.01), ("quantization_error", 0.0)):
+        assert both[f"{name}_there"].tolist() == pytest.approx(both[name].tolist(), abs=tolerance, rel=1e-3)
+    assert both["scale_there"].dropna().unique().tolist() == [pytest.approx(0.01)]
+    for _, row in both[both["hook"] == "blocks"].iterrows():
+        assert row["block_errors_there"][3] == pytest.approx(
+            row["block_errors"][3], rel=0.1
+        )  # the median, from sketches
 
 
 @pytest.mark.parametrize("variant", MERGED)

@@ -1,0 +1,79 @@
+"""Heat maps of what casts to narrow formats would lose, by layer and format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.load import Run
+from ..analysis.plot_data import forward_order, rank_in
+from .axes_and_scales import (
+    add_hatch,
+    add_legend,
+    colour_bar,
+    height_of,
+    label_columns,
+    label_locations,
+    new_figure,
+    plain,
+    width_of,
+    write_numbers,
+)
+from .source import check_columns, table_of
+from .style import MAGNITUDE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELL = 0.42  # width of a cell, in inches
+VALUES = ("quantization_error", "underflow_fraction")
+TITLES = ("signal-to-noise ratio [dB]", "underflows [%]")
+
+
+def casts(run: Run | pd.DataFrame) -> Figure:
+    """Plot the signal-to-noise ratio of casts, -10 log10(quantization_error) in dB, and the fraction of underflows in percent.
+
+    Rows are layers in forward order, columns are hooks with the format of their cast. Errors and fractions are means over the recorded
+    steps, calls and tensors of a layer.
+
+    Args:
+        run: A run, or rows of its table `casts`. The layers of a DataFrame are ordered by row.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        InstrumentError: The table has no rows, or matplotlib is not installed.
+    """
+    table = table_of(run, "casts")
+    check_columns(table, "casts", ("format", *VALUES))
+    frame = table[~table["recompute"]]
+    frame = frame.assign(cast=frame["hook"].astype(str) + ": " + frame["format"].astype(str))
+    layers, labels = (list(dict.fromkeys(frame[name].astype(str))) for name in ("layer", "cast"))
+    layers.sort(key=rank_in(forward_order(run)))
+    error, underflow = (
+        frame.groupby(["layer", "cast"], observed=True)[name].mean().unstack().reindex(index=layers, columns=labels)
+        for name in VALUES
+    )
+    ratio = -10.0 * np.log10(error.where(error > 0).to_numpy(np.float64))
+    percent = 100.0 * underflow.to_numpy(np.float64)
+    width, height = max(1.6, CELL * len(labels)), height_of(len(layers))
+    names = [layer or "." for layer in layers]
+    figure = new_figure(2 * (width + 0.9) + width_of(names), height + width_of(labels) + 0.8)
+    for axes, values, title, least in zip(
+        figure.subplots(1, 2, sharey=True), (ratio, percent), TITLES, (None, 0.0), strict=True
+    ):
+        most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
+        cells = axes.pcolormesh(np.ma.masked_invalid(values), cmap=MAGNITUDE, vmin=least, vmax=most)
+        axes.set_title(title, fontsize=10)
+        label_locations(axes, names, middle=0.5)
+        label_columns(axes, [plain(label) for label in labels], width)
+        if np.isnan(values).any():
+            add_hatch(axes, 0, len(labels), "not recorded, zero, or without an error")
+        write_numbers(axes, values, cells, width)
+        colour_bar(axes, cells, title, height)
+    figure.axes[0].set_ylabel("layer, in forward order")
+    add_legend(figure)
+    return figure
