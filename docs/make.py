@@ -256,7 +256,7 @@ def statistics_page() -> str:
                 f"{NOTICE}\n# Statistics",
                 "Statistics are computed over the n finite values x of a tensor. NaN and infinities are counted separately. Counts, "
                 "minimum and maximum are exact. The other statistics agree with a float64 computation to 1e-5, for every dtype. If a "
-                "tensor has no finite value, every statistic except the counts is null.",
+                "tensor has no finite value, every statistic except the counts and the fingerprint is null.",
                 statistics(),
                 "Select statistics with the field `stats` of a record hook: `default`, `all`, `none`, or a list. The fields "
                 "`quantiles` and `histogram` record distributions ([record](actions.md#record)).",

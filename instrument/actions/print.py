@@ -48,7 +48,9 @@ def line_of(text: str, names: Sequence[str], values: Sequence[float | None]) -> 
     """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero."""
     cells = dict(zip(names, values, strict=True))
     shown = [
-        f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in cells.items() if name not in COUNTS
+        f"{name} {'-' if value is None else value if name == 'fingerprint' else f'{value:.4g}'}"
+        for name, value in cells.items()
+        if name not in COUNTS
     ]
     shown += [
         f"{cells[name]:,.0f} {text}" for name, text in (("nan_count", "NaN"), ("inf_count", "Inf")) if cells.get(name)

@@ -520,12 +520,14 @@ class StatisticsRows(SlabRows):
 
     def fingerprints(self) -> Iterator[RecordedFingerprint]:
         """Yield the fingerprints in training steps of tensors that all data-parallel processes have."""
+        if "fingerprint" not in self.layout.requested:
+            return
         columns = Sums(self.taken.numbers).bits.tolist(), self.taken.moments_of_rows, self.sites, self.layout.names
         for value, moment, site, names in zip(*columns, strict=True):
             _, _, layer, _, kind, role, path, *_, scope = site
             is_local_replica = scope == "local" and scope_of(KINDS[kind], role, "ddp") == "averaged"
             if "fingerprint" in names and moment.phase == "train" and (scope == "averaged" or is_local_replica):
-                yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
+                yield RecordedFingerprint(moment.step, layer, kind, role, path, scope, site[1:-1], value)
 
     def number_columns(self) -> list[Column]:
         columns: list[Column] = self.layout.no_values[:-1]

@@ -48,6 +48,7 @@ class RecordedFingerprint(NamedTuple):
     """The fingerprint of a parameter, its update or gradient, or of a part of the optimizer state that all processes have.
 
     Attributes:
+        scope: `averaged`, or `local` if it is unknown how the processes train together.
         identity: The identity columns of the row of statistics, without the rank and the scope.
     """
 
@@ -56,6 +57,7 @@ class RecordedFingerprint(NamedTuple):
     kind: str
     role: str
     path: str
+    scope: str
     identity: tuple[Any, ...]
     value: int
 

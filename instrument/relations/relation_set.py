@@ -84,7 +84,7 @@ class RelationSet(InertWhenCopied):
     @property
     def reads_fingerprints(self) -> bool:
         """Whether a relation reads the fingerprints that hooks record; see `Training.fingerprints`."""
-        return any("fingerprints" in relation.sources for relation in self._relations.values())
+        return has_processes() and any("fingerprints" in relation.sources for relation in self._relations.values())
 
     def _on_batch(self, batch: LoaderBatch) -> None:
         if len(self.training.batches) >= _MAX_BATCHES:

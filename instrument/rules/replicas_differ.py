@@ -15,8 +15,8 @@ class ReplicasDifferRule(RuleBase):
 
     It reads what hooks of the kinds `step_pre`, `step_post` and `parameter_grad` record with `stats: [fingerprint]`, and names the
     first step, the tensor and the ranks. Data-parallel processes apply equal gradients to equal parameters (Li et al., VLDB 2020), so
-    that any difference is a fault of the program, the network or the hardware. Without a wrapper, the rule assumes that the loop keeps
-    the processes equal.
+    that any difference is a fault of the program, the network or the hardware. Without a wrapper, the fingerprints have to be equal after
+    an earlier step.
     """
 
     rule: Literal["replicas_differ"]

@@ -331,6 +331,8 @@ def unreachable_bound(name: str, above: float | None, below: float | None) -> st
     """Return why a built-in statistic can never be above or below a number; None if it can."""
     unit = statistic_of(name).unit
     is_fraction = unit in ("fraction", "units")
+    if unit == "bits":
+        return f"{name} is no quantity: its values can only be equal or not"
     if is_fraction and above is not None and above >= 1:
         return f"above ({above:g}) cannot be reached: {name} is at most 1"
     if (is_fraction or unit == "count" or name in NONNEGATIVE) and below is not None and below <= 0:

@@ -115,12 +115,15 @@ def communicate() -> list[str]:
     return [row["text"] for row in table if row["relation"] == "looks_ahead"]
 
 
-def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str | None, int, str]]:
+def train_with_fingerprints(
+    fault: str = "", at: int = STEPS - 1, *, is_wrapped: bool = True, is_averaged: bool = True
+) -> list[tuple[str | None, int, str]]:
     """Train with fingerprints of updates and parameters, and a fault of rank 1 in one step. Return the events of the rule, and of
     the same rule afterwards.
     """
     torch.manual_seed(0)
-    model, step, is_faulty = DistributedDataParallel(nn.Linear(4, 3)), 0, dist.get_rank() == 1 and bool(fault)
+    plain, step, is_faulty = nn.Linear(4, 3), 0, dist.get_rank() == 1 and bool(fault)
+    model: Any = DistributedDataParallel(plain) if is_wrapped else plain
 
     def message(state: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         def received(future: torch.futures.Future[list[Tensor]]) -> Tensor:
@@ -130,7 +133,9 @@ def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str |
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(received)
 
     message.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}  # no strings
-    model.register_comm_hook(None, message)
+    if is_wrapped:
+        model.register_comm_hook(None, message)
+    torch.manual_seed(dist.get_rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooks = {
         "bits": {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": ["fingerprint"]}
@@ -140,11 +145,13 @@ def train_with_fingerprints(fault: str, at: int = STEPS - 1) -> list[tuple[str |
         with instrument.attach(model, hooks, optimizer=optimizer, rules=rules) as probe:
             for step in range(STEPS):
                 if fault == "swapped" and is_faulty and step == at:
-                    bias = model.module.bias.detach()
+                    bias = plain.bias.detach()
                     bias[:2] = bias[:2].flip(0)
                 loss = model(torch.randn(8, 4)).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
+                for parameter in plain.parameters() if is_averaged and not is_wrapped else ():
+                    dist.all_reduce(parameter.grad)
                 optimizer.step()
                 probe.end_step(loss=loss)
         live = probe.events[probe.events["rule"] == "replicas"]
@@ -190,7 +197,10 @@ def main() -> None:
         "other_starts": train(by_hand=True, seeds=(0, 1)),
         "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "without_loss": train(by_hand=True, is_wrapped=False, seeds=(0, 1), factor=0.0),
-        "healthy_fingerprints": train_with_fingerprints(""),
+        "healthy_fingerprints": train_with_fingerprints(),
+        "independent_fingerprints": train_with_fingerprints(is_wrapped=False, is_averaged=False),
+        "averaged_fingerprints": train_with_fingerprints(is_wrapped=False),
+        "swapped_by_hand": train_with_fingerprints("swapped", is_wrapped=False),
         "zeroed": train_with_fingerprints("zeroed", 3),
         "swapped": train_with_fingerprints("swapped"),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),

@@ -299,3 +299,12 @@ def test_models_of_libraries_have_the_fingerprints_of_their_tensors(name: str) -
     found = probe.stats.drop_duplicates("layer").set_index("layer")["fingerprint"].to_dict()
     assert len(outputs) > 5
     assert {path: found[path] for path in outputs} == {path: expected(output) for path, output in outputs.items()}
+
+
+def test_fingerprint_is_printed_exactly_and_has_no_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    tensor = torch.randn(3, 4)
+    hooks = {"shown": {"layers": ".", "kind": "forward", "action": "print", "stats": ["fingerprint"]}}
+    forward_steps(nn.Identity(), hooks, [tensor])
+    assert f"fingerprint {expected(tensor)}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="fingerprint is no quantity"):
+        parse_rules({"high": {"watch": "shown", "stat": "fingerprint", "above": 1}})
