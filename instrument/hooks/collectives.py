@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,11 @@ class _Call:
             tensors = hooks.act(self, role, tensors)
         return tensors
 
+    def miss(self) -> None:
+        """Count the results as missed: nothing has waited for them."""
+        for hooks in self.names:
+            hooks.miss(self)
+
     def finish(self) -> None:
         """Run the hooks on what this process received, and write the rows of the complete operation."""
         seconds = time.perf_counter() - self.started_at
@@ -119,7 +125,7 @@ class CollectiveHooks(HookGroup):
 
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
-        for work in [*_unawaited]:
+        for work in [*_works]:
             with work.lock:
                 if work.call is not None and self in work.call.names:
                     self.miss(work.call)
@@ -135,6 +141,8 @@ class CollectiveHooks(HookGroup):
             if self._counted_at != self.clock.micro_step_index:
                 self._counts.clear()
                 self._counted_at = self.clock.micro_step_index
+                if not getattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 1)():
+                    _unawaited.clear()  # of works that only Python can wait for
             index = self._counts[call.operation]
             self._counts[call.operation] += 1
         if any(attached.is_scheduled for attached in self.attached_hooks):
@@ -155,7 +163,7 @@ class CollectiveHooks(HookGroup):
         return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
 
     def miss(self, call: _Call) -> None:
-        """Count the results of an operation that nothing has waited for."""
+        """Count the results of an operation as missed; see `_Call.miss`."""
         for _, _, attached in self._selected(call, "output", len(call.outputs)):
             attached.count_missed_opportunity(NOT_AWAITED)
 
@@ -226,8 +234,7 @@ class _Kernel:
             observed = _ObservedWork(work, call).boxed()
             return (*others, observed) if others else observed
         else:
-            for hooks in call.names:
-                hooks.miss(call)
+            call.miss()
         return result
 
 
@@ -253,7 +260,12 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         super().__init__()
         self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
-        _unawaited.add(self)  # C++ keeps no reference to the Python object
+        _works.add(self)
+        _unawaited.add(self)  # functional collectives keep no reference to the Python object
+
+    def __del__(self) -> None:
+        if self.call is not None:
+            self.call.miss()
 
     def finish(self) -> None:
         """Run the hooks on the result, once."""
@@ -293,4 +305,5 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
 _attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
+_works: WeakSet[_ObservedWork] = WeakSet()
 _unawaited: set[_ObservedWork] = set()
