@@ -118,10 +118,10 @@ class CollectiveHooks(HookGroup):
         if len(_attached) == 1:
             _libraries.append(torch.library.Library("c10d", "IMPL"))
             for operation, names in _OPERATORS.items():
-                for operator in (
-                    getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)
-                ):
-                    _libraries[0].impl(operator, _Kernel(operator, operation), "BackendSelect", with_keyset=True)
+                for operator in (getattr(torch.ops.c10d, name, None) for name in names):
+                    if operator is not None:
+                        kernel = _Kernel(operator.default, operation)
+                        _libraries[0].impl(operator.default, kernel, "BackendSelect", with_keyset=True)
 
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
@@ -260,6 +260,7 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         super().__init__()
         self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
+        self.result, self.block_current_stream = work.result, getattr(work, "block_current_stream", None)
         _works.add(self)
         _unawaited.add(self)  # functional collectives keep no reference to the Python object
 
@@ -282,16 +283,10 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
     synchronize = wait
 
-    def block_current_stream(self) -> None:
-        self.work.block_current_stream()
-
     def is_completed(self) -> bool:
         if is_completed := bool(self.work.is_completed()):
             self.finish()
         return is_completed
-
-    def result(self) -> Any:
-        return self.work.result()
 
     def get_future(self) -> Any:
         def then(future: Any) -> Any:
