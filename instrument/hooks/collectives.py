@@ -52,18 +52,18 @@ class _Call:
 
     Attributes:
         operation: Its name.
+        outputs: The tensors that this process receives.
         reduction: How it combines the tensors: sum, avg, ...; None if it does not.
         group: The processes.
-        outputs: The tensors that this process receives.
         names: Its name with its index in the micro-step, for each group of hooks that observes it.
         rows: The record hooks that fired, with the path and the tensor.
         started_at: When it began, in seconds; see `time.perf_counter`.
     """
 
     operation: str
-    reduction: str | None
-    group: Any
     outputs: Sequence[Tensor]
+    reduction: str | None = None
+    group: Any = None
     names: dict[CollectiveHooks, str] = field(default_factory=dict)
     rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)
     started_at: float = 0.0
@@ -203,16 +203,16 @@ class _Kernel:
 
     def __call__(self, keyset: Any, *args: Any) -> Any:
         outputs = _tensors(args[0])
-        given = dict(zip(self.names, args, strict=False))  # without default values at the end
-        group, reduction = dist.ProcessGroup.unbox(given["process_group"]), None
-        if "reduce_op" in given:
-            reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
-        call = _Call(self.operation, reduction, group, outputs)
+        call = _Call(self.operation, outputs)
         if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
             for hooks in [*_attached]:
                 hooks.begin(call)
         if not call.names:
             return self.operator.redispatch(keyset & _BELOW, *args)
+        given = dict(zip(self.names, args, strict=False))  # without default values at the end
+        group = call.group = dist.ProcessGroup.unbox(given["process_group"])
+        if "reduce_op" in given:
+            call.reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         is_root = given.get("root_rank", group.rank()) == group.rank()
         inputs = _tensors(args[self.input_at]) if is_root or self.operation not in ("broadcast", "scatter") else ()
         sent = call.act("input", inputs)
