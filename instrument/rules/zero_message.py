@@ -17,7 +17,7 @@ READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  #
 class ZeroMessageRule(PersistentRule):
     """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
 
-    A lost message, a corrupted buffer or a process without data is the cause. It is certain in the step in which it happens.
+    Possible causes are a lost message, a corrupted buffer, and a process without data.
     """
 
     rule: Literal["zero_message"]

@@ -270,6 +270,21 @@ def test_selection_of_operations_and_paths() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+def test_phases_and_counts_during_the_block() -> None:
+    hooks = {"trained": RECORD, "evaluated": {**RECORD, "phase": "eval"}}
+    with instrument.attach(nn.Identity(), hooks) as probe:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))
+            probe.end_step()
+        with probe.evaluating():
+            dist.all_reduce(torch.ones(2))
+        assert [row["fired"] for row in probe.coverage()] == [2, 1]
+    assert [row["expected"] for row in probe.coverage()] == [2, 1]
+    rows = probe.stats[["step", "phase", "hook", "numel"]].to_numpy().tolist()
+    assert rows == [[0, "train", "trained", 3], [1, "train", "trained", 3], [2, "eval", "evaluated", 2]]
+
+
+@pytest.mark.usefixtures("process_group")
 def test_fraction_of_messages_is_drawn_with_the_seed() -> None:
     hooks = {"fault": {"kind": "collective", "action": "scale", "factor": 0.0, "fraction": 0.25}}
     runs = []
