@@ -48,25 +48,16 @@ _Work: Any = dist.Work if dist.is_available() else object
 
 @dataclass(eq=False)
 class _Call:
-    """One collective operation.
-
-    Attributes:
-        operation: Its name.
-        outputs: The tensors that this process receives.
-        reduction: How it combines the tensors: sum, avg, ...; None if it does not.
-        group: The processes.
-        names: Its name with its index in the micro-step, for each group of hooks that observes it.
-        rows: The record hooks that fired, with the path and the tensor.
-        started_at: When it began, in seconds; see `time.perf_counter`.
-    """
+    """One collective operation."""
 
     operation: str
-    outputs: Sequence[Tensor]
-    reduction: str | None = None
+    outputs: Sequence[Tensor]  # what this process receives
+    reduction: str | None = None  # how it combines tensors: sum, avg, ...
     group: Any = None
+    # Its name with its index in the micro-step, for each group of hooks that observes it.
     names: dict[CollectiveHooks, str] = field(default_factory=dict)
-    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)
-    started_at: float = 0.0
+    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)  # the firings of record hooks
+    started_at: float = 0.0  # in seconds
 
     def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
@@ -103,11 +94,7 @@ class CollectiveHooks(HookGroup):
         self._counted_at = -1
 
     def attach(self) -> None:
-        """Observe the operations of this process.
-
-        Raises:
-            ConfigError: A spec names a process that does not exist.
-        """
+        """Observe the operations of this process. A spec with the rank of no process raises a `ConfigError`."""
         if not dist.is_available():
             return
         for spec in (attached.site.spec for attached in self.attached_hooks if dist.is_initialized()):
