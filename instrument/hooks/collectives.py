@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -47,31 +48,27 @@ _Work: Any = dist.Work if dist.is_available() else object
 
 @dataclass(eq=False)
 class _Call:
-    """One collective operation.
-
-    Attributes:
-        operation: Its name.
-        reduction: How it combines the tensors: sum, avg, ...; None if it does not.
-        group: The processes.
-        outputs: The tensors that this process receives.
-        names: Its name with its index in the micro-step, for each group of hooks that observes it.
-        rows: The record hooks that fired, with the path and the tensor.
-        started_at: When it began, in seconds; see `time.perf_counter`.
-    """
+    """One collective operation."""
 
     operation: str
-    reduction: str | None
-    group: Any
-    outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]  # what this process receives
+    reduction: str | None = None  # how it combines tensors: sum, avg, ...
+    group: Any = None
+    # Its name with its index in the micro-step, for each group of hooks that observes it.
     names: dict[CollectiveHooks, str] = field(default_factory=dict)
-    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)
-    started_at: float = 0.0
+    rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)  # the firings of record hooks
+    started_at: float = 0.0  # in seconds
 
     def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
         for hooks in self.names:
             tensors = hooks.act(self, role, tensors)
         return tensors
+
+    def miss(self) -> None:
+        """Count the results as missed: nothing has waited for them."""
+        for hooks in self.names:
+            hooks.miss(self)
 
     def finish(self) -> None:
         """Run the hooks on what this process received, and write the rows of the complete operation."""
@@ -97,11 +94,7 @@ class CollectiveHooks(HookGroup):
         self._counted_at = -1
 
     def attach(self) -> None:
-        """Observe the operations of this process.
-
-        Raises:
-            ConfigError: A spec names a process that does not exist.
-        """
+        """Observe the operations of this process. A spec with the rank of no process raises a `ConfigError`."""
         if not dist.is_available():
             return
         for spec in (attached.site.spec for attached in self.attached_hooks if dist.is_initialized()):
@@ -112,14 +105,14 @@ class CollectiveHooks(HookGroup):
         if len(_attached) == 1:
             _libraries.append(torch.library.Library("c10d", "IMPL"))
             for operation, names in _OPERATORS.items():
-                for operator in (
-                    getattr(torch.ops.c10d, name).default for name in names if hasattr(torch.ops.c10d, name)
-                ):
-                    _libraries[0].impl(operator, _Kernel(operator, operation), "BackendSelect", with_keyset=True)
+                for operator in (getattr(torch.ops.c10d, name, None) for name in names):
+                    if operator is not None:
+                        kernel = _Kernel(operator.default, operation)
+                        _libraries[0].impl(operator.default, kernel, "BackendSelect", with_keyset=True)
 
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
-        for work in [*_unawaited]:
+        for work in [*_works]:
             with work.lock:
                 if work.call is not None and self in work.call.names:
                     self.miss(work.call)
@@ -135,6 +128,8 @@ class CollectiveHooks(HookGroup):
             if self._counted_at != self.clock.micro_step_index:
                 self._counts.clear()
                 self._counted_at = self.clock.micro_step_index
+                if not getattr(torch._C._distributed_c10d, "_get_work_registry_size", lambda: 1)():
+                    _unawaited.clear()  # of works that only Python can wait for
             index = self._counts[call.operation]
             self._counts[call.operation] += 1
         if any(attached.is_scheduled for attached in self.attached_hooks):
@@ -155,7 +150,7 @@ class CollectiveHooks(HookGroup):
         return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
 
     def miss(self, call: _Call) -> None:
-        """Count the results of an operation that nothing has waited for."""
+        """Count the results of an operation as missed; see `_Call.miss`."""
         for _, _, attached in self._selected(call, "output", len(call.outputs)):
             attached.count_missed_opportunity(NOT_AWAITED)
 
@@ -195,16 +190,16 @@ class _Kernel:
 
     def __call__(self, keyset: Any, *args: Any) -> Any:
         outputs = _tensors(args[0])
-        given = dict(zip(self.names, args, strict=False))  # without default values at the end
-        group, reduction = dist.ProcessGroup.unbox(given["process_group"]), None
-        if "reduce_op" in given:
-            reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
-        call = _Call(self.operation, reduction, group, outputs)
+        call = _Call(self.operation, outputs)
         if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
             for hooks in [*_attached]:
                 hooks.begin(call)
         if not call.names:
             return self.operator.redispatch(keyset & _BELOW, *args)
+        given = dict(zip(self.names, args, strict=False))  # without default values at the end
+        group = call.group = dist.ProcessGroup.unbox(given["process_group"])
+        if "reduce_op" in given:
+            call.reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         is_root = given.get("root_rank", group.rank()) == group.rank()
         inputs = _tensors(args[self.input_at]) if is_root or self.operation not in ("broadcast", "scatter") else ()
         sent = call.act("input", inputs)
@@ -226,8 +221,7 @@ class _Kernel:
             observed = _ObservedWork(work, call).boxed()
             return (*others, observed) if others else observed
         else:
-            for hooks in call.names:
-                hooks.miss(call)
+            call.miss()
         return result
 
 
@@ -253,7 +247,13 @@ class _ObservedWork(_Work):  # type: ignore[misc]
         super().__init__()
         self.work, self.lock = work, threading.Lock()
         self.call: _Call | None = call
-        _unawaited.add(self)  # C++ keeps no reference to the Python object
+        self.result, self.block_current_stream = work.result, getattr(work, "block_current_stream", None)
+        _works.add(self)
+        _unawaited.add(self)  # functional collectives keep no reference to the Python object
+
+    def __del__(self) -> None:
+        if self.call is not None:
+            self.call.miss()
 
     def finish(self) -> None:
         """Run the hooks on the result, once."""
@@ -270,16 +270,10 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
     synchronize = wait
 
-    def block_current_stream(self) -> None:
-        self.work.block_current_stream()
-
     def is_completed(self) -> bool:
         if is_completed := bool(self.work.is_completed()):
             self.finish()
         return is_completed
-
-    def result(self) -> Any:
-        return self.work.result()
 
     def get_future(self) -> Any:
         def then(future: Any) -> Any:
@@ -293,4 +287,5 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
 _attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
+_works: WeakSet[_ObservedWork] = WeakSet()
 _unawaited: set[_ObservedWork] = set()

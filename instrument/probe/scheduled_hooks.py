@@ -48,6 +48,7 @@ class ScheduledHooks:
         self._schedules: dict[str, Schedule] = {}  # by spec
         self._is_scheduled: dict[str, bool] = {}
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
+        self._operation_hooks = [attached for attached in attached_hooks if attached.frequency == "operation"]
         self._counted: list[AttachedHook] = []  # those that are scheduled
         self._is_sampled = is_sampled
         self._is_on = is_on
@@ -124,7 +125,8 @@ class ScheduledHooks:
 
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
-        for attached in update_counts(self._counted):
+        on_operations = [each for each in self._operation_hooks if each.has_opportunities]
+        for attached in (*update_counts(self._counted), *on_operations):
             attached.update_coverage()
         self.clock.micro_step_index += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)

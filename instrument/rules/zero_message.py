@@ -17,7 +17,7 @@ READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  #
 class ZeroMessageRule(PersistentRule):
     """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
 
-    A lost message, a corrupted buffer or a process without data is the cause. It is certain in the step in which it happens.
+    Possible causes are a lost message, a corrupted buffer, and a process without data.
     """
 
     rule: Literal["zero_message"]
@@ -31,15 +31,15 @@ class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
     advice = "Compare the messages of all processes in this step, and check the device and the network of this process."
     requires = "the input and the output of kind collective with the statistic zero_fraction, in two hooks"
     statistics = ("zero_fraction",)
-    merge = np.fmin
 
     def selects(self, location: Location) -> bool:
         return location.kind == "collective"
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        zero = chosen.values(rows.column("zero_fraction"), self.merge)
-        numel = chosen.values(rows.counts("numel"), self.merge)
-        of_path = {(each.path, each.role): value for each, value in zip(chosen.locations, zero, strict=True)}
+        # Each micro-step has a message of the same path.
+        zero, least = (chosen.values(rows.column("zero_fraction"), merge) for merge in (np.fmax, np.fmin))
+        numel = chosen.values(rows.counts("numel"), np.fmin)
+        of_path = {(each.path, each.role): value for each, value in zip(chosen.locations, least, strict=True)}
         other = {"input": "output", "output": "input"}
         others = np.array([of_path.get((each.path, other[each.role]), np.nan) for each in chosen.locations])
         is_read = np.array([each.path.startswith(READ[each.role]) for each in chosen.locations])

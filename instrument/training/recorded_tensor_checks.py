@@ -54,11 +54,7 @@ def recording_problems(
     """
     problems = {}
     for name, spec in plan.specs.items():
-        if (
-            not isinstance(spec, RecordedSpec)
-            or spec.run is None
-            or spec.definition.frequency in ("occasion", "operation")
-        ):
+        if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
             continue
         batches, due = batches_by_phase[spec.phase], firings_of(spec, length).steps
         locations = _locations(plan, spec, batches.inferred)

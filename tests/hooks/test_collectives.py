@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from instrument.config.parse import parse_rules
 from instrument.tables.kinds import COLLECTIVES
 
 RECORD: dict[str, Any] = {"kind": "collective", "action": "record"}
+GOT = {**RECORD, "role": "output"}
 FIRST, SECOND = [10.0, 11.0], [20.0, 21.0]
 SUM = [30.0, 32.0]
 # By operation: what is sent and received in rank 0 and in rank 1, by the suffix of the path.
@@ -209,16 +211,28 @@ def record(hooks: dict[str, Any], *, wait: bool = True, steps: int = 1) -> Any:
 @pytest.mark.usefixtures("process_group")
 def test_result_that_is_not_awaited_is_in_coverage() -> None:
     with pytest.warns(match="did not wait for the result"):
-        probe = record({"got": {**RECORD, "role": "output"}}, wait=False)
+        probe = record({"got": GOT}, wait=False)
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
     assert "did not wait for the result" in row["cause"]
 
 
 @pytest.mark.usefixtures("process_group")
+def test_works_that_nothing_waits_for_are_freed() -> None:
+    tensors = []
+    with pytest.warns(match="fired 0 of 9 times"), instrument.attach(nn.Identity(), {"got": GOT}) as probe:
+        for _ in range(9):
+            tensors.append(weakref.ref(tensor := torch.ones(3)))
+            dist.all_reduce(tensor, async_op=True)
+            probe.end_step()
+        del tensor
+        assert sum(each() is not None for each in tensors) <= 1
+
+
+@pytest.mark.usefixtures("process_group")
 def test_asynchronous_work_behaves_like_that_of_the_group() -> None:
     tensor = torch.ones(3)
-    with instrument.attach(nn.Identity(), {"got": {**RECORD, "role": "output"}}) as probe:
+    with instrument.attach(nn.Identity(), {"got": GOT}) as probe:
         work: Any = dist.all_reduce(tensor, async_op=True)
         (value,) = work.get_future().wait()
         assert value.tolist() == [1.0] * 3
@@ -253,6 +267,21 @@ def test_selection_of_operations_and_paths() -> None:
         "late": [*both, "all_gather.0"],
         "elsewhere": [*both, "all_gather.0"] * 2,
     }
+
+
+@pytest.mark.usefixtures("process_group")
+def test_phases_and_counts_during_the_block() -> None:
+    hooks = {"trained": RECORD, "evaluated": {**RECORD, "phase": "eval"}}
+    with instrument.attach(nn.Identity(), hooks) as probe:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))
+            probe.end_step()
+        with probe.evaluating():
+            dist.all_reduce(torch.ones(2))
+        assert [row["fired"] for row in probe.coverage()] == [2, 1]
+    assert [row["expected"] for row in probe.coverage()] == [2, 1]
+    rows = probe.stats[["step", "phase", "hook", "numel"]].to_numpy().tolist()
+    assert rows == [[0, "train", "trained", 3], [1, "train", "trained", 3], [2, "eval", "evaluated", 2]]
 
 
 @pytest.mark.usefixtures("process_group")

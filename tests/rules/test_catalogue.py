@@ -174,6 +174,12 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
 }
 
 
+def test_zero_message_of_one_micro_step_is_found() -> None:
+    first, second = messages(0.5, 0.5), messages(1.0, 0.9)
+    (event,) = fired("zero_message", [Step(rows=[*first["rows"], *second["rows"]])])
+    assert "all_reduce.0 input" in event.message
+
+
 def test_every_rule_has_a_case_and_an_advice() -> None:
     assert CASES.keys() == RULES.keys() - {"reference"} == default_rules().keys()  # see test_reference.py
     for name, rule in RULES.items():
