@@ -259,7 +259,8 @@ def _compared(diff: Diff) -> Iterator[str]:
     rows = diff.layers["rows"].sum()
     tensors = f" and {diff.tensors['tensors'].sum():,} recorded tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
-    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
+    what = f"{rows:,} rows{tensors} at {len(diff.layers):,} locations" if len(diff.layers) else "operators"
+    yield f"compared: {what}, {when}"
     other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")
     for (a, b), same in other.groupby(["dtype_a", "dtype_b"]):
         more = f" and {len(same) - 1:,} other locations" if len(same) > 1 else ""

@@ -40,22 +40,15 @@ _TORCH, _PACKAGE = (
     f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules[__package__.partition(".")[0]])
 )
 # Code of this package that measures: its operators are not those of the training. Functions with these names call functions of others.
-_OWN, _PASSING = ("hooks/", "probe/", "stats/", "relations/", "rules/"), ("__torch_function__", "run", "call")
-_MEASURING = (
-    "actions/record.py",
-    "actions/measurement.py",
-    "actions/activation_sums.py",
-    "actions/gradient_statistics.py",
+_OWN = (
+    *("hooks/", "probe/", "stats/", "relations/", "rules/"),
+    *(f"actions/{name}.py" for name in ("record", "measurement", "activation_sums", "gradient_statistics")),
 )
+_PASSING = ("__torch_function__", "run", "call")
 _SHOWN = ("tasks/", "training/models.py")  # losses and models
 _LOOP = ("training/", "commands/")  # frames outside of these are not of the training
-_UNINITIALIZED = (
-    "empty",
-    "new_empty",
-    "resize",
-    "set_",
-    "_resize_output",
-)  # prefixes of operators whose result has no values yet
+# Operators whose result has no values yet: their names begin with one of these.
+_UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
 _COLLECTIVES = ("c10d", "_c10d_functional")  # their results can be incomplete when they return
 
 
@@ -165,7 +158,7 @@ class OperatorMode(TorchDispatchMode):
             has_values = operator.has_values and unreadable(part) is None
             layer = self._owners.get(id(tensor)) if location.layer is None else location.layer
             place = (*moment, self._clock.rank, number, location.part, layer, operator.name, location.source)
-            row = (*place, index, str(part.dtype).removeprefix("torch."), tuple(part.shape), operator.is_random)
+            row = (*place, index, str(part.dtype).removeprefix("torch."), list(part.shape), operator.is_random)
             is_strided = has_values and part.layout == torch.strided and not part.is_nested
             bits = fingerprint(part) if is_strided else None
             self._pending.append((row, measure(part) if has_values else None, bits))
@@ -243,13 +236,13 @@ def _kind(code: CodeType) -> str:
         return "backward"
     if file.startswith(f"{_TORCH}optim/"):
         return "optimizer"
-    if file.startswith(_TORCH) or file.startswith("<"):
+    if file.startswith((_TORCH, "<")) or "/torchinductor_" in file:  # generated code
         return ""
     if file.startswith(_PACKAGE):
         inside = file.removeprefix(_PACKAGE)
         if inside.startswith(_SHOWN):
             return f"instrument/{inside}"
-        if inside.startswith((*_OWN, *_MEASURING)):
+        if inside.startswith(_OWN):
             return "" if code.co_name in _PASSING else "own"
         return "action" if inside.startswith("actions/") else "end" if inside.startswith(_LOOP) else ""
     path = Path(file)

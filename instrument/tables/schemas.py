@@ -210,7 +210,7 @@ def _of_statistics(names: Iterable[str]) -> tuple[Column, ...]:
     return tuple(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in map(STATISTICS.__getitem__, names))
 
 
-OPERATOR_STATISTICS = ("nan_count", "inf_count", "min", "max", "mean", "l2")
+OPERATOR_STATISTICS = ("nan_count", "inf_count", "min", "max", "mean", "std", "l2")
 """The statistics of each output of an operator."""
 
 
