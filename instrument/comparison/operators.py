@@ -24,7 +24,20 @@ from .precision import Precision, coarsest, run_precision
 from .statistic_differences import decisive, relative_differences
 
 _COLUMNS = (
-    *("step", "rank", "part", "layer", "operator", "source", "output", "dtype", "shape", "random", "fingerprint"),
+    *(
+        "step",
+        "rank",
+        "part",
+        "layer",
+        "operator",
+        "source",
+        "output",
+        "dtype",
+        "shape",
+        "random",
+        "inputs",
+        "fingerprint",
+    ),
     *OPERATOR_STATISTICS,
 )
 _KEY = ("part", "name", "output", "shape")
@@ -190,9 +203,14 @@ def _details(one: OperatorDifference) -> Iterator[str]:
         if one.difference
         else "only the bits differ"
     )
-    if one.a["random"]:
-        yield "It draws random numbers, so the random states differ."
     count, equal = one.before
+    if one.a["inputs"] == one.b["inputs"]:
+        reason = (
+            "it draws random numbers, so the random states differ" if one.a["random"] else "this operator is the reason"
+        )
+        yield f"Its inputs are equal: {reason}."
+    elif count == equal and not any(one.between):
+        yield "Its inputs differ already: the weights, the state of the optimizer or the batch. Replay an earlier step."
     yield (
         f"All {count:,} outputs before it in this step are equal."
         if count == equal

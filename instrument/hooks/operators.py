@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -35,6 +35,7 @@ from .clock import Clock, take
 from .gradient_contribution import next_sequence_number
 
 Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]
+_FACTOR = 6364136223846793005  # of Knuth's linear congruential generator (MMIX)
 _MAX_PENDING = 4096  # rows that are kept until they are written
 _TORCH, _PACKAGE = (
     f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules[__package__.partition(".")[0]])
@@ -49,6 +50,7 @@ _SHOWN = ("tasks/", "training/models.py")  # losses and models
 _LOOP = ("training/", "commands/")  # frames outside of these are not of the training
 # Operators whose result has no values yet: their names begin with one of these.
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
+_OVERWRITING = ("copy_", "fill_", "zero_")  # in-place operators that do not read what they change
 _COLLECTIVES = ("c10d", "_c10d_functional")  # their results can be incomplete when they return
 
 
@@ -57,12 +59,14 @@ class _Operator(NamedTuple):
 
     Attributes:
         written: The positions and names of the arguments that it changes.
+        reads_written: Whether the result depends on the values of these arguments.
         has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
         is_random: Whether it draws random numbers.
     """
 
     name: str
     written: tuple[tuple[int, str], ...]
+    reads_written: bool
     has_values: bool
     is_random: bool
 
@@ -77,14 +81,16 @@ class _Location(NamedTuple):
 def _operator(function: Any) -> _Operator:
     schema = getattr(function, "_schema", None)
     if schema is None:  # a higher-order operator
-        return _Operator(str(function), (), has_values=True, is_random=False)
+        return _Operator(str(function), (), reads_written=True, has_values=True, is_random=False)
     namespace, _, name = schema.name.partition("::")
     written = tuple(
         (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     )
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     has_values = not (is_view or name.startswith(_UNINITIALIZED) or namespace in _COLLECTIVES)
-    return _Operator(str(function), written, has_values, torch.Tag.nondeterministic_seeded in function.tags)
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    reads_written = not (is_random or schema.overload_name.endswith("out") or name in _OVERWRITING)
+    return _Operator(str(function), written, reads_written, has_values, is_random)
 
 
 class OperatorMode(TorchDispatchMode):
@@ -109,7 +115,7 @@ class OperatorMode(TorchDispatchMode):
         self._sequence: list[int] = []
         self._origins: list[_Location] = []
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, Measured | None, Tensor | None]] = []
+        self._pending: list[tuple[Row, Tensor | None, Tensor | None, Measured | None]] = []
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -131,37 +137,37 @@ class OperatorMode(TorchDispatchMode):
             self._sequence.clear()
             self._origins.clear()
         location = self._locate(sys._getframe(1))
+        if location is None:
+            return func(*args, **kwargs)
+        operator = _operator(func)
+        inputs = _inputs(operator, args, kwargs) if operator.has_values else None
         result = func(*args, **kwargs)
-        if location is not None:
-            self._add(_operator(func), args, kwargs, result, location)
+        self._add(operator, inputs, _outputs(operator, args, kwargs, result), location)
         return result
 
     def flush(self) -> None:
         """Write the rows. Waits for devices."""
         rows = []
-        for row, measured, bits in take(self._pending):
+        for row, inputs, bits, measured in take(self._pending):
             numbers = (
                 [None] * len(OPERATOR_STATISTICS) if measured is None else measured.statistics(OPERATOR_STATISTICS)
             )
-            rows.append((*row, None if bits is None else int(bits), *numbers))
+            rows.append((*row, 0 if inputs is None else int(inputs), None if bits is None else int(bits), *numbers))
         if rows:
             self._write(rows)
 
-    def _add(
-        self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, location: _Location
-    ) -> None:
+    def _add(self, operator: _Operator, inputs: Tensor | None, outputs: Iterable[Tensor], location: _Location) -> None:
         """Add a row for each tensor that an operator returned or changed."""
         moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
         number, self._number = self._number, self._number + 1
-        for index, tensor in enumerate(_outputs(operator, args, kwargs, result)):
+        for index, tensor in enumerate(outputs):
             part = local_shard(tensor.detach())
             has_values = operator.has_values and unreadable(part) is None
             layer = self._owners.get(id(tensor)) if location.layer is None else location.layer
             place = (*moment, self._clock.rank, number, location.part, layer, operator.name, location.source)
             row = (*place, index, str(part.dtype).removeprefix("torch."), list(part.shape), operator.is_random)
-            is_strided = has_values and part.layout == torch.strided and not part.is_nested
-            bits = fingerprint(part) if is_strided else None
-            self._pending.append((row, measure(part) if has_values else None, bits))
+            bits = _bits(part) if has_values else None
+            self._pending.append((row, inputs, bits, measure(part) if has_values else None))
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
@@ -248,6 +254,24 @@ def _kind(code: CodeType) -> str:
     path = Path(file)
     below = [folder for folder in (Path.cwd(), *path.parents) if folder.name == "site-packages" or folder == Path.cwd()]
     return next((str(path.relative_to(folder)) for folder in below if path.is_relative_to(folder)), file)
+
+
+def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return a hash of the bits of all tensors that an operator reads; None if it reads none."""
+    unread = () if operator.reads_written else operator.written
+    values = [value for at, value in enumerate(args) if at not in [position for position, _ in unread]]
+    values += [value for name, value in kwargs.items() if name not in [written for _, written in unread]]
+    total = None
+    for _, tensor in iter_tensors(values):
+        part = local_shard(tensor.detach())
+        if unreadable(part) is None and (bits := _bits(part)) is not None:
+            # The factor distinguishes the order of the inputs.
+            total = bits if total is None else total.to(bits.device) * _FACTOR + bits
+    return total
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    return None if tensor.is_nested or tensor.layout != torch.strided else fingerprint(tensor)
 
 
 def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:

@@ -525,6 +525,7 @@ for _table in (
             dtype | label | | dtype of the tensor; numbers describe this process's shard of a sharded tensor
             shape | list<int32> | elements | shape of the tensor
             random | bool | | whether the operator draws random numbers
+            inputs | int64 | | hash of the bits of all tensors that the operator reads; 0 without any, and without new values
             fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,
                 uninitialized memory, collectives and tensors that cannot be read
             """,

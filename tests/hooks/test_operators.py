@@ -92,7 +92,7 @@ def test_recording_operators_changes_nothing(foreach: bool) -> None:
 
 class _Listing(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows: list[tuple[str, list[tuple[int, ...]], list[float]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
