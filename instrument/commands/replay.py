@@ -78,8 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = command_line().parse_intermixed_args(arguments)
     if args.ops and args.steps is None and args.before_failure is None:
-        fix = "pass the step to examine, as in --steps 48"
-        raise ConfigError(Problem("--ops", "records thousands of rows in each step, so it requires the steps", fix=fix))
+        message = "requires --steps or --before-failure, because a step can have thousands of operators"
+        raise ConfigError(Problem("--ops", message, fix="pass the step to examine, as in --steps 48"))
     run = RecordedRun.open(args.run, force=args.force)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
