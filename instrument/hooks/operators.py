@@ -162,10 +162,16 @@ class OperatorMode(TorchDispatchMode):
         number, self._number = self._number, self._number + 1
         for index, tensor in enumerate(outputs):
             part = local_shard(tensor.detach())
-            has_values = operator.has_values and unreadable(part) is None
+            has_values = operator.has_values and _is_readable(part, index)
             layer = self._owners.get(id(tensor)) if location.layer is None else location.layer
             place = (*moment, self._clock.rank, number, location.part, layer, operator.name, location.source)
-            row = (*place, index, str(part.dtype).removeprefix("torch."), list(part.shape), operator.is_random)
+            row = (
+                *place,
+                index,
+                str(part.dtype).removeprefix("torch."),
+                None if part.is_nested else list(part.shape),
+                operator.is_random,
+            )
             bits = _bits(part) if has_values else None
             self._pending.append((row, inputs, bits, measure(part) if has_values else None))
         if len(self._pending) >= _MAX_PENDING:
@@ -200,11 +206,10 @@ class OperatorMode(TorchDispatchMode):
             elif kind not in ("", "own", "backward") and source is None:
                 source = f"{kind}:{frame.f_lineno}"
             frame = frame.f_back
-        if node is not None:
-            if layer is None:
-                return self._of_node(node, source)
-            part = "recompute"
-        location = _Location(part, layer, source)
+        if node is not None and layer is None:
+            location = self._of_node(node, source)
+        else:
+            location = _Location(part if node is None else "recompute", layer, source)
         sequence = next_sequence_number() - 1
         is_new = not self._sequence or sequence > self._sequence[-1]
         if sequence >= 0 and is_new and threading.get_ident() == self._thread:
@@ -262,16 +267,25 @@ def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     values = [value for at, value in enumerate(args) if at not in [position for position, _ in unread]]
     values += [value for name, value in kwargs.items() if name not in [written for _, written in unread]]
     total = None
-    for _, tensor in iter_tensors(values):
+    for at, (_, tensor) in enumerate(iter_tensors(values)):
         part = local_shard(tensor.detach())
-        if unreadable(part) is None and (bits := _bits(part)) is not None:
+        if _is_readable(part, at) and (bits := _bits(part)) is not None:
             # The factor distinguishes the order of the inputs.
             total = bits if total is None else total.to(bits.device) * _FACTOR + bits
     return total
 
 
+def _is_readable(tensor: Tensor, index: int) -> bool:
+    """Return whether the values of a tensor can be compared.
+
+    The bytes that a recurrent layer saves for its backward pass cannot: some are not initialized.
+    """
+    is_workspace = tensor.dtype == torch.uint8 and index > 0
+    return not tensor.is_nested and not is_workspace and unreadable(tensor) is None
+
+
 def _bits(tensor: Tensor) -> Tensor | None:
-    return None if tensor.is_nested or tensor.layout != torch.strided else fingerprint(tensor)
+    return fingerprint(tensor) if tensor.layout == torch.strided else None
 
 
 def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:

@@ -523,7 +523,7 @@ for _table in (
                 that of the operator that made the node; null if unknown
             output | int32 | | index of the tensor among those that the operator returned or changed, from 0
             dtype | label | | dtype of the tensor; numbers describe this process's shard of a sharded tensor
-            shape | list<int32> | elements | shape of the tensor
+            shape | list<int32> | elements | shape of the tensor; null for a nested tensor
             random | bool | | whether the operator draws random numbers
             inputs | int64 | | hash of the bits of all tensors that the operator reads; 0 without any, and without new values
             fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,

@@ -229,3 +229,31 @@ def test_steps_are_numbered_and_rows_are_written_after_an_exception() -> None:
     rows = probe.run.operators
     assert {*rows["step"]} == {0, 1}
     assert [*rows[rows["step"] == 1]["number"]] == [*rows[rows["step"] == 0]["number"]]
+
+
+def test_nodes_of_a_double_backward_pass_have_their_layer() -> None:
+    model, batch = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1)), torch.rand(3, 2, requires_grad=True)
+    with instrument.attach(model, {}) as probe, probe.record_operators():
+        (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+        gradient.square().sum().backward()
+    rows = probe.run.operators
+    assert [*rows[rows["operator"] == "aten.tanh_backward.default"]["layer"]] == ["1", "1", "1"]
+
+
+def test_saved_bytes_of_recurrent_layers_are_not_compared() -> None:
+    model, batch = nn.LSTM(2, 3), torch.rand(4, 1, 2)
+    with instrument.attach(model, {}) as probe, probe.record_operators():
+        model(batch)[0].sum().backward()
+    rows = probe.run.operators
+    assert rows[(rows["dtype"] == "uint8") & (rows["output"] > 0)]["fingerprint"].isna().all()
+    assert rows[rows["output"] == 0]["fingerprint"].notna().any()
+
+
+def test_nested_tensors_have_no_shape() -> None:
+    nested = torch.nested.nested_tensor([torch.rand(1, 2), torch.rand(3, 2)], layout=torch.jagged)
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, {}) as probe, probe.record_operators():
+        model(nested).values().sum().backward()
+    rows = probe.run.operators
+    assert rows.iloc[0]["shape"] is None
+    assert rows[rows["part"] == "loop"]["fingerprint"].notna().any()
