@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ LABELS = {
     "empty": "no hooks",
     "statistics": "statistics of every leaf's output and gradient",
     "tensors": "the same, and the tensors of the outputs",
+    "operators": "every operator (`record_operators`)",
 }
 
 
 def specs_of(records: str, training: Training) -> dict[str, dict[str, Any]]:
     """Return the hook specs of a row of the table."""
-    if records == "empty":
+    if records in ("empty", "operators"):
         return {}
     record = {"layers": training.leaves(), "action": "record"}
     output = {**record, "kind": "forward", "tensors": records == "tensors"}
@@ -50,7 +52,9 @@ def train(name: str, records: str, steps: int) -> float:
             out = Path(folder) / "run"
             with instrument.attach(training.model, specs, optimizer=training.optimizer, out=out) as probe:
                 for _ in range(steps):
-                    probe.end_step(loss=training.step())
+                    with probe.record_operators() if records == "operators" else nullcontext():
+                        loss = training.step()
+                    probe.end_step(loss=loss)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
 
 

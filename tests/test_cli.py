@@ -23,7 +23,7 @@ from instrument.commands.verbs import ALL
 Cli = Callable[..., Any]
 TABLES = {
     *("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events", "generated"),
-    *("samples", "spectra", "experts", "position_losses", "relations"),
+    *("samples", "spectra", "experts", "position_losses", "relations", "operators"),
 }
 MAIN = 'if __name__ == "__main__":'
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")

@@ -363,6 +363,7 @@ INVALID = [
     (["done", "--steps", "last"], "--steps: must be a range of steps"),
     (["failed", "--steps", "5:13"], "steps 0 to 11"),
     (["done", "--before-failure", "3"], "--before-failure: the run did not fail"),
+    (["done", "--ops"], "--ops: requires --steps or --before-failure"),
     (["failed", "--before-failure", "0"], "--before-failure: must be a number of steps"),
     (["done", "optimizer.lr=1"], "optimizer.lr: a replay repeats the training of the run"),
     (["done", "+exp=clipping"], "exp: a replay repeats the training of the run"),
@@ -476,8 +477,11 @@ def test_replay_of_every_kind_of_training_is_exact(tmp_path: Path, name: str) ->
     answer = run_in(tmp_path, *small, *given, *checkpoints, *steps, "hydra.run.dir=run").expect(0)
     phase = ", phase: forward" if name == "forward" else ""
     hook = f"+hooks.look={{layers: '**', kind: forward, action: record{phase}}}"
-    answer = replay_in(tmp_path, "run", "--steps", "4:6", hook, "hydra.run.dir=again")
+    answer = replay_in(tmp_path, "run", "--steps", "4:6", "--ops", hook, "hydra.run.dir=again")
     assert answer.code == 0, answer.out + answer.err
     found = certificate_of(tmp_path / "again")
     assert (found["begin"], found["steps"], found["holds"]) == (3, 3, True)
-    assert set(instrument.load(tmp_path / "again").stats.query("hook == 'look'")["step"]) == {4, 5}
+    replayed = instrument.load(tmp_path / "again")
+    assert set(replayed.stats.query("hook == 'look'")["step"]) == {4, 5}
+    assert set(replayed.operators["step"]) == {4, 5}
+    assert {"forward", "backward"} <= set(replayed.operators["part"])

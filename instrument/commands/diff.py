@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(difference)
-    if not difference.is_identical:
+    if not difference.is_identical and len(difference.layers):
         _print_tables(difference)
     if args.html is not None and not _write(difference, args.html):
         return 2

@@ -3,6 +3,9 @@
 The replay begins at the last checkpoint before these steps, or at the start of the run, and writes to a new folder. Loss,
 accuracy, gradient norm and learning rate of each repeated step and evaluation are compared with the recorded ones.
 
+With `--ops`, the table `operators` has every operator of these steps, with its layer, its line of code and a fingerprint of its
+bits. `instrument.diff` of two such replays names the first operator that differs.
+
 With `--intervene`, interventions may differ from those of the run in these steps: the replay is a counterfactual.
 
 Exit codes: 0, equal; 1, a value differs, no step could be compared, or the replay fails; 2, the arguments are invalid, or
@@ -31,7 +34,7 @@ from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, Rep
 from instrument.commands.validated_config import read_config, read_overrides
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.experiment import InitFromConfig, RunConfig
-from instrument.errors import ConfigError, InstrumentError
+from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import shown_path
 from instrument.storage.run_folder import check_process_count
 from instrument.training.distributed.torchrun import is_rank_zero
@@ -60,6 +63,11 @@ def command_line() -> argparse.ArgumentParser:
         help="allow interventions to be added, changed and removed: a counterfactual",
     )
     parser.add_argument(
+        "--ops",
+        action="store_true",
+        help="record every operator of these steps, with its layer and line of code; requires --steps or --before-failure",
+    )
+    parser.add_argument(
         "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
     )
     return parser
@@ -69,6 +77,9 @@ def command_line() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = command_line().parse_intermixed_args(arguments)
+    if args.ops and args.steps is None and args.before_failure is None:
+        message = "requires --steps or --before-failure, because a step can have thousands of operators"
+        raise ConfigError(Problem("--ops", message, fix="pass the step to examine, as in --steps 48"))
     run = RecordedRun.open(args.run, force=args.force)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
@@ -78,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def job(config: DictConfig) -> None:
         sys.argv = original  # for the entry `command` of run.json
-        _replay(config, run, window, force=args.force, intervene=args.intervene)
+        _replay(config, run, window, force=args.force, intervene=args.intervene, operators=args.ops)
 
     sys.argv = [original[0], *args.overrides]
     try:
@@ -88,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool) -> None:
+def _replay(
+    config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool, operators: bool
+) -> None:
     """Repeat the steps, print the certificate, and write it to the folder of the job."""
     with report_errors() as job:
         parsed, raw = read_config(config)
@@ -108,6 +121,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             force=force,
             counterfactual=hooks.changed,
             first_step=hooks.first_step,
+            operators=operators,
         )
         terminal = Terminal(quiet=parsed.quiet)
         error: Exception | None = None
@@ -196,6 +210,11 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
     elif certificate.repeats_failure is False:
         lines.append("the replay completed the step in which the run failed")
     lines.append(f"certificate  {folder / CERTIFICATE}")
+    if source.operators:
+        from instrument.analysis.load import load
+        from instrument.comparison.operators import non_finite_operators
+
+        lines += non_finite_operators(load(folder))
     if (folder / COMPARISON).exists():
         lines.append(f"comparison   {folder / COMPARISON}")
     return "\n".join(lines)

@@ -23,6 +23,7 @@ from ..fields.globs import ROOT
 from ..formatting import shorten
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
+from .operators import compare_operators
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
 
@@ -89,17 +90,20 @@ def diff(
     comparison = Comparison(runs, locations, tables, tolerance)
     comparison.compare_statistics()
     comparison.compare_tensors()
-    if comparison.first is None and not comparison.has_values:
+    operators = compare_operators(runs, condition, tolerance)
+    if comparison.first is None and not comparison.has_values and operators is None:
         recorded_steps = [
             sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
         ]
         raise ConfigError(_nothing_in_common((one, other), comparison, recorded_steps, suggestion))
-    first, common = comparison.first, sorted({step for steps in comparison.steps.values() for step in steps})
+    first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
+    common = sorted({step for steps in steps_of for step in steps})
+    precisions = comparison.precisions or (() if operators is None else operators.precisions)
     return Diff(
         paths=(runs[0].path, runs[1].path),
         infos=(runs[0].info, runs[1].info),
-        dtypes=(comparison.precisions[0].dtype, comparison.precisions[1].dtype),
-        tolerance=comparison.tolerance,
+        dtypes=(precisions[0].dtype, precisions[1].dtype),
+        tolerance=comparison.tolerance if operators is None or comparison.precisions else operators.tolerance,
         settings=_settings(runs[0].info, runs[1].info),
         common_steps=(common[0], common[-1], len(common)),
         first=first,
@@ -115,6 +119,7 @@ def diff(
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
         other_parts=comparison.other_parts,
         suggestion=suggestion,
+        operators=operators,
     )
 
 

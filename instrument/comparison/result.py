@@ -12,6 +12,8 @@ import pandas as pd
 
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
+from .operators import OperatorDifferences
+from .operators import summary as operator_summary
 from .recorded_differences import VALUES, FirstDifference
 from .tensor_errors import ULP_BINS
 
@@ -65,6 +67,7 @@ class Diff:
             rows at steps that only this run recorded.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
+        operators: The differences of operators, if both runs recorded them: of replays with `--ops`.
     """
 
     paths: tuple[Path, Path]
@@ -86,12 +89,14 @@ class Diff:
     unmatched_rows: tuple[int, int]
     other_parts: int
     suggestion: tuple[str, str] | None
+    operators: OperatorDifferences | None = None
 
     @property
     def is_identical(self) -> bool:
         """Whether all compared numbers, shapes and dtypes are equal. Two NaN are equal, and so are -0.0 and 0.0."""
         numbers = (self.layers[[*self.statistics]], self.steps, self.tensors[["max_abs"]], self.metrics[["difference"]])
         is_other = any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+        is_other |= self.operators is not None and self.operators.first is not None
         return not is_other and self.tensors["dtype_a"].equals(self.tensors["dtype_b"])
 
     @property
@@ -103,7 +108,8 @@ class Diff:
     @property
     def is_within_tolerance(self) -> bool:
         """Whether no difference of a tensor or of a loss is above the tolerance."""
-        return self.first is None and self.other_losses.empty
+        has_other_operators = self.operators is not None and self.operators.above is not None
+        return self.first is None and self.other_losses.empty and not has_other_operators
 
     def __str__(self) -> str:
         return "\n".join(summary(self))
@@ -119,7 +125,8 @@ def summary(diff: Diff) -> list[str]:
         "",
         *_compared(diff),
         "",
-        *verdict(diff),
+        *(verdict(diff) if len(diff.layers) else ()),
+        *(() if diff.operators is None else operator_summary(diff.operators)),
         *_metrics(diff),
         *_unmatched(diff),
     ]
@@ -264,7 +271,8 @@ def _compared(diff: Diff) -> Iterator[str]:
     rows = diff.layers["rows"].sum()
     tensors = f" and {diff.tensors['tensors'].sum():,} recorded tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
-    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
+    what = f"{rows:,} rows{tensors} at {len(diff.layers):,} locations" if len(diff.layers) else "operators"
+    yield f"compared: {what}, {when}"
     other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")
     for (a, b), same in other.groupby(["dtype_a", "dtype_b"]):
         more = f" and {len(same) - 1:,} other locations" if len(same) > 1 else ""

@@ -24,6 +24,7 @@ from ..config.schedule import Phase
 from ..errors import AlreadyAttachedError, HookError
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
+from ..hooks.operators import OperatorMode
 from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
@@ -82,6 +83,7 @@ class Probe(OwnedByProcess):
     Attributes:
         sink: The sink that receives all rows.
         warnings: The messages of all events of severity `warning`, in order.
+        operator_steps: The steps in which the loop of this package records operators. Default: none.
         recorder: Collects the rows of a step and passes them to the sink.
 
     Raises:
@@ -157,6 +159,7 @@ class Probe(OwnedByProcess):
             self.rules.relations, plan.layers.model, self.optimizers, self.clock, self._hooks.steps.scaler
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
+        self.operator_steps = range(0)
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
@@ -551,6 +554,29 @@ class Probe(OwnedByProcess):
             TypeError: A name is that of a computed column, or a value is not one number.
         """
         self._metrics.log(metrics)
+
+    @contextmanager
+    def record_operators(self) -> Iterator[None]:
+        """Record every ATen operator that this thread runs in the block, in the table `operators`.
+
+            with probe.record_operators():
+                loss = loss_fn(model(batch), targets)
+                loss.backward()
+                optimizer.step()
+
+        Operators of the backward pass are included. Those of hooks that record are not. Of compiled code, only the operators that it
+        calls are visible, not its generated kernels. This costs time: use it in single steps.
+        """
+        mode = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))
+        try:
+            with mode:
+                yield
+        finally:
+            mode.flush()
+
+    def operators_of_step(self) -> AbstractContextManager[None]:
+        """Return a block that records operators if the current step is one of `operator_steps`."""
+        return self.record_operators() if self.step in self.operator_steps else nullcontext()
 
     def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
         """Write rows of the `generated` table for the current micro-step.

@@ -33,7 +33,9 @@ def content(difference: Diff) -> dict[str, Any]:
 
 
 def _picture(difference: Diff) -> str:
-    """Return the chart as base64."""
+    """Return the chart as base64; empty if only operators are compared."""
+    if difference.layers.empty:
+        return ""
     file = BytesIO()
     plot_diff(difference).savefig(file, format="png", dpi=DPI)
     return base64.b64encode(file.getvalue()).decode()

@@ -7,7 +7,7 @@ by its name, and the documentation is generated from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import cleandoc
@@ -208,6 +208,15 @@ _UNITS = {
 _ARROW = {"int64": "int64", "float64": "double"}
 
 
+def _of_statistics(names: Iterable[str]) -> tuple[Column, ...]:
+    """Return the columns of statistics."""
+    return tuple(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in map(STATISTICS.__getitem__, names))
+
+
+OPERATOR_STATISTICS = ("nan_count", "inf_count", "min", "max", "mean", "std", "l2")
+"""The statistics of each output of an operator."""
+
+
 def _clash(table: Table) -> str | None:
     """Return which columns, fields of `record` or numbers clash; None if all are unique."""
     taken = dict.fromkeys(("run", "seed"), "readers of several runs add it")
@@ -230,7 +239,7 @@ for _table in (
         "one tensor at one firing",
         (
             *IDENTITY,
-            *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in STATISTICS.values()),
+            *_of_statistics(STATISTICS),
             SHAPE,
             CUSTOM,
         ),
@@ -542,6 +551,31 @@ for _table in (
         has_numbers=True,
         fields={"cast": CastField},
         measured_by="instrument.stats.casts:Casts",
+    ),
+    Table(
+        "operators",
+        "one output of one call of an ATen operator, in steps of `replay --ops` and in blocks of `probe.record_operators()`",
+        _columns(
+            """
+            number | int32 | | index of the operator call in its step, from 0
+            part | label | | part of the step: forward (inside a module), recompute (a forward pass that checkpointing repeats),
+                backward, optimizer, or loop (other code, such as a loss function)
+            layer | label | | name of the innermost module that runs; in the backward pass, that of the operator that made the node,
+                or of the parameter whose gradient is accumulated; empty for the root; null if none is known
+            operator | label | | name and overload, such as aten.mm.default
+            source | label | | file and line of the innermost Python code outside of PyTorch and this package; in the backward pass,
+                that of the operator that made the node; null if unknown
+            output | int32 | | index of the tensor among those that the operator returned or changed, from 0
+            dtype | label | | dtype of the tensor; numbers describe this process's shard of a sharded tensor
+            shape | list<int32> | elements | shape of the tensor; null for a nested tensor
+            random | bool | | whether the operator draws random numbers
+            inputs | int64 | | hash of the bits of all tensors that the operator reads; 0 without any, and without new values
+            fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,
+                uninitialized memory, collectives and tensors that cannot be read
+            """,
+            MOMENT,
+            *_of_statistics(OPERATOR_STATISTICS),
+        ),
     ),
 ):
     TABLES.register(_table.name)(_table)

@@ -45,7 +45,8 @@ def run_forward(
     with without_side_effects(experiment.model, training=False):
         for epoch, batches in experiment.batches:
             probe.epoch = epoch
-            row, weight, classified = forward_step(experiment, probe, batches)
+            with probe.operators_of_step():
+                row, weight, classified = forward_step(experiment, probe, batches)
             sums.add(row, weight, classified, batches.samples)
             if probe.step == experiment.steps:
                 probe.recorder.flush()  # to report the warnings of the last steps

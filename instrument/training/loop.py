@@ -78,7 +78,8 @@ def train(
         probe.epoch = epoch
         if has_probe_pass(experiment, probe.step):
             run_probe_batch(experiment, probe)
-        metrics = train_step(experiment, probe, micro_batches)
+        with probe.operators_of_step():
+            metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
         if probe.step in evaluations:
             last = evaluate(experiment, probe)

@@ -25,6 +25,7 @@ class ReplaySource:
         force: Whether a replay that cannot be expected to be exact is allowed.
         counterfactual: The interventions that differ from those of the run; empty for an exact replay.
         first_step: The first step at which one of them runs or is missing; None for an exact replay.
+        operators: Whether the replay records every operator in the window.
         notes: The decisive differences of a forced replay. Filled by `check`.
     """
 
@@ -36,6 +37,7 @@ class ReplaySource:
     force: bool = False
     counterfactual: tuple[str, ...] = ()
     first_step: int | None = None
+    operators: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -65,6 +67,7 @@ class ReplaySource:
             "steps": [self.window.start, self.window.stop],
             "counterfactual": list(self.counterfactual),
             "first_step": self.first_step,
+            "operators": self.operators,
             "forced": self.notes,
             "changes": _texts(self.changes.repeated),
             "changes_left_out": _texts(self.changes.left_out),

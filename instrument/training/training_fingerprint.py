@@ -21,7 +21,7 @@ def training_fingerprint(experiment: Experiment, folder: Path, processes: Proces
     With several processes, the second one covers those of all. All processes have to call it, after the last rows were written.
     """
     named = [*experiment.model.named_parameters(), *experiment.model.named_buffers()]
-    weights = repr([(name, fingerprint(tensor)) for name, tensor in named if unreadable(tensor) is None])
+    weights = repr([(name, int(fingerprint(tensor))) for name, tensor in named if unreadable(tensor) is None])
     every = [weights] if processes is None else processes.exchange(weights)
     metrics = RunFiles(folder).read("metrics", ["step", "phase", "loss"])
     rows = zip(*(metrics[name].to_pylist() for name in metrics.column_names), strict=True)

@@ -51,9 +51,10 @@ def sink() -> instrument.MemorySink:
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
             probe.batch(ids=range(len(batch)), targets=batch.sum(1).clamp(0, 1).long())
-            loss = model(batch).sum()
-            loss.backward()
-            optimizer.step()
+            with probe.record_operators():
+                loss = model(batch).sum()
+                loss.backward()
+                optimizer.step()
             dist.all_reduce(loss.detach())
             probe.write_generated([("a", "b", [1], [2, 3])])
             probe.end_step(loss=loss)
@@ -106,7 +107,7 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives", "casts"]
+    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives", "casts", "operators"]
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
     for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses", "casts"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY

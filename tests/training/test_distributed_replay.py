@@ -25,12 +25,19 @@ def test_replay_of_two_processes_is_exact(tmp_path: Path, parallel: str, reduce:
     done = run_processes(tmp_path, *arguments, processes=2)
     assert done.returncode == 0, done.stderr
     replay = ["out", "--steps", "4:7", "hooks=gradients", "hooks.parameter_gradients.every=1"]
-    replay += ["hooks.output_gradients.every=1", "hydra.run.dir=again"]
+    replay += ["hooks.output_gradients.every=1", "--ops", "hydra.run.dir=again"]
     done = run_processes(tmp_path, *replay, processes=2, module="instrument.replay")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "again" / "certificate.json").read_text())
     assert (found["begin"], found["steps"], found["evaluations"], found["holds"]) == (3, 4, 1, True)
-    stats = instrument.load(tmp_path / "again").stats
+    replayed = instrument.load(tmp_path / "again")
+    operators, stats = replayed.operators, replayed.stats
+    assert set(operators["rank"]) == {0, 1}
+    assert operators["fingerprint"][operators["operator"].str.startswith(("c10d.", "_c10d"))].isna().all()
+    # Both ranks have equal parameters after the step. With FSDP2, each has its shard.
+    written = operators[(operators["part"] == "optimizer") & operators["layer"].notna()].groupby("rank")["fingerprint"]
+    (_, first), (_, second) = written
+    assert (list(first) == list(second)) is (parallel == "ddp")
     assert set(stats["step"]) == {4, 5, 6}
     assert set(stats["rank"]) == ({0} if reduce == "global" else {0, 1})
     done = run_processes(tmp_path, "out", module="instrument.replay")

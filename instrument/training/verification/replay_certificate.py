@@ -21,7 +21,7 @@ _MISSING = dict.fromkeys(COMPARED)
 NOT_DETERMINISTIC = (
     "no difference of environment, data and code is known; the training may not be deterministic: an operation without a "
     "deterministic algorithm (set deterministic=true), or custom code with a state that no checkpoint contains, such as a counter "
-    "or the time. python -m instrument.verify compares two trainings"
+    "or the time. python -m instrument.verify compares two trainings; instrument.diff of two replays with --ops names the operator"
 )
 Moment = tuple[int, bool, str]
 """The sort key of a row: the step or the number of completed steps, whether the row is a step, and the phase."""

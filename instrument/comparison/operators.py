@@ -1,0 +1,254 @@
+"""The comparison of the operators of two replays of a step, and the first operator with a value that is not finite.
+
+Operators are matched in the order in which they ran, as the longest common sequence of part, name, output and shape. So a run in
+which some operators are missing, because a compiler fused them, is compared at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import pyarrow.dataset as ds
+
+from ..analysis.run_tables import RunTables
+from ..fields.globs import ROOT
+from ..formatting import shorten
+from ..tables.schemas import OPERATOR_STATISTICS
+from .alignment import batches
+from .precision import Precision, coarsest, run_precision
+from .statistic_differences import decisive, relative_differences
+
+_COLUMNS = (
+    *(
+        "step",
+        "rank",
+        "part",
+        "layer",
+        "operator",
+        "source",
+        "output",
+        "dtype",
+        "shape",
+        "random",
+        "inputs",
+        "fingerprint",
+    ),
+    *OPERATOR_STATISTICS,
+)
+_KEY = ("part", "name", "output", "shape")
+MAX_LISTED = 6  # operators between two matched ones that are listed
+
+
+@dataclass(frozen=True)
+class OperatorDifference:
+    """An output of an operator whose bits differ.
+
+    Attributes:
+        a: Its row of `operators` in the first run.
+        b: Its row in the other run.
+        statistic: The statistic that differs most.
+        difference: Its relative difference; 0 if only the bits differ.
+        before: The number of compared outputs before it in this step, and how many of them have equal bits.
+        between: For each run, the operators that only it has between the last matched output and this one.
+    """
+
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    statistic: str
+    difference: float
+    before: tuple[int, int]
+    between: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class OperatorDifferences:
+    """The differences between the operators of two runs.
+
+    Attributes:
+        steps: The steps in which both runs recorded operators.
+        precisions: The precisions of the two runs.
+        tolerance: The relative difference above which outputs differ.
+        compared: The number of outputs that both runs have. Views, collectives and unreadable tensors have no bits to compare.
+        different: The number of those whose bits differ.
+        first: The first one whose bits differ; None without one.
+        above: The first one whose difference is above the tolerance; None without one.
+        unmatched: For each run, the number of outputs that only it has.
+        only_optimizer: Whether only operators of the optimizer are compared, because the numbers of processes differ.
+    """
+
+    steps: tuple[int, ...]
+    precisions: tuple[Precision, Precision]
+    tolerance: float
+    compared: int
+    different: int
+    first: OperatorDifference | None
+    above: OperatorDifference | None
+    unmatched: tuple[int, int]
+    only_optimizer: bool
+
+
+def compare_operators(
+    runs: tuple[RunTables, RunTables], condition: ds.Expression | None, tolerance: float | None
+) -> OperatorDifferences | None:
+    """Compare the operators of two runs, one step at a time. Return None if they have no output in common."""
+    seen = [pd.concat([pd.DataFrame(columns=["step", "dtype"]), *_dtypes(run, condition)]) for run in runs]
+    steps = tuple(sorted({*seen[0]["step"]} & {*seen[1]["step"]}))
+    empty = pd.DataFrame(columns=["location", "min", "max", "abs_max"])
+    one, other = (run_precision(run.info, empty, [*rows["dtype"]]) for run, rows in zip(runs, seen, strict=True))
+    limit = coarsest((one, other)).tolerance if tolerance is None else tolerance
+    only_optimizer = runs[0].info.get("ranks", 1) != runs[1].info.get("ranks", 1)
+    compared, different, unmatched = 0, 0, [0, 0]
+    first = above = None
+    for step in steps:
+        outputs = [_outputs(run, step, only_optimizer=only_optimizer) for run in runs]
+        for rank in sorted({*outputs[0]["rank"]} & {*outputs[1]["rank"]}):
+            sides = [rows[rows["rank"] == rank].reset_index(drop=True) for rows in outputs]
+            pairs = _matched([[*rows[[*_KEY]].itertuples(index=False, name=None)] for rows in sides])
+            count, first_here, above_here = _first_differences(sides, pairs, limit)
+            compared, different = compared + len(pairs), different + count
+            unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
+            first, above = first or first_here, above or above_here
+    rest = (unmatched[0], unmatched[1])
+    result = OperatorDifferences(steps, (one, other), limit, compared, different, first, above, rest, only_optimizer)
+    return result if compared else None
+
+
+def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
+    """Yield the steps and the dtypes of the operators of a run."""
+    for rows in batches(run, "operators", ["step", "dtype"], condition):
+        yield rows.drop_duplicates()
+
+
+def _outputs(run: RunTables, step: int, *, only_optimizer: bool) -> pd.DataFrame:
+    """Return the rows of a step that have a fingerprint, with the name of the operator without its overload."""
+    condition = (ds.field("step") == step) & ds.field("fingerprint").is_valid()
+    frames = [*batches(run, "operators", _COLUMNS, condition)]
+    rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
+    names = rows["operator"].astype(str).str.rpartition(".")[0]
+    rows = rows.assign(name=names, shape=rows["shape"].map(tuple))
+    return rows[rows["part"] == "optimizer"] if only_optimizer else rows
+
+
+def _matched(keys: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
+    """Return the indices of the elements of a common sequence of two lists, in ascending order."""
+    one, other = keys
+    begin = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    matcher = SequenceMatcher(None, one[begin:], other[begin:], autojunk=False)
+    pairs = [(i, i) for i in range(begin)]
+    for block in matcher.get_matching_blocks():
+        pairs += [(begin + block.a + i, begin + block.b + i) for i in range(block.size)]
+    return pairs
+
+
+def _first_differences(
+    sides: Sequence[pd.DataFrame], pairs: Sequence[tuple[int, int]], tolerance: float
+) -> tuple[int, OperatorDifference | None, OperatorDifference | None]:
+    """Return how many outputs have other bits, the first of them, and the first one with a difference above the tolerance."""
+    matched = (rows.iloc[[pair[side] for pair in pairs]].reset_index(drop=True) for side, rows in enumerate(sides))
+    both = pd.concat([rows.add_suffix(f"_{name}") for rows, name in zip(matched, "ab", strict=True)], axis=1)
+    is_other = (both["fingerprint_a"] != both["fingerprint_b"]).to_numpy(bool) | (
+        both["dtype_a"] != both["dtype_b"]
+    ).to_numpy(bool)
+    if not is_other.any():
+        return 0, None, None
+    differences, which = decisive(relative_differences(both, OPERATOR_STATISTICS, None, 0.0))
+
+    def of(at: int) -> OperatorDifference:
+        a, b = ({name: both[f"{name}_{side}"][at] for name in _COLUMNS} for side in "ab")
+        last = pairs[at - 1] if at else (-1, -1)
+        between = [
+            tuple(rows["name"][last[side] + 1 : pairs[at][side]].drop_duplicates()) for side, rows in enumerate(sides)
+        ]
+        before = at, int((~is_other[:at]).sum())
+        return OperatorDifference(
+            a, b, OPERATOR_STATISTICS[which[at]], float(differences[at]), before, (between[0], between[1])
+        )
+
+    above = is_other & ((differences > tolerance) | (tolerance == 0))
+    return int(is_other.sum()), of(int(is_other.argmax())), of(int(above.argmax())) if above.any() else None
+
+
+def summary(differences: OperatorDifferences) -> Iterator[str]:
+    """Yield the result of the comparison of operators. Lines after the first one are indented."""
+    first, above = differences.first, differences.above
+    outputs = f"{differences.compared:,} outputs of operators"
+    if first is None:
+        yield f"EQUAL BITS: {outputs} are equal"
+    else:
+        yield f"{'DIFFERENT' if above else 'WITHIN THE TOLERANCE'}: the first operator that differs is {_place(first)}"
+        yield from (f"  {line}" for line in _details(first))
+        if above is None:
+            yield f"  {differences.different:,} of {outputs} have other bits"
+        elif above.before != first.before or above.a["step"] != first.a["step"]:
+            yield f"  the first one above the tolerance is {_place(above)}"
+            yield from (f"    {line}" for line in _details(above))
+    if differences.only_optimizer:
+        yield "  compared: only the optimizer, because each process computes a part of the batch"
+    for name, count in zip("AB", differences.unmatched, strict=True):
+        if count:
+            yield f"  outputs of operators only in {name}: {count:,}"
+
+
+def _details(one: OperatorDifference) -> Iterator[str]:
+    if one.a["dtype"] != one.b["dtype"]:
+        yield f"dtypes {one.a['dtype']} and {one.b['dtype']}"
+    a, b = one.a[one.statistic], one.b[one.statistic]
+    yield (
+        f"{one.statistic} {a:.6g} and {b:.6g}: relative difference {one.difference:.2g}"
+        if one.difference
+        else "only the bits differ"
+    )
+    count, equal = one.before
+    if one.a["inputs"] == one.b["inputs"]:
+        reason = (
+            "it draws random numbers, so the random states differ" if one.a["random"] else "this operator is the reason"
+        )
+        yield f"Its inputs are equal: {reason}."
+    elif count == equal and not any(one.between):
+        yield "Its inputs differ already: the weights, the state of the optimizer or the batch. Replay an earlier step."
+    yield (
+        f"All {count:,} outputs before it in this step are equal."
+        if count == equal
+        else f"{count - equal:,} of {count:,} outputs before it differ."
+    )
+    for name, names in zip("AB", one.between, strict=True):
+        if names:
+            yield f"Since the last matched operator, only {name} has {shorten(names, MAX_LISTED)}: not compared."
+
+
+def _place(one: OperatorDifference) -> str:
+    other = operator_text(one.b)
+    text = operator_text(one.a)
+    return f"{text}, step {one.a['step']}" if other == text else f"{text} = {other}, step {one.a['step']}"
+
+
+def operator_text(row: Mapping[str, Any]) -> str:
+    """Return a row of `operators` as text, such as `aten.div.Tensor in blocks.3.attn (model.py:41), forward`."""
+    layer = "" if pd.isna(row["layer"]) else f" in {row['layer'] or ROOT}"
+    source = "" if pd.isna(row["source"]) else f" ({row['source']})"
+    output = f", output {row['output']}" if row["output"] else ""
+    return f"{row['operator']}{layer}{source}, {row['part']}{output}"
+
+
+def non_finite_operators(run: RunTables) -> Iterator[str]:
+    """Yield the number of recorded operators, and the first ones with infinite values and with NaN, as text."""
+    count = 0
+    seen: set[str] = set()
+    texts: list[str] = []
+    for rows in batches(run, "operators", ["step", "rank", "number", *_COLUMNS[2:]], None):
+        count += len(rows[["step", "rank", "number"]].drop_duplicates())
+        for column, what in (("inf_count", "infinite value"), ("nan_count", "NaN")):
+            bad = rows[rows[column].fillna(0) > 0]
+            if column in seen or bad.empty:
+                continue
+            seen.add(column)
+            row = cast("dict[str, Any]", bad.iloc[0].to_dict())
+            of = f"{int(row[column]):,} of {int(np.prod(row['shape'])):,}"
+            texts.append(f"first {what} of an operator at step {row['step']}: {operator_text(row)}: {of}")
+    yield f"operators    {count:,} calls, in the table operators"
+    yield from texts

@@ -1,0 +1,299 @@
+"""The ATen operators that run in a block: a row of the table `operators` for each of their outputs.
+
+A `TorchDispatchMode` sees the operators below autograd, in the forward pass, the backward pass and the optimizer. The module and
+the line of code of an operator are found in Python's frames. In the backward pass, they are those of the operator that made the
+node of the graph, which has the same sequence number.
+
+Kernels that `torch.compile` generated are not operators, so they are not seen; those that they call are. No tensor is kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..plan.modules import Layers
+from ..stats.fingerprint import fingerprint
+from ..stats.flatten import unreadable
+from ..stats.measure import Measured, measure
+from ..tables.schemas import OPERATOR_STATISTICS
+from ..tables.sink_interface import Row
+from ..values.dtensor import local_shard
+from ..values.nested import iter_tensors
+from .clock import Clock, take
+from .gradient_contribution import next_sequence_number
+
+Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]
+_FACTOR = 6364136223846793005  # of Knuth's linear congruential generator (MMIX)
+_MAX_PENDING = 4096  # rows that are kept until they are written
+_TORCH, _PACKAGE = (
+    f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules[__package__.partition(".")[0]])
+)
+# Code of this package that measures: its operators are not those of the training. Functions with these names call functions of others.
+_OWN = (
+    *("hooks/", "probe/", "stats/", "relations/", "rules/"),
+    *(f"actions/{name}.py" for name in ("record", "measurement", "activation_sums", "gradient_statistics")),
+)
+_PASSING = ("__torch_function__", "run", "call")
+_SHOWN = ("tasks/", "training/models.py")  # losses and models
+_LOOP = ("training/", "commands/")  # frames outside of these are not of the training
+# Operators whose result has no values yet: their names begin with one of these.
+_UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
+_OVERWRITING = ("copy_", "fill_", "zero_")  # in-place operators that do not read what they change
+_COLLECTIVES = ("c10d", "_c10d_functional")  # their results can be incomplete when they return
+
+
+class _Operator(NamedTuple):
+    """What is known of an operator.
+
+    Attributes:
+        written: The positions and names of the arguments that it changes.
+        reads_written: Whether the result depends on the values of these arguments.
+        has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
+        is_random: Whether it draws random numbers.
+    """
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    reads_written: bool
+    has_values: bool
+    is_random: bool
+
+
+class _Location(NamedTuple):
+    part: Part
+    layer: str | None
+    source: str | None
+
+
+@cache
+def _operator(function: Any) -> _Operator:
+    schema = getattr(function, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _Operator(str(function), (), reads_written=True, has_values=True, is_random=False)
+    namespace, _, name = schema.name.partition("::")
+    written = tuple(
+        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
+    has_values = not (is_view or name.startswith(_UNINITIALIZED) or namespace in _COLLECTIVES)
+    is_random = torch.Tag.nondeterministic_seeded in function.tags
+    reads_written = not (is_random or schema.overload_name.endswith("out") or name in _OVERWRITING)
+    return _Operator(str(function), written, reads_written, has_values, is_random)
+
+
+class OperatorMode(TorchDispatchMode):
+    """Records the operators of a block.
+
+    Args:
+        layers: The modules whose names are recorded.
+        clock: The clock of the probe.
+        write: Writes rows of the table `operators`.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, layers: Layers, clock: Clock, write: Callable[[Sequence[Row]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {id(layer.module): layer.name for layer in layers}
+        self._owners = {id(each): layer.name for layer in layers for _, each in layer.own_parameters()}
+        self._clock, self._write = clock, write
+        self._thread = threading.get_ident()
+        self._step, self._number = -1, 0
+        # The sequence numbers of the nodes of this step in ascending order, and the operators that made them.
+        self._sequence: list[int] = []
+        self._origins: list[_Location] = []
+        self._codes: dict[int, tuple[CodeType, str]] = {}
+        self._pending: list[tuple[Row, Tensor | None, Tensor | None, Measured | None]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled: otherwise the compiler skips it while a mode is active."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        moment = self._clock.moment
+        if moment.step != self._step:
+            self._step, self._number = moment.step, 0
+            self._sequence.clear()
+            self._origins.clear()
+        location = self._locate(sys._getframe(1))
+        if location is None:
+            return func(*args, **kwargs)
+        operator = _operator(func)
+        inputs = _inputs(operator, args, kwargs) if operator.has_values else None
+        result = func(*args, **kwargs)
+        self._add(operator, inputs, _outputs(operator, args, kwargs, result), location)
+        return result
+
+    def flush(self) -> None:
+        """Write the rows. Waits for devices."""
+        rows = []
+        for row, inputs, bits, measured in take(self._pending):
+            numbers = (
+                [None] * len(OPERATOR_STATISTICS) if measured is None else measured.statistics(OPERATOR_STATISTICS)
+            )
+            rows.append((*row, 0 if inputs is None else int(inputs), None if bits is None else int(bits), *numbers))
+        if rows:
+            self._write(rows)
+
+    def _add(self, operator: _Operator, inputs: Tensor | None, outputs: Iterable[Tensor], location: _Location) -> None:
+        """Add a row for each tensor that an operator returned or changed."""
+        moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
+        number, self._number = self._number, self._number + 1
+        for index, tensor in enumerate(outputs):
+            part = local_shard(tensor.detach())
+            has_values = operator.has_values and _is_readable(part, index)
+            layer = self._owners.get(id(tensor)) if location.layer is None else location.layer
+            place = (*moment, self._clock.rank, number, location.part, layer, operator.name, location.source)
+            row = (
+                *place,
+                index,
+                str(part.dtype).removeprefix("torch."),
+                None if part.is_nested else list(part.shape),
+                operator.is_random,
+            )
+            bits = _bits(part) if has_values else None
+            self._pending.append((row, inputs, bits, measure(part) if has_values else None))
+        if len(self._pending) >= _MAX_PENDING:
+            self.flush()
+
+    def _locate(self, frame: FrameType | None) -> _Location | None:
+        """Return where an operator is called; None for operators of this package.
+
+        Args:
+            frame: The innermost frame that can be the caller.
+        """
+        node: Any = torch._C._current_autograd_node()
+        part: Part = "loop"
+        layer = source = None
+        is_action = False
+        while frame is not None:
+            kind = self._kind(frame.f_code)
+            if kind == "backward" and node is not None:
+                break
+            if kind == "call":
+                name = self._name_of(frame.f_locals["self"])
+                if name is not None and layer is None and part != "optimizer":
+                    layer, part = name, "forward"
+            elif kind == "optimizer":
+                part = "optimizer" if layer is None else part
+            elif kind == "own" and not is_action:
+                return None
+            elif kind == "action":
+                is_action = True
+            elif kind == "end":
+                break
+            elif kind not in ("", "own", "backward") and source is None:
+                source = f"{kind}:{frame.f_lineno}"
+            frame = frame.f_back
+        if node is not None and layer is None:
+            location = self._of_node(node, source)
+        else:
+            location = _Location(part if node is None else "recompute", layer, source)
+        sequence = next_sequence_number() - 1
+        is_new = not self._sequence or sequence > self._sequence[-1]
+        if sequence >= 0 and is_new and threading.get_ident() == self._thread:
+            self._sequence.append(sequence)
+            self._origins.append(location)
+        return location
+
+    def _of_node(self, node: Any, source: str | None) -> _Location:
+        """Return the location of an operator in the backward pass. A node of an accumulated gradient belongs to its parameter."""
+        if (variable := getattr(node, "variable", None)) is not None:
+            return _Location("backward", self._owners.get(id(variable)), source)
+        at = bisect_right(self._sequence, node._sequence_nr()) - 1
+        if at < 0:
+            return _Location("backward", None, source)
+        return _Location("backward", self._origins[at].layer, source or self._origins[at].source)
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        """Return the name of a module; that of the compiled module for the wrapper of `torch.compile`."""
+        name = self._names.get(id(module))
+        return self._names.get(id(getattr(module, "_orig_mod", None))) if name is None else name
+
+    def _kind(self, code: CodeType) -> str:
+        """Return what runs in frames of a code object: a part of PyTorch or of this package, or the file that is shown."""
+        known = self._codes.get(id(code))
+        if known is None:
+            known = self._codes[id(code)] = code, _kind(code)  # keeps the code object, and with it its id
+        return known[1]
+
+
+def _kind(code: CodeType) -> str:
+    file = code.co_filename
+    if code is nn.Module._call_impl.__code__:
+        return "call"
+    if code is _engine_run_backward.__code__:
+        return "backward"
+    if file.startswith(f"{_TORCH}optim/"):
+        return "optimizer"
+    if file.startswith((_TORCH, "<")) or "/torchinductor_" in file:  # generated code
+        return ""
+    if file.startswith(_PACKAGE):
+        inside = file.removeprefix(_PACKAGE)
+        if inside.startswith(_SHOWN):
+            return f"instrument/{inside}"
+        if inside.startswith(_OWN):
+            return "" if code.co_name in _PASSING else "own"
+        return "action" if inside.startswith("actions/") else "end" if inside.startswith(_LOOP) else ""
+    path = Path(file)
+    below = [folder for folder in (Path.cwd(), *path.parents) if folder.name == "site-packages" or folder == Path.cwd()]
+    return next((str(path.relative_to(folder)) for folder in below if path.is_relative_to(folder)), file)
+
+
+def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return a hash of the bits of all tensors that an operator reads; None if it reads none."""
+    unread = () if operator.reads_written else operator.written
+    values = [value for at, value in enumerate(args) if at not in [position for position, _ in unread]]
+    values += [value for name, value in kwargs.items() if name not in [written for _, written in unread]]
+    total = None
+    for at, (_, tensor) in enumerate(iter_tensors(values)):
+        part = local_shard(tensor.detach())
+        if _is_readable(part, at) and (bits := _bits(part)) is not None:
+            # The factor distinguishes the order of the inputs.
+            total = bits if total is None else total.to(bits.device) * _FACTOR + bits
+    return total
+
+
+def _is_readable(tensor: Tensor, index: int) -> bool:
+    """Return whether the values of a tensor can be compared.
+
+    The bytes that a recurrent layer saves for its backward pass cannot: some are not initialized.
+    """
+    is_workspace = tensor.dtype == torch.uint8 and index > 0
+    return not tensor.is_nested and not is_workspace and unreadable(tensor) is None
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    return fingerprint(tensor) if tensor.layout == torch.strided else None
+
+
+def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an operator returned, and those that it changed without returning them."""
+    returned = set()
+    for _, tensor in iter_tensors(result):
+        returned.add(id(tensor))
+        yield tensor
+    for at, name in operator.written:
+        value = args[at] if at < len(args) else kwargs.get(name)
+        yield from (tensor for _, tensor in iter_tensors(value) if id(tensor) not in returned)

@@ -1,0 +1,173 @@
+"""`instrument.diff` of runs with operators: the first one that differs, its reason, and operators that only one run has."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Call
+from run_folders import write_run
+from torch import Tensor, nn
+
+import instrument
+from instrument.commands.diff import main
+from instrument.comparison.operators import OperatorDifferences
+
+pytestmark = pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+
+
+@torch.library.custom_op("instrument_tests::drift", mutates_args=())
+def drift(x: Tensor) -> Tensor:
+    return x + 0.1 + random.SystemRandom().random()
+
+
+drift.register_autograd(lambda _, gradient: gradient)
+
+
+class Drift(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.instrument_tests.drift(x * 2)
+        return result
+
+
+class Scaled(nn.Module):
+    def __init__(self, *factors: float) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = (x * factor).tanh()
+        return x
+
+
+def recorded(*modules: nn.Module, seed: int = 0, steps: int = 1) -> Any:
+    """Train with recorded operators, and return the run."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), *modules, nn.Linear(8, 2))
+    for module in model:
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.rand(16, 8)
+    with instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            with probe.record_operators():
+                model(batch).square().mean().backward()
+                optimizer.step()
+            probe.end_step()
+    return probe.run
+
+
+def compared(one: Any, other: Any, **options: Any) -> tuple[OperatorDifferences, str]:
+    difference = instrument.diff(one, other, **options)
+    assert difference.operators is not None
+    return difference.operators, str(difference)
+
+
+def test_a_repeated_step_is_equal() -> None:
+    operators, text = compared(recorded(nn.ReLU()), recorded(nn.ReLU()))
+    assert operators.first is None
+    assert f"EQUAL BITS: {operators.compared} outputs of operators are equal" in text
+
+
+def test_an_operator_that_is_not_deterministic_is_named() -> None:
+    operators, text = compared(recorded(Drift()), recorded(Drift()))
+    assert operators.first is not None
+    assert operators.first.a["operator"] == "instrument_tests.drift.default"
+    assert operators.first.before == (2, 2)  # addmm and mul
+    assert "DIFFERENT: the first operator that differs is instrument_tests.drift.default in 1 (tests/" in text
+    assert "Its inputs are equal: this operator is the reason." in text
+
+
+def test_random_numbers_of_other_seeds_are_the_reason() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            generator = torch.Generator().manual_seed(random.SystemRandom().getrandbits(40))
+            return x + torch.rand(x.shape, generator=generator)
+
+    _, text = compared(recorded(Noise()), recorded(Noise()))
+    assert "aten.rand.generator in 1" in text
+    assert "Its inputs are equal: it draws random numbers, so the random states differ." in text
+
+
+def test_other_weights_are_not_blamed_on_an_operator() -> None:
+    _, text = compared(recorded(seed=0), recorded(seed=1))
+    assert "the first operator that differs is aten.addmm.default in 0" in text
+    assert "Its inputs differ already: the weights, the state of the optimizer or the batch" in text
+
+
+def test_operators_of_only_one_run_are_left_out() -> None:
+    operators, text = compared(recorded(Scaled(2.0)), recorded(Scaled(2.0, 1.0)))
+    assert operators.first is not None
+    # The second tanh changes the input of the last layer. Nothing before it differs.
+    assert operators.first.a["operator"] == "aten.addmm.default"
+    assert operators.first.between == ((), ("aten.mul", "aten.tanh"))
+    assert "only B has aten.mul, aten.tanh: not compared" in text
+    assert "outputs of operators only in B: " in text
+
+
+def test_small_differences_are_within_the_tolerance() -> None:
+    one, other = recorded(Scaled(1.0)), recorded(Scaled(1.0 + 2**-23))
+    operators, text = compared(one, other)
+    assert operators.first is not None
+    assert operators.first.a["operator"] == "aten.mul.Tensor"
+    assert operators.above is None
+    assert "WITHIN THE TOLERANCE: the first operator that differs is aten.mul.Tensor in 1" in text
+    strict, _ = compared(one, other, tolerance=0)
+    assert strict.above == strict.first
+
+
+def rows(ranks: int, *, value: float = 1.0) -> list[dict[str, Any]]:
+    shared: dict[str, Any] = {
+        "source": None,
+        "dtype": "float32",
+        "random": False,
+        "inputs": 0,
+        "nan_count": 0,
+        "inf_count": 0,
+    }
+    shared |= dict.fromkeys(("min", "max", "mean", "l2"), value) | {"std": 0.0, "layer": "0"}
+    forward = {"part": "forward", "operator": "aten.mm.default", "shape": [8 // ranks, 4], "fingerprint": 100 * ranks}
+    gradient = {"part": "backward", "operator": "aten.mm.default", "shape": [4, 4], "fingerprint": 100 * ranks + 1}
+    step = {"part": "optimizer", "operator": "aten.add_.Tensor", "shape": [4, 4], "fingerprint": round(value)}
+    return [
+        {**shared, **each, "rank": rank, "number": number, "output": 0, "step": 0, "micro_step": 0, "epoch": 0}
+        | {"phase": "train"}
+        for rank in range(ranks)
+        for number, each in enumerate((forward, gradient, step))
+    ]
+
+
+def test_another_number_of_processes_leaves_the_optimizer(tmp_path: Path, call: Call) -> None:
+    for name, ranks, value in (("one", 1, 1.0), ("two", 2, 1.0), ("other", 2, 2.0)):
+        write_run(tmp_path / name, rows={"operators": rows(ranks, value=value)}, used={"ranks": ranks})
+    out = call(main, tmp_path / "one", tmp_path / "two").expect(0).out
+    assert "EQUAL BITS: 1 outputs of operators are equal" in out
+    assert "compared: only the optimizer, because each process computes a part of the batch" in out
+    page = tmp_path / "page.html"
+    out = call(main, tmp_path / "one", tmp_path / "other", "--html", page).expect(1).out
+    assert "DIFFERENT: the first operator that differs is aten.add_.Tensor in 0, optimizer, step 0" in out
+    assert "aten.add_.Tensor" in page.read_text()
+    out = call(main, tmp_path / "two", tmp_path / "other").expect(1).out
+    assert "All 2 outputs before it in this step are equal." in out
+
+
+def test_fingerprints_are_compared_exactly(tmp_path: Path) -> None:
+    """Float64 would round both to the same number."""
+    for name, bits in (("a", 2**62), ("b", 2**62 + 1)):
+        row = {**rows(1)[2], "fingerprint": bits}
+        view = {**row, "number": 3, "fingerprint": None, "operator": "aten.t.default"}
+        write_run(tmp_path / name, rows={"operators": [row, view]})
+    operators, _ = compared(tmp_path / "a", tmp_path / "b")
+    assert operators.different == 1
+
+
+def test_runs_without_common_operators_have_nothing_to_compare(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", rows={"operators": rows(1)})
+    write_run(tmp_path / "b", rows={"operators": [{**row, "step": 5} for row in rows(1)]})
+    with pytest.raises(instrument.ConfigError, match="nothing to compare"):
+        instrument.diff(tmp_path / "a", tmp_path / "b")
