@@ -49,7 +49,7 @@ def sums_of_bits(tensor: Tensor, context: object = None, dim: int | None = None)
 def fingerprint(tensor: Tensor) -> Tensor:
     """Return the fingerprint of a tensor of any layout, dtype and device: a scalar, int64, on its device (for Apple's GPUs: the CPU)."""
     low, high, form = sums_of_bits(tensor if widest(tensor.device) == torch.float64 else tensor.cpu()).values()
-    low, high = (torch.as_tensor(half).to(torch.int64) for half in (low, high))
+    low, high = (torch.as_tensor(half, dtype=torch.int64) for half in (low, high))
     return low + (high << 32) + (int(form) * FACTOR + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
