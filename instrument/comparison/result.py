@@ -12,10 +12,12 @@ import pandas as pd
 
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
+from .precision import NOISE_RATIO
 from .recorded_differences import VALUES, FirstDifference
 from .tensor_errors import ULP_BINS
 
 JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
+MIN_DEPTH = 4  # outputs with errors from which their growth is estimated
 MAX_LISTED = 8  # settings and unmatched layers that are listed
 
 
@@ -36,10 +38,11 @@ class Diff:
         layers: One row per location that both runs recorded, in the order of execution in the first run:
 
             - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
-            - `hook_b`, `layer_b`: the names in the other run
+            - `hook_b`, `layer_b`, `path_b`: the names in the other run
             - `rows`: the number of compared rows of statistics
             - `first_step`: the first step with a difference above the tolerance
             - `difference`, `step`: the largest relative difference of the statistics that decide, and its step
+            - `tolerance`: the relative difference above which its tensors differ
             - one column for each of `statistics`: its largest relative difference
 
         statistics: The statistics that both runs recorded.
@@ -54,6 +57,8 @@ class Diff:
             - `max_abs`, `max_rel`: the largest |a_i - b_i|, and the largest |a_i - b_i| / max(|a_i|, |b_i|)
             - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
               0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
+            - `equal_bits`: whether the dtypes and all bits are equal
+            - `noise`, `ratio`: for folders of tensors, the rounding noise of the layer, and `l2` divided by it
 
         metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`. The
             difference of NaN and a number is infinite.
@@ -62,6 +67,8 @@ class Diff:
             rows at steps that only this run recorded.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
+        noise: For folders of tensors without a given tolerance, how the rounding noise of the layers is known; otherwise empty.
+        alignment: For folders of tensors, how their tokens are aligned; otherwise empty.
     """
 
     paths: tuple[Path, Path]
@@ -81,6 +88,23 @@ class Diff:
     unmatched_rows: tuple[int, int]
     other_parts: int
     suggestion: tuple[str, str] | None
+    noise: str = ""
+    alignment: str = ""
+
+    @property
+    def suspect(self) -> str | None:
+        """The layer that causes the first difference; None without one, or if no layer is the reason.
+
+        If the input of a layer is the first tensor that differs, the code that calls the layer computes it: the innermost recorded
+        module that contains the layer.
+        """
+        if self.first is None or self.cause:
+            return None
+        row = self.layers.loc[self.first.location]
+        if row["role"] != "input" or row["kind"] != "forward_pre" or not row["layer"]:
+            return str(row["layer"])
+        above = [row["layer"].rsplit(".", count)[0] for count in range(1, row["layer"].count(".") + 1)]
+        return next((layer for layer in above if layer in {*self.layers["layer"]}), "")
 
     @property
     def is_identical(self) -> bool:
@@ -125,7 +149,9 @@ def verdict(diff: Diff) -> Iterator[str]:
     first = diff.first
     if diff.is_identical:
         compared = diff.tensors["tensors"].reindex(diff.layers.index, fill_value=0)
-        if (compared >= diff.layers["rows"]).all():
+        if (compared >= diff.layers["rows"]).all() and diff.tensors["equal_bits"].all():
+            yield "EQUAL: all compared elements have equal bits"
+        elif (compared >= diff.layers["rows"]).all():
             yield "EQUAL: all compared elements are equal"
         else:
             yield "EQUAL STATISTICS: all compared numbers are equal. Tensors with equal statistics can differ"
@@ -136,6 +162,7 @@ def verdict(diff: Diff) -> Iterator[str]:
         largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
         yield f"WITHIN THE TOLERANCE: the largest decisive difference is {largest['difference']:.2g}"
         yield f"  at {place(largest)}, step {largest['step']}"
+        yield from _drift(diff)
         if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
             yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
@@ -145,6 +172,12 @@ def verdict(diff: Diff) -> Iterator[str]:
     else:
         yield f"DIFFERENT: the first difference is at {_step(first)}, {place(records(diff.layers)[first.location], first.call)}"
         yield f"  {_numbers(first)}"
+        if diff.noise:
+            row = cast("dict[str, float]", diff.tensors.loc[first.location].to_dict())
+            ratio = "above" if np.isnan(row["ratio"]) else f"{row['ratio']:,.0f} times"
+            yield f"  {ratio} the rounding noise of this layer, {row['noise']:.2g}; cosine {row['cosine']:.6f}"
+        if diff.suspect != diff.layers["layer"][first.location]:
+            yield f"  The code of {diff.suspect or '.'} computes this input."
         yield from (f"  {line}" for line in _before(first))
 
 
@@ -158,6 +191,17 @@ _REASONS = {
         "Repeat one of the runs with the data and the order of the other one.",
     ),
 }
+
+
+def _drift(diff: Diff) -> Iterator[str]:
+    """Yield how the errors of outputs of other programs grow with depth: the exponent p of error = c * depth**p, by least squares."""
+    rows = diff.layers[diff.layers["role"] == "output"].reset_index(drop=True)
+    errors = rows["difference"].to_numpy(np.float64)
+    depth = np.arange(1, len(errors) + 1)[errors > 0]
+    if diff.noise and len(depth) >= MIN_DEPTH:
+        exponent = np.polyfit(np.log(depth), np.log(errors[errors > 0]), 1)[0]
+        first, last = errors[errors > 0][[0, -1]]
+        yield f"  drift with depth: from {first:.2g} to {last:.2g} over {len(rows):,} outputs, like depth**{exponent:.1f}"
 
 
 def _numbers(first: FirstDifference) -> str:
@@ -185,13 +229,14 @@ def _before(first: FirstDifference) -> Iterator[str]:
 def place(row: Mapping[str, Any], call: int = 0) -> str:
     """Return a row of `Diff.layers` as text, such as `encoder.1 (ReLU), forward output`."""
     layer, tensor = place_cells(row)
-    return f"{layer} ({row['module_type']}), {tensor}" + (f", call {call}" if call else "")
+    module_type = f" ({row['module_type']})" if row["module_type"] else ""  # unknown for tensors of other programs
+    return f"{layer}{module_type}, {tensor}" + (f", call {call}" if call else "")
 
 
 def place_cells(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the layer of a row of `Diff.layers`, with its name in the other run, and what was recorded of it."""
     name = location_name(row["layer"], row["path"], row["kind"])
-    other = location_name(row["layer_b"], row["path"], row["kind"])
+    other = location_name(row["layer_b"], row.get("path_b", row["path"]), row["kind"])
     phase = "" if row["phase"] in STEP_PHASES else f" ({row['phase']})"
     return name if name == other else f"{name} = {other}", f"{row['kind']} {row['role']}{phase}"
 
@@ -233,7 +278,8 @@ def _step(first: FirstDifference) -> str:
 def _runs(diff: Diff) -> Iterator[str]:
     for name, path, info, dtype in zip("AB", diff.paths, diff.infos, diff.dtypes, strict=True):
         version = (info.get("versions") or {}).get("torch")
-        facts = [info["status"], f"seed {info['seed']}", dtype, info.get("device"), version and f"torch {version}"]
+        seed = "" if info["seed"] is None else f"seed {info['seed']}"
+        facts = [info["status"], seed, dtype, info.get("device"), version and f"torch {version}"]
         yield f"{name}  {path}  ({', '.join(str(fact) for fact in facts if fact)})"
 
 
@@ -252,12 +298,18 @@ def _compared(diff: Diff) -> Iterator[str]:
     rows = diff.layers["rows"].sum()
     tensors = f" and {diff.tensors['tensors'].sum():,} recorded tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
-    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
+    tensors = tensors if rows else tensors.removeprefix(" and ")
+    yield f"compared: {f'{rows:,} rows' if rows or not tensors else ''}{tensors} at {len(diff.layers):,} locations, {when}"
     other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")
     for (a, b), same in other.groupby(["dtype_a", "dtype_b"]):
         more = f" and {len(same) - 1:,} other locations" if len(same) > 1 else ""
         yield f"different dtypes: {a} and {b} at {place(records(same)[0])}{more}"
-    yield f"tolerance: {diff.tolerance:.2g}"
+    if diff.alignment:
+        yield diff.alignment
+    if diff.noise:
+        yield f"tolerance: {NOISE_RATIO:.0f} times the rounding noise of each layer, {diff.noise}"
+    else:
+        yield f"tolerance: {diff.tolerance:.2g}"
 
 
 def _metrics(diff: Diff) -> Iterator[str]:
