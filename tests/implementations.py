@@ -259,7 +259,13 @@ class Gpt2Port(nn.Module):
         own = {"embed.weight": state["transformer.wte.weight"], "positions.weight": state["transformer.wpe.weight"]}
         own |= {f"norm.{name}": state[f"transformer.ln_f.{name}"] for name in ("weight", "bias")}
         own["head.weight"] = state["lm_head.weight"].roll(1, 0) if fault.untied_head else state["lm_head.weight"]
-        names = {"norm1": "ln_1", "norm2": "ln_2", "attn.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+        names = {
+            "norm1": "ln_1",
+            "norm2": "ln_2",
+            "attn.out": "attn.c_proj",
+            "mlp.up": "mlp.c_fc",
+            "mlp.down": "mlp.c_proj",
+        }
         for index in range(LAYERS):
             for name, other in names.items():
                 weight = state[f"transformer.h.{index}.{other}.weight"]

@@ -105,7 +105,7 @@ def diff(
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
-    suggestion = _suggestion(unmatched, names)
+    suggestion = _suggestion(unmatched[~unmatched["layer"].isin(locations["layer"])], names)
     noise = None if measured is None else measured.of(locations)
     comparison = Comparison(runs, locations, tables, tolerance, noise)
     comparison.compare_statistics()

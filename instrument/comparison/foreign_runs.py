@@ -63,7 +63,7 @@ def opened_folders(
         ConfigError: A folder cannot be read, an expression is invalid, or the folders have no token in common.
     """
     folders = [
-        read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run), {}, {})
+        read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run), {}, {}, None)
         for path, run in zip(paths, opened, strict=True)
     ]
     a, b = folders

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from .foreign_folder import KIND_OF_ROLE, Entry
+from .foreign_folder import Entry
 from .layer_renaming import pattern_of, replaced
+from .tensor_names import KIND_OF_ROLE
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), transpose(a, dim, dim)"
 _NAME = re.compile(
@@ -31,7 +32,7 @@ def with_derived(
     Args:
         entries: The tensors of B.
         others: The tensors of A.
-        expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`, where the default role is `output`. Each
+        expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`. The default is the first output. Each
             `*` of a name in an expression is what the wildcard with the same number matches in the name of A.
         names: The name of each layer of A in B, which the computed tensors get.
 
@@ -48,19 +49,16 @@ def with_derived(
         given, tree = _parsed(text, where)
         layer, role, path = _split(old, where)
         pattern = pattern_of(layer, layer)
-        matching = [
-            (entry, match)
-            for entry in others
-            if entry.role == role
-            and path in (None, entry.path)
-            and (match := pattern.fullmatch(f"{entry.layer}." if entry.layer else ""))
-            and not match.groups()[-1]
-        ]
+        matching: dict[tuple[Any, ...], tuple[Entry, re.Match[str]]] = {}
+        for entry in others:
+            match = pattern.fullmatch(f"{entry.layer}." if entry.layer else "")
+            if match and not match.groups()[-1] and entry.role == role and path in (None, entry.path):
+                matching.setdefault((entry.layer, entry.step, entry.call), (entry, match))
         if not matching:
             known = dict.fromkeys(entry.label for entry in others)
             message = "matches no recorded tensor of A"
             raise ConfigError(Problem(where, message, old, shorten([*known]), similar_names(old, known)))
-        for entry, match in matching:
+        for entry, match in matching.values():
             sources = {}
             for name, source in given.items():
                 wanted, source_role, source_path = _split(source, where)

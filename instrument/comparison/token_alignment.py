@@ -16,7 +16,7 @@ from ..errors import ConfigError, Problem
 from ..formatting import shorten
 from .foreign_folder import Entry, ForeignFolder
 
-MAX_NAMES = 6  # maximum number of samples or layers in a message
+MAX_NAMES = 4  # maximum number of samples or layers in a message
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ This file requires only torch (2.0 or later). Copy it into any environment, such
 
     dump(model, batch, "**", out="dumps/port")
 
-A folder has one file per forward pass of the model: `pass-000000.safetensors`, or `.pt` without the package safetensors. The name
+A folder has one file per forward pass of the model: `pass-000000-000.safetensors`, or `.pt` without the package
+safetensors. The name
 of a tensor is `LAYER:ROLE.PATH#CALL`, such as `layers.0.mlp:output` or `layers.0:input.hidden_states`; the path and call 0 are
 left out if empty. `:batch.input_ids` and the like are the ids of the batch. The metadata entry `instrument` is JSON with `order`
 (names in the order of execution), `same` (tensors with the bytes of an earlier one), `types` (classes) and `skipped`.
@@ -158,7 +159,7 @@ class Dump:
             return
         about = {"order": self._order, "same": self._same, "types": self._types, "skipped": self._skipped}
         metadata = {"format": "pt", "instrument": json.dumps({**about, "torch": str(torch.__version__)})}
-        file = self.out / f"pass-{self._pass:06d}{f'-{self._file:03d}' if self._file else ''}"
+        file = self.out / f"pass-{self._pass:06d}-{self._file:03d}"
         try:
             from safetensors.torch import save_file
         except ImportError:
