@@ -27,10 +27,12 @@ class Noise:
     Attributes:
         errors: For each side that was measured, `a` or `b`: the errors by layer, role and path.
         source: A description of how the noise is known.
+        entries: The tensors of A in the order of execution.
     """
 
     errors: Mapping[str, Mapping[tuple[str, str, str], float]]
     source: str
+    entries: Sequence[Entry]
 
     def of(self, locations: pd.DataFrame) -> np.ndarray:
         """Return the noise of each location, the larger one of both sides; float64, shape [locations], NaN where it is unknown."""
@@ -40,6 +42,16 @@ class Noise:
             keys = locations[columns].itertuples(index=False, name=None)
             noise = np.fmax(noise, [errors.get(key, np.nan) for key in keys])
         return noise
+
+    def order_of(self, locations: pd.DataFrame) -> dict[tuple[int, int, int], int]:
+        """Return the index in the order of execution by location, step and call."""
+        rows = locations[["layer", "role", "path"]].itertuples(name=None)
+        index = {(layer, role, path): location for location, layer, role, path in rows}
+        return {
+            (index[entry.name[:3]], entry.step, entry.call): order
+            for order, entry in enumerate(self.entries)
+            if entry.name[:3] in index
+        }
 
 
 def opened_folders(
@@ -62,44 +74,42 @@ def opened_folders(
     Raises:
         ConfigError: A folder cannot be read, an expression is invalid, or the folders have no token in common.
     """
-    folders = [
+    a, b = (
         read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run), {}, {}, None)
         for path, run in zip(paths, opened, strict=True)
-    ]
-    a, b = folders
+    )
     if expressions and opened[1] is not None:
         old, new = next(iter(expressions.items()))
         fix = "exchange A and B, or write B with instrument.dump"
         raise ConfigError(Problem(f"rename {old}={new}", "an expression requires a folder of tensors as B", fix=fix))
-    layers = [list(dict.fromkeys(entry.layer for entry in folder.entries)) for folder in folders]
-    names = renamed_layers(rename, *layers)
+    names = renamed_layers(rename, *(list(dict.fromkeys(entry.layer for entry in each.entries)) for each in (a, b)))
 
-    def derived(folder: ForeignFolder) -> ForeignFolder:
-        return replace(folder, entries=with_derived(folder.entries, a.entries, expressions, names))
+    def aligned(one: ForeignFolder, other: ForeignFolder) -> tuple[list[Entry], list[Entry], str]:
+        other = replace(other, entries=with_derived(other.entries, a.entries, expressions, names))
+        return aligned_folders(one, other) if list(opened) == [None, None] else (one.entries, other.entries, "")
 
-    b = derived(b)
-    errors, alignment = {}, ""
-    entries = [a.entries, b.entries]
-    if list(opened) == [None, None]:
-        *entries, alignment = aligned_folders(a, b)
-    for side, folder in zip("ab", folders, strict=True):
-        if opened["ab".index(side)] is None and is_foreign(folder.path / FLOAT64):
-            reference = read_folder(folder.path / FLOAT64)
-            reference = reference if side == "a" else derived(reference)
-            exact, own = reference.entries, entries["ab".index(side)]
-            if alignment:
-                exact = aligned_folders(reference, b)[0] if side == "a" else aligned_folders(a, reference)[1]
-            errors[side] = _errors(own, exact)
-    source = f"measured against {' and '.join(str(folders['ab'.index(side)].path / FLOAT64) for side in errors)}"
-    phases = [_phase(run) for run in opened]
+    *entries, alignment = aligned(a, b)
+    errors = {}
+    for side, (folder, run) in enumerate(zip((a, b), opened, strict=True)):
+        if run is None and is_foreign(folder.path / FLOAT64):
+            exact = read_folder(folder.path / FLOAT64)
+            of_a, of_b, _ = aligned(a, exact) if side else aligned(exact, b)
+            errors["ab"[side]] = _errors(entries[side], of_b if side else of_a)
+    measured = " and ".join(str((a, b)["ab".index(side)].path / FLOAT64) for side in errors)
+    source = f"measured against {measured}" if errors else "estimated from dtype, depth and length of sums"
     runs = [
-        replace(folder, entries=own).run(phases[1 - index] or "forward") if run is None else run
-        for index, (folder, own, run) in enumerate(zip((a, b), entries, opened, strict=True))
+        replace(folder, entries=own).run(_phase(opened[1 - side]) or "forward") if run is None else run
+        for side, (folder, own, run) in enumerate(zip((a, b), entries, opened, strict=True))
+    ]
+    skipped = [
+        f"not written by {name}: {key} ({text})"
+        for name, each in zip("AB", (a, b), strict=True)
+        for key, text in each.skipped.items()
     ]
     return (
         (runs[0], runs[1]),
-        Noise(errors, source if errors else "estimated from dtype, depth and length of sums"),
-        alignment,
+        Noise(errors, source, entries[0]),
+        "\n".join([alignment, *skipped] if alignment else skipped),
     )
 
 

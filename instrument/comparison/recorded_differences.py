@@ -39,6 +39,7 @@ class FirstDifference:
 
     Attributes:
         location: The index of its row in `Diff.layers`.
+        order: Its index in the order of execution.
         statistic: The statistic that differs most, or `values` for a recorded tensor. If the tensors have different shapes, `shape`
             for a row of statistics, and `source_shape` for a recorded tensor.
         a: The statistic or the shape in the first run; NaN for `values`.
@@ -49,6 +50,7 @@ class FirstDifference:
     step: int
     phase: str
     location: int
+    order: int
     call: int
     statistic: str
     a: float | tuple[int, ...]
@@ -64,6 +66,7 @@ class Comparison:
         tolerance: The relative difference above which tensors differ; None for that of the coarser precision.
         noise: For tensors of other programs, the measured rounding noise of each location, NaN where it is unknown. It determines the
             tolerances, if none is given. float64, shape [locations].
+        order: For tensors of other programs, the index of each location, step and call in the order of execution.
 
     Attributes:
         tolerances: The tolerance of each location; float64, shape [locations].
@@ -82,6 +85,7 @@ class Comparison:
         tables: Mapping[str, tuple[RecordedTable, RecordedTable]],
         tolerance: float | None,
         noise: np.ndarray | None = None,
+        order: Mapping[tuple[int, int, int], int] | None = None,
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
         self.steps = {
@@ -99,7 +103,7 @@ class Comparison:
                 self.unmatched[side] += sum(count for (_, step), count in one.rows.items() if step not in common)
         self.other_parts = 0
         count = len(locations)
-        self.tolerances, self._noise = np.full(count, self.tolerance), noise
+        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order or {}
         self._depth = np.maximum((locations["role"] == "output").to_numpy(np.int64).cumsum(), 1)
         self._terms, self._coarsest = 1, PRECISIONS["float64"]  # of all tensors so far
         self.rows = np.zeros(count, np.int64)
@@ -142,7 +146,10 @@ class Comparison:
         self._before = 0.0
         for conditions in self._tensor_windows():
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
-            rows = self._in_order(rows, rows["location"]) if len(rows) else rows
+            if len(rows):
+                calls = zip(rows["location"], rows["step"], rows["call"], strict=True)
+                rows = rows.assign(order=[self._order.get(call, call[0]) for call in calls])
+                rows = self._in_order(rows, rows["order"])
             all_errors = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
             known = np.array([errors is not None for errors in all_errors], bool)
             self.other_parts += int((~known).sum())
@@ -233,7 +240,7 @@ class Comparison:
         assert self._noise is not None
         for row in cast("list[dict[str, Any]]", rows.to_dict("records")):
             location, names = row["location"], [row["dtype_a"], row["dtype_b"]]
-            self._terms = max(self._terms, *(row["shape_a"][-1:] or [1]))
+            self._terms = max([self._terms, *row["shape_a"][-1:]])
             if known := [PRECISIONS[name] for name in names if name in PRECISIONS]:
                 self._coarsest = coarsest([self._coarsest, *known])
                 measured = max(self._noise[location], rounding_noise(coarsest(known), np.ones(()), np.ones(())))
@@ -274,6 +281,7 @@ class Comparison:
                     step=int(row["step"]),
                     phase=str(self.locations["phase"][row["location"]]),
                     location=int(row["location"]),
+                    order=int(row.get("order", row["location"])),
                     call=int(row["call"]),
                     statistic=name,
                     a=a,
@@ -288,7 +296,7 @@ class Comparison:
         """Keep the earlier one of two differences. If both are at the same tensor, keep that of a statistic, which is found first."""
 
         def moment(difference: FirstDifference) -> tuple[int, bool, int]:
-            return difference.step, bool(self._is_step[difference.location]), difference.location
+            return difference.step, bool(self._is_step[difference.location]), difference.order
 
         if self.first is None or moment(candidate) < moment(self.first):
             self.first = candidate

@@ -68,7 +68,7 @@ class Diff:
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
         noise: For folders of tensors without a given tolerance, how the rounding noise of the layers is known; otherwise empty.
-        alignment: For folders of tensors, how their tokens are aligned; otherwise empty.
+        alignment: For folders of tensors, how their tokens are aligned, and which tensors could not be written; otherwise empty.
     """
 
     paths: tuple[Path, Path]

@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,11 @@ class Dump:
             ]
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
-        self._write()
+        if error is None:  # the tensors of a pass that failed are incomplete
+            self._write()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Write another tensor of the current pass, such as `logprobs` of shape [batch, tokens]."""
@@ -185,21 +187,29 @@ def dump(
         model: The model, in the mode in which it is compared: usually `model.eval()`.
         batch: The arguments: a mapping of keyword arguments, a tuple or list, or a single argument.
         float64: Whether a copy of the model also runs in float64, into `out/float64`: `instrument.diff` measures the
-            rounding errors of the model with it.
+            rounding errors of the model with it. If the model does not run in float64, a warning says so.
 
     Returns:
         The folder.
     """
-    runs = [(model, batch, Path(out))]
+    _run(model, batch, Dump(model, layers, out=out, ids=ids))
     if float64:
-        runs.append((copy.deepcopy(model).double(), _double(batch), Path(out) / "float64"))
-    for each, given, folder in runs:
-        with torch.random.fork_rng(enabled=each is not model), torch.no_grad(), Dump(each, layers, out=folder, ids=ids):
-            if isinstance(given, Mapping):
-                each(**given)
-            else:
-                each(*(given if isinstance(given, (tuple, list)) else (given,)))
+        exact = copy.deepcopy(model).double()
+        try:
+            with torch.random.fork_rng():
+                _run(exact, _double(batch), Dump(exact, layers, out=Path(out) / "float64", ids=ids))
+        except (RuntimeError, TypeError) as error:
+            text = str(error).partition("\n")[0]
+            warnings.warn(f"the model does not run in float64, so its rounding is not measured: {text}", stacklevel=2)
     return Path(out)
+
+
+def _run(model: nn.Module, batch: Any, recording: Dump) -> None:
+    with torch.no_grad(), recording:
+        if isinstance(batch, Mapping):
+            model(**batch)
+        else:
+            model(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
 
 
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -322,12 +323,33 @@ def test_dump_keeps_calls_nested_values_and_dtypes(tmp_path: Path) -> None:
     ]
     assert torch.equal(found[".:output.rest.0"], expected["rest"][0])
     assert found[".:output.rest.1.0"].dtype == torch.float16
-    assert "sparse" in json.dumps(read_folder(tmp_path).skipped)
+    shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    assert "not written by A: :output.sparse (" in str(instrument.diff(tmp_path, tmp_path.parent / "copy"))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     assert not [module for module in network.modules() if module._forward_hooks or module._forward_pre_hooks]
     assert tensors_of(tmp_path / "float64")["twice"].dtype == torch.float64
     assert tensors_of(tmp_path / "float64")[".:output.rest.1.0"].dtype == torch.float16
+
+
+def test_order_of_execution_includes_repeated_calls(tmp_path: Path) -> None:
+    class Repeated(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.activation, self.linear, self.factor = nn.ReLU(), nn.Linear(4, 4), factor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast(Tensor, self.activation(self.linear(self.activation(x)) * self.factor))
+
+    for name, factor, weight in (("a", 1.0, 1.0), ("b", 1.0, 2.0), ("c", 2.0, 1.0)):
+        torch.manual_seed(0)
+        network = Repeated(factor)
+        network.linear.weight.data.mul_(weight)
+        instrument.dump(network, X, out=tmp_path / name)
+    assert instrument.diff(tmp_path / "a", tmp_path / "b").suspect == "linear"
+    found = instrument.diff(tmp_path / "a", tmp_path / "c")
+    assert found.suspect == ""
+    assert "activation[input] (ReLU), forward_pre input, call 1" in str(found)
 
 
 def test_dump_selects_layers_and_refuses_mistakes(tmp_path: Path) -> None:
@@ -355,3 +377,21 @@ def test_large_pass_is_split_into_files(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found.tensors) == 8
     assert [*found.unmatched["layer"]] == ["total"]
     assert sum(len(load_file(file)) for file in (tmp_path / "many").iterdir()) == 2 * 5
+
+
+class Single(nn.Linear):
+    """A layer without a kernel in float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float64:
+            raise RuntimeError("not implemented for Double")
+        return super().forward(x)
+
+
+def test_model_that_does_not_run_in_float64_is_reported(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="does not run in float64.*not implemented for Double"):
+        instrument.dump(nn.Sequential(model(), Single(2, 2)), X, out=tmp_path / "a", float64=True)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    found = instrument.diff(tmp_path / "a", tmp_path / "b")
+    assert "estimated" in found.noise
+    assert found.is_identical
