@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
@@ -119,27 +120,33 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 def _print_tables(difference: Diff) -> None:
     """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
     console = wide_console()
-    rows = records(_listed(difference))
+    listed = _listed(difference)
+    rows, layers = records(listed), records(difference.layers)
+
+    def style(row: dict[str, Any]) -> str:
+        return "bold" if row["difference"] > row["tolerance"] and not difference.cause else ""
+
     cells = [place_cells(row) for row in rows]
     used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))
     room = max(0, (console.width - used) // STATISTIC_WIDTH)
     statistics = [name for name in STATISTICS if name in difference.statistics][:room]
     table = _table("layer", "tensor", *NUMBERS, *statistics)
     for row, texts in zip(rows, cells, strict=True):
-        is_above = row["difference"] > row["tolerance"] and not difference.cause
         numbers = [number_text(row[name]) for name in ("difference", "step", "first_step", *statistics)]
-        table.add_row(*texts, *numbers, style="bold" if is_above else "")
-    console.print("\nlargest relative differences, in the order of execution:", table)
+        table.add_row(*texts, *numbers, style=style(row))
+    if difference.statistics or difference.tensors.empty:  # otherwise the table of tensors has all differences
+        console.print("\nlargest relative differences, in the order of execution:", table)
     if (rest := len(difference.layers) - len(rows)) > 0:
         print(f"... and {rest:,} more: --html FILE shows all")
     if len(difference.tensors):
         noise = {"noise": "noise", "ratio": "L2 / noise"} if difference.noise else {}
         columns = ("elements", "L2", *noise.values(), "cosine", "max abs", "max rel")
         table = _table("layer", "tensor", *columns, "units in the last place")
-        layers = records(difference.layers)
-        for row in records(difference.tensors.head(MAX_LISTED).reset_index()):
-            cells = [row["elements"], *(row[name] for name in ("l2", *noise, "cosine", "max_abs", "max_rel"))]
-            table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
+        tensors = difference.tensors[difference.tensors.index.isin(listed.index)]
+        for row in records(tensors.reset_index()):
+            numbers = [number_text(row[name]) for name in ("elements", "l2", *noise, "cosine", "max_abs", "max_rel")]
+            layer = layers[row["location"]]
+            table.add_row(*place_cells(layer), *numbers, ulp_text(row["ulp"]), style=style(layer))
         console.print("\nrecorded tensors, element by element:", table)
 
 

@@ -48,7 +48,7 @@ def diff(difference: Diff) -> Figure:
         InstrumentError: matplotlib is not installed.
     """
     rows = records(difference.layers)
-    cells = [place_cells({**row, "layer_b": row["layer"]}) for row in rows]
+    cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
     several_hooks = {name for name, count in Counter(names).items() if count > 1}
     hooks = [f" ({row['hook']})" if name in several_hooks else "" for name, row in zip(names, rows, strict=True)]
