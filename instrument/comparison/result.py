@@ -104,7 +104,8 @@ class Diff:
         if row["role"] != "input" or row["kind"] != "forward_pre" or not row["layer"]:
             return str(row["layer"])
         above = [row["layer"].rsplit(".", count)[0] for count in range(1, row["layer"].count(".") + 1)]
-        return next((layer for layer in above if layer in {*self.layers["layer"]}), "")
+        recorded = {*self.layers["layer"], *self.unmatched["layer"][self.unmatched["run"] == "a"]}
+        return next((layer for layer in above if layer in recorded), "")
 
     @property
     def is_identical(self) -> bool:
