@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -45,7 +46,7 @@ def aligned_folders(one: ForeignFolder, other: ForeignFolder) -> tuple[list[Entr
     """Return the tensors of two folders with the tokens that both have, and a description of the alignment.
 
     Tokens correspond if their sample and their position are equal. Without ids of samples, samples correspond whose
-    token ids are equal, or begin with those of the other one. The tokens of all steps are joined into step 0. Tensors
+    token ids are equal at the positions that both have. The tokens of all steps are joined into step 0. Tensors
     without a dimension of tokens are left out. If both folders have the same tokens in the same order without padding, the tensors are
     returned unchanged.
 
@@ -81,7 +82,13 @@ def tokens_of(folder: ForeignFolder) -> Tokens | None:
         shape = tuple(max(known, key=lambda each: each.numel()).shape)
         arrays = {name: ids[name].numpy() for name in ids}
         rows, columns = np.indices(shape if len(shape) == 2 else (1, *shape)).reshape(2, -1)
-        mask, position = _positions(arrays, shape)
+        try:
+            mask, position = _positions(arrays, shape)
+        except ValueError:
+            shapes_of = ", ".join(f"{name} {[*each.shape]}" for name, each in arrays.items())
+            raise ConfigError(
+                Problem(f"{folder.path}: step {step}", "the shapes of the ids do not fit", shapes_of)
+            ) from None
         named &= "samples" in arrays
         if "samples" in arrays:
             samples = arrays["samples"].reshape(len(arrays["samples"]), -1)
@@ -99,7 +106,7 @@ def tokens_of(folder: ForeignFolder) -> Tokens | None:
         return None
     table = pd.concat(tables, ignore_index=True)
     if table.duplicated(["sample", "position"]).any():  # several batches, whose samples have no ids
-        table["sample"] = table.groupby(["step", "sample"], sort=False).ngroup()
+        table["sample"], named = table.groupby(["step", "sample"], sort=False).ngroup(), False
     return Tokens(table, shapes, named)
 
 
@@ -136,22 +143,28 @@ def _same_samples(a: Tokens, b: Tokens) -> dict[int, int]:
     """Return the sample of A for each sample of B that has one."""
     if a.has_samples and b.has_samples:
         return {int(sample): int(sample) for sample in b.table["sample"].unique()}
-    texts: list[dict[int, tuple[int, ...]]] = []
-    for table in (a.table, b.table):
-        groups = table.sort_values("position").groupby("sample", sort=False)["token"]
-        texts.append({int(str(sample)): tuple(tokens) for sample, tokens in groups})
-    left = dict(texts[0])
-    pairs: dict[int, int] = {}
-    for is_prefix in (False, True):  # equal samples first
-        for sample, text in texts[1].items():
-            if sample not in pairs:
-                size = [
-                    min(len(text), len(other)) if is_prefix else max(len(text), len(other)) for other in left.values()
-                ]
-                same = [key for (key, other), n in zip(left.items(), size, strict=True) if other[:n] == text[:n]]
-                if same:
-                    pairs[sample] = same[0]
-                    del left[same[0]]
+    left, texts = (
+        {
+            sample: dict(zip(rows["position"], rows["token"], strict=True))
+            for sample, rows in each.table.groupby("sample", sort=False)
+        }
+        for each in (a, b)
+    )
+    equal: dict[tuple[Any, ...], list[Any]] = {}
+    for sample, text in left.items():
+        equal.setdefault(tuple(sorted(text.items())), []).append(sample)
+    pairs: dict[Any, Any] = {}
+    for sample, text in texts.items():
+        if same := equal.get(tuple(sorted(text.items()))):
+            pairs[sample] = same.pop(0)
+            del left[pairs[sample]]
+    for sample in texts.keys() - pairs.keys():  # those of which one folder has only some tokens
+        text = texts[sample]
+        shared = {key: text.keys() & other.keys() for key, other in left.items()}
+        same = [key for key, both in shared.items() if both and all(text[at] == left[key][at] for at in both)]
+        if same:
+            pairs[sample] = max(same, key=lambda key: len(shared[key]))
+            del left[pairs[sample]]
     return pairs
 
 

@@ -50,7 +50,7 @@ class Dump:
         out: The folder, which must not contain a dump.
         ids: The ids of the batch, which align the tokens of two dumps: `input_ids`, `position_ids`, `attention_mask` (0 for
             padding), integers or booleans of shape [batch, tokens] or [tokens], and `samples`, integers of shape [batch] or
-            [tokens]. Those that are missing are read from the arguments of the model.
+            [tokens]. Those that are missing are read from the arguments of the model. If they change, assign `dump.ids` before each pass.
 
     Raises:
         ValueError: The patterns match no module.

@@ -257,6 +257,20 @@ def test_other_token_ids_are_reported(tmp_path: Path) -> None:
         instrument.diff(tmp_path / "c", tmp_path / "d")
 
 
+def test_samples_correspond_by_the_tokens_that_both_have(tmp_path: Path) -> None:
+    ids, positions = torch.tensor([[1, 2, 3], [1, 5, 6]]), torch.arange(3).expand(2, 3)
+    instrument.dump(model(), X, out=tmp_path / "a", ids={"input_ids": ids})
+    rest = {"input_ids": ids[[1, 0], 1:], "position_ids": positions[:, 1:]}  # the first tokens were in a cache
+    instrument.dump(model(), X[[1, 0], 1:], out=tmp_path / "b", ids=rest)
+    found = instrument.diff(tmp_path / "a", tmp_path / "b")
+    assert "aligned: 4 of 6 tokens of A and 4 of B" in found.alignment
+    assert found.is_within_tolerance
+    assert found.first is None
+    instrument.dump(model(), X, out=tmp_path / "c", ids={"input_ids": ids, "attention_mask": torch.ones(3, 4)})
+    with pytest.raises(ConfigError, match="the shapes of the ids do not fit"):
+        instrument.diff(tmp_path / "a", tmp_path / "c")
+
+
 def test_first_tensors_correspond_if_paths_differ(tmp_path: Path) -> None:
     class Tuple(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
