@@ -125,7 +125,7 @@ class LlamaAttention(nn.Module):
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         k, v = (each.repeat_interleave(HEADS // KV_HEADS, -3) for each in (k, v))
         scores = q @ k.transpose(-2, -1) * self.fault.scale / math.sqrt(HEAD)
-        weights = scores.masked_fill(~mask, -1e30).float().softmax(-1).to(x.dtype)
+        weights = scores.masked_fill(~mask, -math.inf).float().softmax(-1).to(x.dtype)
         return cast(Tensor, self.out((weights @ v).transpose(-3, -2).flatten(-2)))
 
 

@@ -42,6 +42,10 @@ def with_derived(
     Raises:
         ConfigError: An expression is invalid, or a name matches no tensor.
     """
+    moments: dict[tuple[str, str, str | None], dict[tuple[int, int], Entry]] = {}  # of each name, by step and call
+    for entry in entries:
+        for path in (None, entry.path):
+            moments.setdefault((entry.layer, entry.role, path), {}).setdefault((entry.step, entry.call), entry)
     derived: list[Entry] = []
     used: set[tuple[Any, ...]] = set()
     for old, text in expressions.items():
@@ -49,40 +53,37 @@ def with_derived(
         given, tree = _parsed(text, where)
         layer, role, path = _split(old, where)
         pattern = pattern_of(layer, layer)
-        matching: dict[tuple[Any, ...], tuple[Entry, re.Match[str]]] = {}
+        matching: dict[str, tuple[Entry, re.Match[str]]] = {}
         for entry in others:
             match = pattern.fullmatch(f"{entry.layer}." if entry.layer else "")
             if match and not match.groups()[-1] and entry.role == role and path in (None, entry.path):
-                matching.setdefault((entry.layer, entry.step, entry.call), (entry, match))
+                matching.setdefault(entry.layer, (entry, match))
         if not matching:
-            known = dict.fromkeys(entry.label for entry in others)
-            message = "matches no recorded tensor of A"
-            raise ConfigError(Problem(where, message, old, shorten([*known]), similar_names(old, known)))
+            raise ConfigError(_unknown(where, "matches no recorded tensor of A", old, others))
         for entry, match in matching.values():
-            sources = {}
+            sources: dict[str, dict[tuple[int, int], Entry]] = {}
             for name, source in given.items():
                 wanted, source_role, source_path = _split(source, where)
                 if wanted.count("*") > layer.count("*"):
                     message = "a name has more wildcards than the name of A"
                     raise ConfigError(Problem(where, message, source, f"as many as in {layer}"))
-                wanted = replaced(wanted, match)
-                found = [
-                    each
-                    for each in entries
-                    if (each.layer, each.role, each.step, each.call) == (wanted, source_role, entry.step, entry.call)
-                    and source_path in (None, each.path)
-                ]
-                if not found:
-                    known = dict.fromkeys(each.label for each in entries)
-                    message = f"B has no tensor {wanted}:{source_role} at step {entry.step}"
-                    raise ConfigError(Problem(where, message, source, shorten([*known]), similar_names(wanted, known)))
-                sources[name] = found[0]
-                used.add((*found[0].name, found[0].step))
-            load = partial(_evaluated, tree.body, sources, where)
-            dims = next(iter(sources.values())).dims
-            derived.append(entry._replace(layer=names[entry.layer], load=load, module_type="", dims=dims))
+                key = (replaced(wanted, match), source_role, source_path)
+                if key not in moments:
+                    raise ConfigError(_unknown(where, f"B has no tensor {key[0]}:{source_role}", source, entries))
+                sources[name] = moments[key]
+            for moment in set.intersection(*({*each} for each in sources.values())):
+                at = {name: each[moment] for name, each in sources.items()}
+                used |= {(*each.name, each.step) for each in at.values()}
+                load, dims = partial(_evaluated, tree.body, at, where), next(iter(at.values())).dims
+                step, call = moment
+                derived.append(Entry(names[entry.layer], entry.role, entry.path, load, step, call, dims=dims))
     used |= {(*entry.name, entry.step) for entry in derived}
     return [*(entry for entry in entries if (*entry.name, entry.step) not in used), *derived]
+
+
+def _unknown(where: str, message: str, name: str, entries: Sequence[Entry]) -> Problem:
+    known = list(dict.fromkeys(entry.label for entry in entries))
+    return Problem(where, message, name, shorten(known), similar_names(name, known))
 
 
 def _split(name: str, where: str) -> tuple[str, str, str | None]:
