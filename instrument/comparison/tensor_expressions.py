@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ def with_derived(
     used: set[tuple[Any, ...]] = set()
     for old, text in expressions.items():
         where = f"rename {old}={text}"
-        given, tree = _parsed(text, where)
-        layer, role, path = _split(old, where)
+        given, code = _parsed(text, where)
+        layer, role, path = _place(old, where)
         pattern = pattern_of(layer, layer)
         matching: dict[str, tuple[Entry, re.Match[str]]] = {}
         for entry in others:
@@ -63,7 +64,7 @@ def with_derived(
         for entry, match in matching.values():
             sources: dict[str, dict[tuple[int, int], Entry]] = {}
             for name, source in given.items():
-                wanted, source_role, source_path = _split(source, where)
+                wanted, source_role, source_path = _place(source, where)
                 if wanted.count("*") > layer.count("*"):
                     message = "a name has more wildcards than the name of A"
                     raise ConfigError(Problem(where, message, source, f"as many as in {layer}"))
@@ -74,7 +75,7 @@ def with_derived(
             for moment in set.intersection(*({*each} for each in sources.values())):
                 at = {name: each[moment] for name, each in sources.items()}
                 used |= {(*each.name, each.step) for each in at.values()}
-                load, dims = partial(_evaluated, tree.body, at, where), next(iter(at.values())).dims
+                load, dims = partial(_evaluated, code, at, where), next(iter(at.values())).dims
                 step, call = moment
                 derived.append(Entry(names[entry.layer], entry.role, entry.path, load, step, call, dims=dims))
     used |= {(*entry.name, entry.step) for entry in derived}
@@ -86,7 +87,7 @@ def _unknown(where: str, message: str, name: str, entries: Sequence[Entry]) -> P
     return Problem(where, message, name, shorten(known), similar_names(name, known))
 
 
-def _split(name: str, where: str) -> tuple[str, str, str | None]:
+def _place(name: str, where: str) -> tuple[str, str, str | None]:
     """Return layer, role and path of a name; the path is None if any is meant."""
     layer, _, rest = name.partition(":")
     role, _, path = rest.partition(".")
@@ -95,8 +96,8 @@ def _split(name: str, where: str) -> tuple[str, str, str | None]:
     return layer, role or "output", path or None
 
 
-def _parsed(text: str, where: str) -> tuple[dict[str, str], ast.Expression]:
-    """Return the names in an expression, by their placeholders in the tree, and the tree."""
+def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
+    """Return the names in an expression, by their placeholders in the code, and the code."""
     names: dict[str, str] = {}
 
     def placeholder(match: re.Match[str]) -> str:
@@ -109,84 +110,58 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], ast.Expression]:
         names[key] = name
         return key + suffix
 
-    replaced_text = _NAME.sub(placeholder, text)
+    plain = _NAME.sub(placeholder, text).strip()
     try:
-        tree = ast.parse(replaced_text.strip(), mode="eval")
+        tree = ast.parse(plain, mode="eval")
     except SyntaxError as error:
         raise ConfigError(Problem(where, f"invalid expression: {error.msg}", text, ALLOWED)) from None
     for node in ast.walk(tree):
-        if problem := _problem_of(node, names):
-            source = ast.get_source_segment(replaced_text.strip(), node) or ""
+        if isinstance(node, ast.Attribute) and node.attr == "T":
+            node.attr = "mT"  # the transpose of the last two dimensions
+        elif not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
+            source = ast.get_source_segment(plain, node) or ""
             for key, name in names.items():
                 source = source.replace(key, name)
-            position = text.find(source)
-            raise ConfigError(Problem(where, f"{problem} at character {max(position, 0)}: {source}", text, ALLOWED))
-    return names, tree
+            message = f"not allowed at character {max(text.find(source), 0)}: {source}"
+            raise ConfigError(Problem(where, message, text, ALLOWED))
+    return names, compile(tree, where, "eval")
 
 
-_FUNCTIONS: dict[str, tuple[int, Callable[..., Tensor]]] = {
-    "cat": (-1, lambda *tensors, dim=-1: torch.cat(tensors, dim)),
-    "split": (2, lambda tensor, index, parts, dim=-1: tensor.tensor_split(parts, dim)[index]),
-    "heads": (1, lambda tensor, number: tensor.unflatten(-1, (number, -1)).transpose(-3, -2)),
-    "transpose": (2, lambda tensor, one, other: tensor.transpose(one, other)),
-}
-"""The functions of expressions: the number of integers after the first tensor (-1: only tensors), and the computation."""
+_NODES = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Constant, ast.UnaryOp, ast.USub),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Subscript, ast.Slice, ast.Tuple),
+)
+"""What expressions consist of. All functions and names in them are known, so that no other code can run."""
 
 
-def _problem_of(node: ast.AST, names: dict[str, str]) -> str | None:
-    """Return what is wrong with a part of an expression; None if it is allowed."""
-    if isinstance(node, ast.Call):
-        if not isinstance(node.func, ast.Name) or node.func.id not in _FUNCTIONS:
-            return "unknown function"
-        count, _ = _FUNCTIONS[node.func.id]
-        if (len(node.args) < 2) if count < 0 else (len(node.args) != 1 + count):
-            return "wrong number of arguments"
-        wrong = [each for each in node.keywords if each.arg != "dim" or node.func.id not in ("cat", "split")]
-        return "unknown argument" if wrong else None
-    if isinstance(node, ast.Attribute):
-        return None if node.attr == "T" else "unknown attribute"
-    if isinstance(node, ast.Name):
-        return None if node.id in names or node.id in _FUNCTIONS else "unknown name"
-    if isinstance(node, ast.Constant):
-        return None if node.value is ... or type(node.value) is int else "only integers are allowed,"
-    allowed = (ast.Expression, ast.BinOp, ast.Add, ast.Sub, ast.UnaryOp, ast.USub, ast.Subscript, ast.Slice, ast.Tuple)
-    return None if isinstance(node, (*allowed, ast.Load, ast.keyword)) else "not allowed"
+def _cat(*tensors: Tensor, dim: int = -1) -> Tensor:
+    return torch.cat(tensors, dim)
 
 
-def _evaluated(tree: ast.AST, sources: dict[str, Entry], where: str) -> Tensor:
+def _split(tensor: Tensor, index: int, parts: int, dim: int = -1) -> Tensor:
+    return tensor.tensor_split(parts, dim)[index]
+
+
+def _heads(tensor: Tensor, number: int) -> Tensor:
+    return tensor.unflatten(-1, (number, -1)).transpose(-3, -2)
+
+
+_FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "transpose": torch.transpose}
+
+
+def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
     """Return the value of an expression.
 
     Raises:
-        ConfigError: The shapes of the tensors do not fit.
+        ConfigError: The arguments of a function or the shapes of the tensors do not fit.
     """
     tensors = {name: entry.load() for name, entry in sources.items()}
     try:
-        value = _value(tree, tensors)
+        value: Tensor = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
-        raise ConfigError(Problem(where, f"cannot be computed: {str(error).partition(chr(10))[0]}", shapes)) from error
+        message = f"cannot be computed: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error
     if not isinstance(value, Tensor):
         raise ConfigError(Problem(where, "must be a tensor", value, ALLOWED))
     return value
-
-
-def _value(node: Any, tensors: dict[str, Tensor]) -> Any:
-    of = partial(_value, tensors=tensors)
-    match node:
-        case ast.Name():
-            return tensors[node.id]
-        case ast.Constant():
-            return node.value
-        case ast.UnaryOp():
-            return -of(node.operand)
-        case ast.BinOp():
-            return of(node.left) + of(node.right) if isinstance(node.op, ast.Add) else of(node.left) - of(node.right)
-        case ast.Attribute():
-            return of(node.value).transpose(-2, -1)
-        case ast.Subscript():
-            return of(node.value)[of(node.slice)]
-        case ast.Slice():
-            return slice(*(None if each is None else of(each) for each in (node.lower, node.upper, node.step)))
-        case ast.Tuple():
-            return tuple(map(of, node.elts))
-    return _FUNCTIONS[node.func.id][1](*map(of, node.args), **{each.arg: of(each.value) for each in node.keywords})
