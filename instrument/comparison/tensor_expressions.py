@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
         tree = ast.parse(plain, mode="eval")
     except SyntaxError as error:
         raise ConfigError(Problem(where, f"invalid expression: {error.msg}", text, ALLOWED)) from None
+    if not names:
+        raise ConfigError(Problem(where, "names no tensor", text, ALLOWED))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "T":
             node.attr = "mT"  # the transpose of the last two dimensions
@@ -143,7 +145,7 @@ def _split(tensor: Tensor, index: int, parts: int, dim: int = -1) -> Tensor:
 
 
 def _heads(tensor: Tensor, number: int) -> Tensor:
-    return tensor.unflatten(-1, (number, -1)).transpose(-3, -2)
+    return cast(Tensor, tensor.unflatten(-1, (number, -1)).transpose(-3, -2))
 
 
 _FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "transpose": torch.transpose}
@@ -157,8 +159,8 @@ def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
     """
     tensors = {name: entry.load() for name, entry in sources.items()}
     try:
-        value: Tensor = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        value = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})
+    except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
         message = f"cannot be computed: {str(error).partition(chr(10))[0]}"
         raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error

@@ -217,7 +217,7 @@ def _dims(entry: Entry, shape: tuple[int, ...]) -> tuple[str, ...] | None:
 def _gathered(parts: dict[int, Entry], tokens: Tokens, index: Tensor, width: int) -> Tensor:
     """Return the tokens of an index: [tokens, ...]."""
     rows = [_rows(parts[step], tokens, step, width) for step in tokens.shapes]
-    return torch.cat(rows)[index]
+    return (torch.cat(rows) if len(rows) > 1 else rows[0])[index]
 
 
 def _rows(entry: Entry, tokens: Tokens, step: int, width: int) -> Tensor:

@@ -208,6 +208,8 @@ def test_expressions_compute_tensors(name: str, tmp_path: Path) -> None:
         ("d", "a + b", "matches no recorded tensor of A"),
         ("c", "cat(a, 3)", "cannot be computed"),
         ("c", "().real + a", "not allowed"),
+        ("c", "(1 + 2).T", "names no tensor"),
+        ("c", "(1 + 2).T + a", "cannot be computed"),
         ("c", "3 - split", "B has no tensor split"),
         ("c", "a[0] + cat(a, b)", "cannot be computed"),
         ("c", "a[5:, :] - x.*.q", "more wildcards"),
