@@ -96,7 +96,7 @@ class Diff:
         """The layer that causes the first difference; None without one, or if no layer is the reason.
 
         If the input of a layer is the first tensor that differs, the code that calls the layer computes it: the innermost recorded
-        module that contains the layer.
+        module that contains the layer, or a layer in it that was not recorded.
         """
         if self.first is None or self.cause:
             return None
@@ -178,7 +178,7 @@ def verdict(diff: Diff) -> Iterator[str]:
             ratio = "above" if np.isnan(row["ratio"]) else f"{row['ratio']:,.0f} times"
             yield f"  {ratio} the rounding noise of this layer, {row['noise']:.2g}; cosine {row['cosine']:.6f}"
         if diff.suspect != diff.layers["layer"][first.location]:
-            yield f"  The code of {diff.suspect or '.'} computes this input."
+            yield f"  The code of {diff.suspect or '.'} computes this input, or a layer in it that was not recorded."
         yield from (f"  {line}" for line in _before(first))
 
 

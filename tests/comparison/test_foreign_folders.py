@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shutil
@@ -276,6 +277,26 @@ def test_samples_correspond_by_the_tokens_that_both_have(tmp_path: Path) -> None
         instrument.diff(tmp_path / "a", tmp_path / "c")
 
 
+def test_given_tolerance_replaces_the_noise(tmp_path: Path) -> None:
+    one = write(tmp_path / "a" / "x.pt", {"x": X, "y": X})
+    other = write(tmp_path / "b" / "x.pt", {"x": X, "y": X * 1.01})
+    found = instrument.diff(one, other)
+    assert found.suspect == "y"
+    assert found.tensors["ratio"][1] > 1000
+    found = instrument.diff(one, other, tolerance=0.1)
+    assert found.is_within_tolerance
+    assert "noise" not in found.tensors
+    assert "tolerance: 0.1" in str(found)
+
+
+def test_model_that_fails_leaves_no_dump_and_no_hooks(tmp_path: Path) -> None:
+    network = model()
+    with pytest.raises(RuntimeError):
+        instrument.dump(network, X[..., :3], out=tmp_path)
+    assert not [*tmp_path.iterdir()]
+    assert not [module for module in network.modules() if module._forward_hooks or module._forward_pre_hooks]
+
+
 def test_first_tensors_correspond_if_paths_differ(tmp_path: Path) -> None:
     class Tuple(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
@@ -293,6 +314,7 @@ def test_dump_requires_only_torch(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     source = (REPOSITORY / "instrument/integrations/dump.py").read_text()
     (tmp_path / "code" / "dump.py").write_text(source)
+    ast.parse(source, feature_version=(3, 8))
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path / "code")!r})
