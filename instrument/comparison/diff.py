@@ -72,7 +72,7 @@ def diff(
             entry also renames everything inside the layer. `*` is one segment of a name or a part of it, `**` is any
             number of segments, and `.` is the root. For a folder of tensors as B, the new name can be an expression for one
             tensor: `{"h.*.attn.c_attn": "cat(blocks.*.q, blocks.*.k, blocks.*.v)"}`, with +, -, slices, `.T`, `cat`, `split`,
-            `heads` and `transpose`.
+            `heads`, `merge` and `transpose`.
         tolerance: The relative difference above which tensors differ. Default: that of the coarser precision of the two runs,
             1e-10 for float64, 6e-5 for float32, 0.005 for float16, 0.04 for bfloat16.
         steps: Half-open range of steps (first, end); None leaves a side open.

@@ -18,7 +18,7 @@ from .foreign_folder import Entry
 from .layer_renaming import pattern_of, replaced
 from .tensor_names import KIND_OF_ROLE
 
-ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), transpose(a, dim, dim)"
+ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
 _NAME = re.compile(
     r"(?<![\w.*])(?:[A-Za-z_*][\w*]*(?:\.[\w*]+)*|\d+(?:\.[\w*]+)+)(?::[a-z_]+(?:\.[\w.]+)?)?(?![\w.*(:])"
 )
@@ -38,7 +38,7 @@ def with_derived(
         names: The name of each layer of A in B, which the computed tensors get.
 
     Returns:
-        The tensors, without those that expressions use.
+        The tensors, without those that expressions use, unless A has a layer of their name.
 
     Raises:
         ConfigError: An expression is invalid, or a name matches no tensor.
@@ -48,6 +48,7 @@ def with_derived(
         for path in (None, entry.path):
             moments.setdefault((entry.layer, entry.role, path), {}).setdefault((entry.step, entry.call), entry)
     derived: list[Entry] = []
+    counterparts = {*names.values()}
     used: set[tuple[Any, ...]] = set()
     for old, text in expressions.items():
         where = f"rename {old}={text}"
@@ -74,7 +75,7 @@ def with_derived(
                 sources[name] = moments[key]
             for moment in set.intersection(*({*each} for each in sources.values())):
                 at = {name: each[moment] for name, each in sources.items()}
-                used |= {(*each.name, each.step) for each in at.values()}
+                used |= {(*each.name, each.step) for each in at.values() if each.layer not in counterparts}
                 load, dims = partial(_evaluated, code, at, where), next(iter(at.values())).dims
                 step, call = moment
                 derived.append(Entry(names[entry.layer], entry.role, entry.path, load, step, call, dims=dims))
@@ -148,7 +149,11 @@ def _heads(tensor: Tensor, number: int) -> Tensor:
     return cast(Tensor, tensor.unflatten(-1, (number, -1)).transpose(-3, -2))
 
 
-_FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "transpose": torch.transpose}
+def _merge(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-3, -2).flatten(-2)
+
+
+_FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "merge": _merge, "transpose": torch.transpose}
 
 
 def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:

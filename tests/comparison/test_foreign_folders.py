@@ -178,6 +178,7 @@ EXPRESSIONS: dict[str, tuple[str, Tensor]] = {
     "concatenation of rows": ("cat(a, b, dim=0)", torch.cat([X, X**2])),
     "part": ("split(a, 1, 2)", X[..., 2:]),
     "heads": ("heads(a, 2)", X.unflatten(-1, (2, 2)).transpose(1, 2)),
+    "queries of fused heads": ("merge(split(heads(a, 2), 0, 2))", X[..., [0, 2]]),
     "nested": ("cat(a.T[:, :2], split(b, 0, 2).T)", torch.cat([X.mT[:, :2], (X**2)[..., :2].mT], -1)),
     "wildcard": ("blocks.*.q", X + 1),
 }
