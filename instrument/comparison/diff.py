@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm")
 MAX_NAMES = 6  # maximum number of names in an error message
-_EXPRESSION = re.compile(r"[-+\[(:]|\.T\b")
+_EXPRESSION = re.compile(r"[+\[(:]| - |\.T\b")
 """What an entry of `rename` contains that names or computes one tensor, and not layers."""
 
 

@@ -278,6 +278,11 @@ def test_samples_correspond_by_the_tokens_that_both_have(tmp_path: Path) -> None
         instrument.diff(tmp_path / "a", tmp_path / "c")
 
 
+def test_names_with_a_hyphen_are_not_expressions(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a" / "x.pt", {"a-1": X}), write(tmp_path / "b" / "x.pt", {"b-1": X})
+    assert instrument.diff(one, other, rename={"a-1": "b-1"}).is_identical
+
+
 def test_given_tolerance_replaces_the_noise(tmp_path: Path) -> None:
     one = write(tmp_path / "a" / "x.pt", {"x": X, "y": X})
     other = write(tmp_path / "b" / "x.pt", {"x": X, "y": X * 1.01})
