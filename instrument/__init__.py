@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
+    from .integrations.dump import Dump, dump
     from .integrations.observe import observe
     from .probe.probe import Probe
     from .rules.rule import Firing, Rule
@@ -69,6 +70,7 @@ __all__ = [
     "ConfigError",
     "Context",
     "CountsTerms",
+    "Dump",
     "Features",
     "Firing",
     "HookError",
@@ -89,6 +91,7 @@ __all__ = [
     "Task",
     "attach",
     "diff",
+    "dump",
     "interpret",
     "load",
     "make_reference",
@@ -105,6 +108,7 @@ _LAZY = {
     "ConfigError": ".errors",
     "Context": ".actions.base",
     "CountsTerms": ".tasks",
+    "Dump": ".integrations.dump",
     "Features": ".analysis.features",
     "Firing": ".rules.rule",
     "HookError": ".errors",
@@ -125,6 +129,7 @@ _LAZY = {
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "diff": ".comparison.diff",
+    "dump": ".integrations.dump",
     "load": ".analysis.load",
     "make_reference": ".analysis.reference",
     "observe": ".integrations.observe",

@@ -12,6 +12,7 @@ import yaml
 from conftest import REPOSITORY, Answer, replay_in
 
 from instrument.commands.convert import main as convert
+from instrument.commands.diff import main as diff
 
 DOCS = REPOSITORY / "docs"
 PAGES = [
@@ -49,6 +50,8 @@ def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Colle
                     assert answer.code == 0, (line, answer.err)
                 elif line.startswith("python -m instrument.convert "):
                     assert convert(shlex.split(line)[3:]) == 0
+                elif line.startswith("python -m instrument.diff "):
+                    assert diff(shlex.split(line)[3:]) in (0, 1), line
                 elif line.startswith("python -m instrument.replay "):
                     answer = replay_in(folder, *shlex.split(line)[3:])
                     assert answer.code == 0, (line, answer.err)

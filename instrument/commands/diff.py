@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
@@ -32,20 +33,27 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
     parser = parser_of("diff")
-    parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
-    parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")
+    parser.add_argument("a", metavar="A", help="the folder or the remote address of a run, or a folder of tensors")
+    parser.add_argument("b", metavar="B", help="the same for the other run")
     parser.add_argument(
         "--rename",
         metavar="OLD=NEW",
         nargs="+",
         default=[],
-        help="layers of A with another name in B, such as encoder=backbone",
+        help="layers of A with another name in B, such as encoder=backbone; for a folder of tensors also expressions, "
+        "such as 'h.*.c_attn=cat(blocks.*.q, blocks.*.k, blocks.*.v)'",
     )
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help="the relative difference above which tensors differ"
     )
     parser.add_argument(
         "--steps", metavar="FIRST:END", default=":", help="compare only these steps, such as 0:100 for steps 0 to 99"
+    )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=["foreign"],
+        help="read folders as tensors that other programs wrote, also if they contain a run",
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
     return parser
@@ -58,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InstrumentWarning)
             difference = diff(
-                args.a, args.b, rename=_renamed(args.rename), tolerance=args.tolerance, steps=_steps(args.steps)
+                args.a,
+                args.b,
+                rename=_renamed(args.rename),
+                tolerance=args.tolerance,
+                steps=_steps(args.steps),
+                foreign=args.form == "foreign",
             )
     except InstrumentError as error:
         print(error, file=sys.stderr)
@@ -107,32 +120,40 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 def _print_tables(difference: Diff) -> None:
     """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
     console = wide_console()
-    rows = records(_listed(difference))
+    listed = _listed(difference)
+    rows, layers = records(listed), records(difference.layers)
+
+    def style(row: dict[str, Any]) -> str:
+        return "bold" if row["difference"] > row["tolerance"] and not difference.cause else ""
+
     cells = [place_cells(row) for row in rows]
     used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))
     room = max(0, (console.width - used) // STATISTIC_WIDTH)
     statistics = [name for name in STATISTICS if name in difference.statistics][:room]
     table = _table("layer", "tensor", *NUMBERS, *statistics)
     for row, texts in zip(rows, cells, strict=True):
-        is_above = row["difference"] > difference.tolerance and not difference.cause
         numbers = [number_text(row[name]) for name in ("difference", "step", "first_step", *statistics)]
-        table.add_row(*texts, *numbers, style="bold" if is_above else "")
-    console.print("\nlargest relative differences, in the order of execution:", table)
+        table.add_row(*texts, *numbers, style=style(row))
+    if difference.statistics or difference.tensors.empty:  # otherwise the table of tensors has all differences
+        console.print("\nlargest relative differences, in the order of execution:", table)
     if (rest := len(difference.layers) - len(rows)) > 0:
         print(f"... and {rest:,} more: --html FILE shows all")
     if len(difference.tensors):
-        table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
-        layers = records(difference.layers)
-        for row in records(difference.tensors.head(MAX_LISTED).reset_index()):
-            cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
-            table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
+        noise = {"noise": "noise", "ratio": "L2 / noise"} if difference.noise else {}
+        columns = ("elements", "L2", *noise.values(), "cosine", "max abs", "max rel")
+        table = _table("layer", "tensor", *columns, "units in the last place")
+        tensors = difference.tensors[difference.tensors.index.isin(listed.index)]
+        for row in records(tensors.reset_index()):
+            numbers = [number_text(row[name]) for name in ("elements", "l2", *noise, "cosine", "max_abs", "max_rel")]
+            layer = layers[row["location"]]
+            table.add_row(*place_cells(layer), *numbers, ulp_text(row["ulp"]), style=style(layer))
         console.print("\nrecorded tensors, element by element:", table)
 
 
 def _listed(difference: Diff) -> pd.DataFrame:
     """Return the rows of `layers` to print: of many, those above the tolerance, or those with the largest differences."""
     layers = difference.layers
-    above = layers[layers["difference"] > difference.tolerance]
+    above = layers[layers["difference"] > layers["tolerance"]]
     if len(layers) <= MAX_LISTED:
         return layers
     return above.head(MAX_LISTED) if len(above) else layers.nlargest(MAX_LISTED, "difference").sort_index()

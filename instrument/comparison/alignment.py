@@ -87,12 +87,14 @@ def batches(
 ) -> Iterator[pd.DataFrame]:
     """Iterate over the rows of a table as DataFrames with plain labels. Small batches are combined."""
     pending: list[pa.RecordBatch] = []
+    rows = size = 0
     for batch in run.scan(table, columns, condition):
         pending.append(batch)
-        if sum(each.num_rows for each in pending) >= BATCH_ROWS or sum(each.nbytes for each in pending) >= BATCH_BYTES:
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= BATCH_ROWS or size >= BATCH_BYTES:
             yield to_frame(pa.Table.from_batches(pending))
-            pending = []
-    if any(batch.num_rows for batch in pending):
+            pending, rows, size = [], 0, 0
+    if rows:
         yield to_frame(pa.Table.from_batches(pending))
 
 
@@ -123,20 +125,43 @@ def paired_locations(
         layers: The name of each layer of the first run in the other run.
 
     Returns:
-        The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b` and `layer_b` with the
-        names of the other run. The index is the number of the location.
+        The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b`, `layer_b` and `path_b` with
+        the names of the other run. The index is the number of the location.
     """
     names = {name: layer for layer, name in layers.items()}
     keys = zip(other["hook"], other["kind"], other["role"], strict=True)
     translated = other.assign(
         hook_b=other["hook"],
         layer_b=other["layer"],
+        path_b=other["path"],
         hook=pd.Series([hooks.get(key) for key in keys], other.index, dtype=object),
         layer=pd.Series([names.get(layer) for layer in other["layer"]], other.index, dtype=object),
     )
-    rows = translated.loc[translated["hook"].notna() & translated["layer"].notna(), [*LOCATION, "hook_b", "layer_b"]]
+    rows = translated.loc[translated["hook"].notna() & translated["layer"].notna()]
+    rows = _with_paths_of(one, rows)[[*LOCATION, "hook_b", "layer_b", "path_b"]]
     kept = one[[*LOCATION, "module_type"]].astype({"hook": object, "layer": object})
     return kept.merge(rows, on=list(LOCATION), how="inner").reset_index(drop=True)
+
+
+def _with_paths_of(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
+    """Return locations of the other run with the paths of the first run.
+
+    The first tensor that a module gets or returns has the path of the first one of the other run, if neither run has the path
+    of the other one: a module can return a tensor in one implementation, and a tuple in another.
+    """
+    keys = [name for name in LOCATION if name != "path"]
+    paths = [
+        each[each["role"].isin(["input", "output"])].groupby(keys, sort=False)["path"].agg(list)
+        for each in (one, other)
+    ]
+    renamed: dict[tuple[str, ...], str] = {}
+    for key, theirs in paths[1].items():
+        ours = paths[0].get(key)
+        if ours and ours[0] not in theirs and theirs[0] not in ours:
+            renamed[(*cast("tuple[str, ...]", key), theirs[0])] = ours[0]
+    places = other[[*LOCATION]].itertuples(index=False, name=None)
+    paths_of_one = pd.Series([renamed.get(place, place[-1]) for place in places], other.index, dtype=object)
+    return other.assign(path=paths_of_one)
 
 
 def aligned(
@@ -159,7 +184,7 @@ def aligned(
     """
     sides = []
     for run, suffix, condition in zip(runs, ("", "_b"), conditions, strict=True):
-        names = {"hook": f"hook{suffix}", "layer": f"layer{suffix}"}
+        names = {name: f"{name}{suffix}" for name in ("hook", "layer", "path")}
         known = locations.reset_index(names="location")[
             ["location", *(names.get(name, name) for name in LOCATION)]
         ].rename(columns={name: column for column, name in names.items()})

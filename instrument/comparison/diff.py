@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -21,14 +22,21 @@ from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
+from ..storage.remote_folder import is_address
+from ..storage.run_search import NoRunError
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
 from .operators import compare_operators
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
 
+if TYPE_CHECKING:
+    from .foreign_runs import Noise
+
 METRICS = ("loss", "accuracy", "lr", "grad_norm")
 MAX_NAMES = 6  # maximum number of names in an error message
+_EXPRESSION = re.compile(r"[+\[(:]| - |\.T\b")
+"""What an entry of `rename` contains that names or computes one tensor, and not layers."""
 
 
 def diff(
@@ -38,6 +46,7 @@ def diff(
     rename: Mapping[str, str] | None = None,
     tolerance: float | None = None,
     steps: tuple[int | None, int | None] = (None, None),
+    foreign: bool = False,
 ) -> Diff:
     """Compare what two runs recorded, and find the first tensor that differs.
 
@@ -52,15 +61,23 @@ def diff(
     and the shapes decide. Rows without these four statistics use all statistics except fractions. With tolerance 0, all statistics
     decide. The guide "Compare two runs" defines the relative differences.
 
+    A folder of tensors that another program wrote (safetensors, `.pt`, `.npz`, or those of `instrument.dump` and msprobe)
+    is compared in the same way; the guide "Port a model" describes it. Their tokens are aligned by sample and position. The
+    tolerance of each layer is 10 times its rounding noise: the error of one side against its subfolder `float64`, or else
+    an estimate from the dtype, the depth and the lengths of sums.
+
     Args:
-        a: The first run: a run from `instrument.load`, its folder, or `probe.run`.
+        a: The first run: a run from `instrument.load`, its folder, or `probe.run`; or a folder of tensors.
         b: The other run.
         rename: Layers with another name in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`. An
             entry also renames everything inside the layer. `*` is one segment of a name or a part of it, `**` is any
-            number of segments, and `.` is the root.
+            number of segments, and `.` is the root. For a folder of tensors as B, the new name can be an expression for one
+            tensor: `{"h.*.attn.c_attn": "cat(blocks.*.q, blocks.*.k, blocks.*.v)"}`, with +, -, slices, `.T`, `cat`, `split`,
+            `heads`, `merge` and `transpose`.
         tolerance: The relative difference above which tensors differ. Default: that of the coarser precision of the two runs,
             1e-10 for float64, 6e-5 for float32, 0.005 for float16, 0.04 for bfloat16.
         steps: Half-open range of steps (first, end); None leaves a side open.
+        foreign: Whether folders are read as folders of tensors, also if they contain a run. Default: if they contain none.
 
     Returns:
         The differences.
@@ -69,11 +86,14 @@ def diff(
         NoRunError: A folder does not exist or contains no run.
         ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
             end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry of `rename`
-            matches nothing; or the tolerance is not a number of at least 0.
+            matches nothing; or the tolerance is not a number of at least 0. A folder of tensors cannot be read, or the
+            token ids of the two folders differ.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
-    runs = (_single_run(a), _single_run(b))
+    plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
+    expressions = {old: new for old, new in (rename or {}).items() if old not in plain}
+    runs, measured, alignment = _opened((a, b), plain, expressions, foreign=foreign)
     _check_runs(runs, steps)
     condition = _condition(steps)
     tables = {
@@ -83,11 +103,12 @@ def diff(
     one, other = (
         in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations) for side in (0, 1)
     )
-    names = renamed_layers(rename or {}, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
+    names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
-    suggestion = _suggestion(unmatched, names)
-    comparison = Comparison(runs, locations, tables, tolerance)
+    suggestion = _suggestion(unmatched[~unmatched["layer"].isin(locations["layer"])], names)
+    noise, order = (None, None) if measured is None else (measured.of(locations), measured.order_of(locations))
+    comparison = Comparison(runs, locations, tables, tolerance, noise, order)
     comparison.compare_statistics()
     comparison.compare_tensors()
     operators = compare_operators(runs, condition, tolerance)
@@ -120,11 +141,46 @@ def diff(
         other_parts=comparison.other_parts,
         suggestion=suggestion,
         operators=operators,
+        noise="" if measured is None or tolerance is not None else measured.source,
+        alignment=alignment,
     )
 
 
-def _single_run(run: Run | str | Path) -> Run:
-    opened = run if isinstance(run, Run) else load(run)
+def _opened(
+    given: tuple[Run | str | Path, Run | str | Path],
+    rename: Mapping[str, str],
+    expressions: Mapping[str, str],
+    *,
+    foreign: bool,
+) -> tuple[tuple[Run, Run], Noise | None, str]:
+    """Open two runs or folders of tensors.
+
+    Returns:
+        The runs; and if at least one is a folder of tensors, the rounding noise and a description of the alignment.
+    """
+    runs = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
+    opened = [None if run is None else _single_run(run) for run in runs]
+    if opened[0] is not None and opened[1] is not None and not expressions:
+        return (opened[0], opened[1]), None, ""
+    from .foreign_runs import opened_folders  # imports torch, which a comparison of two runs does not need
+
+    return opened_folders(given, opened, rename, expressions)
+
+
+def _run_at(path: str | Path, *, foreign: bool) -> Run | None:
+    """Return the run or runs of a folder; None if it is read as a folder of tensors."""
+    try:
+        if not foreign:
+            return load(path)
+    except NoRunError:
+        from .foreign_folder import is_foreign
+
+        if is_address(path) or not is_foreign(path):
+            raise
+    return None
+
+
+def _single_run(opened: Run) -> Run:
     if len(opened.folders) > 1:
         some = [str(folder) for folder in opened.folders[:MAX_NAMES]]
         message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
@@ -154,7 +210,7 @@ def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) 
     keys = list(LOCATION)
     matched = (
         locations[keys],
-        locations.drop(columns=["hook", "layer"]).rename(columns=lambda name: name.removesuffix("_b")),
+        locations.drop(columns=["hook", "layer", "path"]).rename(columns=lambda name: name.removesuffix("_b")),
     )
     left = []
     for name, place, known in zip("ab", (one, other), matched, strict=True):
@@ -219,7 +275,8 @@ def _some(names: Sequence[str]) -> str:
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:
     """Return the reason why the first difference is not evidence against its layer; see `Diff.cause`."""
     infos = [run.info for run in runs]
-    if infos[0]["seed"] != infos[1]["seed"] and not all(_is_independent_of_the_seed(info) for info in infos):
+    seeds = {info["seed"] for info in infos} - {None}  # folders of tensors have none
+    if len(seeds) > 1 and not all(_is_independent_of_the_seed(info) for info in infos):
         return "seed"
     samples = [_samples(run, first) for run in runs]
     return "batches" if all(samples) and samples[0] != samples[1] else ""

@@ -29,12 +29,12 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
     """
     names = dict(zip(layers, layers, strict=True))
     used: dict[str, list[str]] = {old: [] for old in rename}
-    rules = [(old, _pattern(old, new), new) for old, new in rename.items()]
+    rules = [(old, pattern_of(old, new), new) for old, new in rename.items()]
     for layer in layers:
         matching = [(old, match, new) for old, pattern, new in rules if (match := pattern.fullmatch(_dotted(layer)))]
         if matching:
             old, match, new = max(matching, key=lambda rule: _segments(rule[0]))
-            names[layer] = _replaced(new, match)
+            names[layer] = replaced(new, match)
             used[old].append(names[layer])
     _check(rename, used, layers, others)
     taken = Counter(names.values())
@@ -98,7 +98,7 @@ def _dotted(layer: str) -> str:
     return f"{layer}." if layer else ""
 
 
-def _pattern(old: str, new: str) -> re.Pattern[str]:
+def pattern_of(old: str, new: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern: one group for each wildcard, and one for the rest of the name."""
     wildcards = _WILDCARD.findall(old)
     if wildcards != _WILDCARD.findall(new):
@@ -116,7 +116,7 @@ def _pattern(old: str, new: str) -> re.Pattern[str]:
 _WILDCARD = re.compile(r"\*\*?")
 
 
-def _replaced(new: str, match: re.Match[str]) -> str:
+def replaced(new: str, match: re.Match[str]) -> str:
     """Return the new name, with the wildcards and the rest of the name as in the old one."""
     *wildcards, rest = (group.removesuffix(".") for group in match.groups())
     values = iter(wildcards)

@@ -21,7 +21,7 @@ from ..tables.kinds import KINDS
 from ..tables.schemas import POSITION, SHAPE
 from ..tables.statistics import ALL, REMAINDERS
 from .alignment import RecordedTable, aligned, windows
-from .precision import PRECISIONS, Precision, coarsest, run_precision
+from .precision import NOISE_RATIO, PRECISIONS, Precision, coarsest, rounding_noise, run_precision
 from .statistic_differences import decisive, is_of_values, relative_differences
 from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
 
@@ -30,7 +30,7 @@ MAX_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once
 MAX_COLUMNS = 200  # columns of the matrix of differences by step
 VALUES = "values"  # instead of the name of a statistic, if full tensors are compared
 _TENSOR_COLUMNS = ("dtype", "shape", "source_shape", "values", "data")
-_DIFFERENT_SHAPE = TensorErrors(math.inf, math.nan, math.inf, math.nan, np.zeros(len(ULP_BINS), np.int64))
+_DIFFERENT_SHAPE = TensorErrors(math.inf, math.nan, math.inf, math.nan, np.zeros(len(ULP_BINS), np.int64), False)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class FirstDifference:
 
     Attributes:
         location: The index of its row in `Diff.layers`.
+        order: Its index in the order of execution.
         statistic: The statistic that differs most, or `values` for a recorded tensor. If the tensors have different shapes, `shape`
             for a row of statistics, and `source_shape` for a recorded tensor.
         a: The statistic or the shape in the first run; NaN for `values`.
@@ -49,6 +50,7 @@ class FirstDifference:
     step: int
     phase: str
     location: int
+    order: int
     call: int
     statistic: str
     a: float | tuple[int, ...]
@@ -62,8 +64,12 @@ class Comparison:
 
     Args:
         tolerance: The relative difference above which tensors differ; None for that of the coarser precision.
+        noise: For tensors of other programs, the measured rounding noise of each location, NaN where it is unknown. It determines the
+            tolerances, if none is given. float64, shape [locations].
+        order: For tensors of other programs, the index of each location, step and call in the order of execution.
 
     Attributes:
+        tolerances: The tolerance of each location; float64, shape [locations].
         rows: The number of compared rows of statistics of each location; int64, shape [locations].
         with_bits: The number of rows with fingerprints in both runs.
         first_bits: The step, the location and the call of the first fingerprints that differ; None without one.
@@ -80,6 +86,8 @@ class Comparison:
         locations: pd.DataFrame,
         tables: Mapping[str, tuple[RecordedTable, RecordedTable]],
         tolerance: float | None,
+        noise: np.ndarray | None = None,
+        order: Mapping[tuple[int, int, int], int] | None = None,
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
         self.steps = {
@@ -97,6 +105,9 @@ class Comparison:
                 self.unmatched[side] += sum(count for (_, step), count in one.rows.items() if step not in common)
         self.other_parts = 0
         count = len(locations)
+        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order or {}
+        self._depth = np.maximum((locations["role"] == "output").to_numpy(np.int64).cumsum(), 1)
+        self._terms, self._coarsest = 1, PRECISIONS["float64"]  # of all tensors so far
         self.rows = np.zeros(count, np.int64)
         self.with_bits = 0
         self.first_bits: tuple[int, int, int] | None = None
@@ -139,7 +150,10 @@ class Comparison:
         self._before = 0.0
         for conditions in self._tensor_windows():
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
-            rows = self._in_order(rows, rows["location"]) if len(rows) else rows
+            if len(rows):
+                calls = zip(rows["location"], rows["step"], rows["call"], strict=True)
+                rows = rows.assign(order=[self._order.get(call, call[0]) for call in calls])
+                rows = self._in_order(rows, rows["order"])
             all_errors = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
             known = np.array([errors is not None for errors in all_errors], bool)
             self.other_parts += int((~known).sum())
@@ -152,6 +166,7 @@ class Comparison:
             rows=self.rows,
             first_step=pd.array(self._first_step, "Int64"),
             difference=self._largest,
+            tolerance=self.tolerances,
             step=pd.array(self._step_of_largest, "Int64"),
             **self._largest_of,
         )
@@ -164,7 +179,13 @@ class Comparison:
         """Return the differences of the recorded tensors; see `Diff.tensors`."""
         columns = ("tensors", "elements", "dtype_a", "dtype_b", *TensorErrors._fields)
         rows = [self._tensors[location] for location in sorted(self._tensors)]
-        return pd.DataFrame(rows, index=pd.Index(sorted(self._tensors), name="location"), columns=columns)
+        table = pd.DataFrame(rows, index=pd.Index(sorted(self._tensors), name="location"), columns=columns)
+        if self._noise is None or self._given is not None:
+            return table
+        noise = self.tolerances[table.index] / NOISE_RATIO
+        return table.assign(
+            noise=noise, ratio=np.where(table["l2"] == 0.0, 0.0, table["l2"] / np.where(noise, noise, np.nan))
+        )
 
     def _aligned(self, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]) -> pd.DataFrame:
         rows, left = aligned(self.runs, table, columns, self.locations, conditions)
@@ -206,10 +227,12 @@ class Comparison:
     def _add_tensors(self, rows: pd.DataFrame, all_errors: Sequence[TensorErrors]) -> None:
         if not self.precisions:
             self._set_precisions(rows.iloc[:0])
-        tolerance = self.tolerance
-        if self._given is None:  # a hook may round the tensors that it records
+        tolerance: float | np.ndarray = self.tolerance
+        if self._given is None and self._noise is not None:
+            tolerance = self._tolerances_of(rows)
+        elif self._given is None:  # a hook may round the tensors that it records
             dtypes = [name for name in {*rows["dtype_a"], *rows["dtype_b"]} if name in PRECISIONS]
-            tolerance = max([tolerance, *(PRECISIONS[name].tolerance for name in dtypes)])
+            tolerance = max([self.tolerance, *(PRECISIONS[name].tolerance for name in dtypes)])
         for row, errors in zip(rows.to_dict("records"), all_errors, strict=True):
             one = {"tensors": 1, "elements": math.prod(row["shape_a"]), **errors._asdict()}
             one |= {name: row[name] for name in ("dtype_a", "dtype_b")}
@@ -219,8 +242,33 @@ class Comparison:
         l2 = np.array([errors.l2 for errors in all_errors])
         self._add(rows, l2, tolerance, [VALUES] * len(rows), "source_shape")
 
+    def _tolerances_of(self, rows: pd.DataFrame) -> np.ndarray:
+        """Return the tolerances of tensors of other programs: `NOISE_RATIO` times the rounding noise of their locations.
+
+        The noise is the measured one, but at least that of one rounding; `rounding_noise` where it is not measured. Integers have none.
+        """
+        assert self._noise is not None
+        for row in cast("list[dict[str, Any]]", rows.to_dict("records")):
+            location, names = row["location"], [row["dtype_a"], row["dtype_b"]]
+            self._terms = max([self._terms, *row["shape_a"][-1:]])
+            if known := [PRECISIONS[name] for name in names if name in PRECISIONS]:
+                self._coarsest = coarsest([self._coarsest, *known])
+                measured = max(self._noise[location], rounding_noise(coarsest(known), np.ones(()), np.ones(())))
+                estimate = rounding_noise(self._coarsest, self._depth[location], np.array(self._terms))
+                noise = estimate if np.isnan(self._noise[location]) else measured
+                self.tolerances[location] = NOISE_RATIO * noise
+            else:
+                self.tolerances[location] = 0.0
+        self.tolerance = float(np.nanmax(self.tolerances))
+        return self.tolerances[rows["location"]]
+
     def _add(
-        self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str], shape: str
+        self,
+        rows: pd.DataFrame,
+        differences: np.ndarray,
+        tolerance: float | np.ndarray,
+        statistics: Sequence[str],
+        shape: str,
     ) -> None:
         """Add the decisive differences of matched rows, which are in the order of execution. `shape` is the column of the shapes."""
         shapes = zip(rows[f"{shape}_a"], rows[f"{shape}_b"], strict=True)
@@ -243,6 +291,7 @@ class Comparison:
                     step=int(row["step"]),
                     phase=str(self.locations["phase"][row["location"]]),
                     location=int(row["location"]),
+                    order=int(row.get("order", row["location"])),
                     call=int(row["call"]),
                     statistic=name,
                     a=a,
@@ -257,7 +306,7 @@ class Comparison:
         """Keep the earlier one of two differences. If both are at the same tensor, keep that of a statistic, which is found first."""
 
         def moment(difference: FirstDifference) -> tuple[int, bool, int]:
-            return difference.step, bool(self._is_step[difference.location]), difference.location
+            return difference.step, bool(self._is_step[difference.location]), difference.order
 
         if self.first is None or moment(candidate) < moment(self.first):
             self.first = candidate
@@ -269,6 +318,8 @@ class Comparison:
         )
         if math.isnan(self.tolerance):
             self.tolerance = coarsest(self.precisions).tolerance
+            if self._noise is None:
+                self.tolerances[:] = self.tolerance
 
     def _tensor_windows(self) -> Iterator[tuple[ds.Expression, ds.Expression]]:
         """Yield the conditions that select the tensors of each run that are compared next."""
@@ -322,4 +373,5 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     total = {name: one[name] + other[name] for name in ("tensors", "elements", "ulp")}
     extreme = {name: np.fmax(one[name], other[name]) for name in ("l2", "max_abs", "max_rel")}
     dtypes = {name: (one if one["dtype_a"] != one["dtype_b"] else other)[name] for name in ("dtype_a", "dtype_b")}
-    return {**dtypes, **total, **extreme, "cosine": np.fmin(one["cosine"], other["cosine"])}
+    equal = {"equal_bits": one["equal_bits"] and other["equal_bits"]}
+    return {**dtypes, **total, **extreme, **equal, "cosine": np.fmin(one["cosine"], other["cosine"])}

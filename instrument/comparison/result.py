@@ -14,10 +14,12 @@ from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
 from .operators import OperatorDifferences
 from .operators import summary as operator_summary
+from .precision import NOISE_RATIO
 from .recorded_differences import VALUES, FirstDifference
 from .tensor_errors import ULP_BINS
 
 JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
+MIN_DEPTH = 4  # outputs with errors from which their growth is estimated
 MAX_LISTED = 8  # settings and unmatched layers that are listed
 
 
@@ -41,10 +43,11 @@ class Diff:
         layers: One row per location that both runs recorded, in the order of execution in the first run:
 
             - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
-            - `hook_b`, `layer_b`: the names in the other run
+            - `hook_b`, `layer_b`, `path_b`: the names in the other run
             - `rows`: the number of compared rows of statistics
             - `first_step`: the first step with a difference above the tolerance
             - `difference`, `step`: the largest relative difference of the statistics that decide, and its step
+            - `tolerance`: the relative difference above which its tensors differ
             - one column for each of `statistics`: its largest relative difference
 
         statistics: The statistics that both runs recorded.
@@ -59,6 +62,8 @@ class Diff:
             - `max_abs`, `max_rel`: the largest |a_i - b_i|, and the largest |a_i - b_i| / max(|a_i|, |b_i|)
             - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
               0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
+            - `equal_bits`: whether the dtypes and all bits are equal
+            - `noise`, `ratio`: for folders of tensors, the rounding noise of the layer, and `l2` divided by it
 
         metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`. The
             difference of NaN and a number is infinite.
@@ -68,6 +73,8 @@ class Diff:
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
         operators: The differences of operators, if both runs recorded them: of replays with `--ops`.
+        noise: For folders of tensors without a given tolerance, how the rounding noise of the layers is known; otherwise empty.
+        alignment: For folders of tensors, how their tokens are aligned, and which tensors could not be written; otherwise empty.
     """
 
     paths: tuple[Path, Path]
@@ -90,6 +97,24 @@ class Diff:
     other_parts: int
     suggestion: tuple[str, str] | None
     operators: OperatorDifferences | None = None
+    noise: str = ""
+    alignment: str = ""
+
+    @property
+    def suspect(self) -> str | None:
+        """The layer that causes the first difference; None without one, or if no layer is the reason.
+
+        If the input of a layer is the first tensor that differs, the code that calls the layer computes it: the innermost recorded
+        module that contains the layer, or a layer in it that was not recorded.
+        """
+        if self.first is None or self.cause:
+            return None
+        row = self.layers.loc[self.first.location]
+        if row["role"] != "input" or row["kind"] != "forward_pre" or not row["layer"]:
+            return str(row["layer"])
+        above = [row["layer"].rsplit(".", count)[0] for count in range(1, row["layer"].count(".") + 1)]
+        recorded = {*self.layers["layer"], *self.unmatched["layer"][self.unmatched["run"] == "a"]}
+        return next((layer for layer in above if layer in recorded), "")
 
     @property
     def is_identical(self) -> bool:
@@ -136,13 +161,7 @@ def verdict(diff: Diff) -> Iterator[str]:
     """Yield the result of the comparison, and how to read it. Lines after the first one are indented."""
     first = diff.first
     if diff.is_identical:
-        compared = diff.tensors["tensors"].reindex(diff.layers.index, fill_value=0)
-        if diff.with_bits == diff.layers["rows"].sum() > 0 and (compared <= diff.layers["rows"]).all():
-            yield "EQUAL BITS: the fingerprints of all compared tensors are equal"
-        elif (compared >= diff.layers["rows"]).all():
-            yield "EQUAL: all compared elements are equal"
-        else:
-            yield "EQUAL STATISTICS: all compared numbers are equal. Tensors with equal statistics can differ"
+        yield _equality(diff)
     elif first is None and len(diff.other_losses):
         yield "DIFFERENT in the loss only: all compared tensors are within the tolerance"
         yield "  Record more tensors or more steps to find the first layer that differs."
@@ -153,6 +172,7 @@ def verdict(diff: Diff) -> Iterator[str]:
         if diff.first_bits is not None:
             step, location, call = diff.first_bits
             yield f"  the first bits that differ: step {step}, {place(records(diff.layers)[location], call)}"
+        yield from _drift(diff)
         if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
             yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
@@ -162,7 +182,26 @@ def verdict(diff: Diff) -> Iterator[str]:
     else:
         yield f"DIFFERENT: the first difference is at {_step(first)}, {place(records(diff.layers)[first.location], first.call)}"
         yield f"  {_numbers(first)}"
+        if diff.noise:
+            row = cast("dict[str, float]", diff.tensors.loc[first.location].to_dict())
+            ratio = "above" if np.isnan(row["ratio"]) else f"{row['ratio']:,.0f} times"
+            yield f"  {ratio} the rounding noise of this layer, {row['noise']:.2g}; cosine {row['cosine']:.6f}"
+        if diff.suspect != diff.layers["layer"][first.location]:
+            yield f"  The code of {diff.suspect or '.'} computes this input, or a layer in it that was not recorded."
         yield from (f"  {line}" for line in _before(first))
+
+
+def _equality(diff: Diff) -> str:
+    """Return what is proved for runs without a difference."""
+    compared = diff.tensors["tensors"].reindex(diff.layers.index, fill_value=0)
+    rows = diff.layers["rows"]
+    if diff.with_bits == rows.sum() > 0 and (compared <= rows).all():
+        return "EQUAL BITS: the fingerprints of all compared tensors are equal"
+    if (compared < rows).any():
+        return "EQUAL STATISTICS: all compared numbers are equal. Tensors with equal statistics can differ"
+    if diff.tensors["equal_bits"].all():
+        return "EQUAL BITS: all compared elements have equal bits"
+    return "EQUAL: all compared elements are equal"
 
 
 _REASONS = {
@@ -175,6 +214,17 @@ _REASONS = {
         "Repeat one of the runs with the data and the order of the other one.",
     ),
 }
+
+
+def _drift(diff: Diff) -> Iterator[str]:
+    """Yield how the errors of outputs of other programs grow with depth: the exponent p of error = c * depth**p, by least squares."""
+    rows = diff.layers[diff.layers["role"] == "output"].reset_index(drop=True)
+    errors = rows["difference"].to_numpy(np.float64)
+    depth = np.arange(1, len(errors) + 1)[errors > 0]
+    if diff.noise and len(depth) >= MIN_DEPTH:
+        exponent = np.polyfit(np.log(depth), np.log(errors[errors > 0]), 1)[0]
+        first, last = errors[errors > 0][[0, -1]]
+        yield f"  drift with depth: from {first:.2g} to {last:.2g} over {len(rows):,} outputs, like depth**{exponent:.1f}"
 
 
 def _numbers(first: FirstDifference) -> str:
@@ -204,13 +254,14 @@ def _before(first: FirstDifference) -> Iterator[str]:
 def place(row: Mapping[str, Any], call: int = 0) -> str:
     """Return a row of `Diff.layers` as text, such as `encoder.1 (ReLU), forward output`."""
     layer, tensor = place_cells(row)
-    return f"{layer} ({row['module_type']}), {tensor}" + (f", call {call}" if call else "")
+    module_type = f" ({row['module_type']})" if row["module_type"] else ""  # unknown for tensors of other programs
+    return f"{layer}{module_type}, {tensor}" + (f", call {call}" if call else "")
 
 
 def place_cells(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the layer of a row of `Diff.layers`, with its name in the other run, and what was recorded of it."""
     name = location_name(row["layer"], row["path"], row["kind"])
-    other = location_name(row["layer_b"], row["path"], row["kind"])
+    other = location_name(row["layer_b"], row.get("path_b", row["path"]), row["kind"])
     phase = "" if row["phase"] in STEP_PHASES else f" ({row['phase']})"
     return name if name == other else f"{name} = {other}", f"{row['kind']} {row['role']}{phase}"
 
@@ -252,7 +303,8 @@ def _step(first: FirstDifference) -> str:
 def _runs(diff: Diff) -> Iterator[str]:
     for name, path, info, dtype in zip("AB", diff.paths, diff.infos, diff.dtypes, strict=True):
         version = (info.get("versions") or {}).get("torch")
-        facts = [info["status"], f"seed {info['seed']}", dtype, info.get("device"), version and f"torch {version}"]
+        seed = "" if info["seed"] is None else f"seed {info['seed']}"
+        facts = [info["status"], seed, dtype, info.get("device"), version and f"torch {version}"]
         yield f"{name}  {path}  ({', '.join(str(fact) for fact in facts if fact)})"
 
 
@@ -269,15 +321,21 @@ def _settings(diff: Diff) -> Iterator[str]:
 def _compared(diff: Diff) -> Iterator[str]:
     first, last, count = diff.common_steps
     rows = diff.layers["rows"].sum()
-    tensors = f" and {diff.tensors['tensors'].sum():,} recorded tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
-    what = f"{rows:,} rows{tensors} at {len(diff.layers):,} locations" if len(diff.layers) else "operators"
-    yield f"compared: {what}, {when}"
+    what = [f"{rows:,} rows"] if rows else []
+    what += [f"{diff.tensors['tensors'].sum():,} recorded tensors"] if len(diff.tensors) else []
+    where = f" at {len(diff.layers):,} locations" if len(diff.layers) else ""
+    yield f"compared: {' and '.join(what) or 'operators'}{where}, {when}"
     other = diff.layers.join(diff.tensors.query("dtype_a != dtype_b")[["dtype_a", "dtype_b"]], how="inner")
     for (a, b), same in other.groupby(["dtype_a", "dtype_b"]):
         more = f" and {len(same) - 1:,} other locations" if len(same) > 1 else ""
         yield f"different dtypes: {a} and {b} at {place(records(same)[0])}{more}"
-    yield f"tolerance: {diff.tolerance:.2g}"
+    if diff.alignment:
+        yield diff.alignment
+    if diff.noise:
+        yield f"tolerance: {NOISE_RATIO:.0f} times the rounding noise of each layer, {diff.noise}"
+    else:
+        yield f"tolerance: {diff.tolerance:.2g}"
 
 
 def _metrics(diff: Diff) -> Iterator[str]:

@@ -25,6 +25,7 @@ class TensorErrors(NamedTuple):
         max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
         ulp: The number of elements whose distance is in each bin of `ULP_BINS`, in units in the last place of the
             coarser type; int64, shape [13]. Zeros for types that are not floating-point types of 16 to 64 bits.
+        equal_bits: Whether the dtypes and all bits are equal.
     """
 
     l2: float
@@ -32,6 +33,7 @@ class TensorErrors(NamedTuple):
     max_abs: float
     max_rel: float
     ulp: _Array
+    equal_bits: bool
 
 
 def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> TensorErrors:
@@ -55,7 +57,12 @@ def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> Tensor
         float(gap.max(initial=0.0)) if same else np.inf,
         float(relative.max(initial=0.0)),
         _ulp_histogram(a[finite], b[finite], dtypes),
+        dtypes[0] == dtypes[1] and np.array_equal(_bytes(one), _bytes(other)),
     )
+
+
+def _bytes(values: _Array) -> _Array:
+    return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 def _real(values: _Array, *, is_complex: bool) -> _Array:

@@ -77,7 +77,7 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
     Raises:
         ConfigError: It is invalid.
     """
-    return None if raw is None else _build(BudgetConfig, dict(raw), "budget")
+    return None if raw is None else build(BudgetConfig, dict(raw), "budget")
 
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
@@ -155,7 +155,7 @@ def _parse_section(
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
             model = _model_of(section, model_for, value, where)
-            specs[name] = _build(model, {**defaults, **value, "name": name}, where)
+            specs[name] = build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -238,7 +238,8 @@ def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where:
     return given
 
 
-def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
+def build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
+    """Return a model of the fields of a mapping. `where` is the key of the mapping in problems."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -48,7 +48,7 @@ def diff(difference: Diff) -> Figure:
         InstrumentError: matplotlib is not installed.
     """
     rows = records(difference.layers)
-    cells = [place_cells({**row, "layer_b": row["layer"]}) for row in rows]
+    cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
     several_hooks = {name for name, count in Counter(names).items() if count > 1}
     hooks = [f" ({row['hook']})" if name in several_hooks else "" for name, row in zip(names, rows, strict=True)]
@@ -72,7 +72,8 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     column = None if first is None else int(np.searchsorted(columns, first.step, side="right")) - 1
     shown = np.fmax.reduce(values, axis=1) if column is None else values[:, column]
     positive = shown[np.isfinite(shown) & (shown > 0)]
-    low = min([difference.tolerance or 1.0, *positive]) / 3
+    tolerances = difference.layers["tolerance"].to_numpy(np.float64)
+    low = min([*tolerances[tolerances > 0], *positive], default=1.0) / 3
     rows = np.arange(len(names)) + 0.5
     axes.plot(np.fmax(shown, low), rows, color=CATEGORIES[0], linewidth=0.8)
     axes.plot(shown, rows, "o", markersize=3.5, color=CATEGORIES[0])
@@ -80,7 +81,9 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
         axes.plot(np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal")
     axes.set_xscale("log")
     if difference.tolerance:
-        axes.axvline(difference.tolerance, color=CATEGORIES[5], linewidth=1.0, linestyle="--", label="tolerance")
+        edges = np.append(rows - 0.5, len(rows))
+        steps = np.append(tolerances, tolerances[-1:])
+        axes.step(steps, edges, where="pre", color=CATEGORIES[5], linewidth=1.0, linestyle="--", label="tolerance")
     if first is not None and not difference.cause:
         axes.axhspan(first.location, first.location + 1, color=CATEGORIES[1], alpha=0.35, label="first difference")
     label_locations(axes, names, middle=0.5)

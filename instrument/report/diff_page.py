@@ -20,7 +20,6 @@ def content(difference: Diff) -> dict[str, Any]:
         "path": " and ".join(map(str, difference.paths)),
         "summary": "\n".join(summary(difference)),
         "statistics": difference.statistics,
-        "tolerance": difference.tolerance,
         "rows": records(difference.layers),
         "tensor_columns": TENSOR_COLUMNS,
         "tensors": records(difference.tensors.reset_index()),

@@ -277,9 +277,20 @@ def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None
 NAN, INF = math.nan, math.inf
 VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
     "permuted": (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([3.0, 1.0, 2.0]), "EQUAL STATISTICS", "DIFFERENT"),
-    "equal": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "equal": (
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([1.0, 2.0]),
+        "EQUAL STATISTICS",
+        "EQUAL BITS: all compared elements",
+    ),
+    "zero": (
+        torch.tensor([0.0, 2.0]),
+        torch.tensor([-0.0, 2.0]),
+        "EQUAL STATISTICS",
+        "EQUAL: all compared elements are equal",
+    ),
     "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "source_shape [2, 3] and [3, 2]"),
-    "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL BITS: all compared elements"),
     "int64": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "WITHIN", "WITHIN"),
     "dtype": (
         torch.ones(3),
@@ -288,7 +299,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
         "different dtypes: float32 and bfloat16 at 0 (Identity)",
     ),
     "complex": (torch.tensor([1j, 1]), torch.ones(2), "EQUAL STATISTICS", "DIFFERENT"),
-    "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL: all compared elements"),
+    "nan": (torch.tensor([NAN]), torch.tensor([NAN]), "EQUAL STATISTICS", "EQUAL BITS: all compared elements"),
     "infinite": (torch.tensor([INF]), torch.tensor([-INF]), "EQUAL STATISTICS", "DIFFERENT"),
     "not_finite": (torch.tensor([NAN]), torch.tensor([INF]), "nan_count 1 and 0", "DIFFERENT"),
 }

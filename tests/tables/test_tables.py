@@ -107,7 +107,17 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    more = ["generated", "samples", "spectra", "experts", "position_losses", "relations", "collectives", "casts", "operators"]
+    more = [
+        "generated",
+        "samples",
+        "spectra",
+        "experts",
+        "position_losses",
+        "relations",
+        "collectives",
+        "casts",
+        "operators",
+    ]
     assert list(TABLES) == [*recorded, "coverage", "layers", "events", *more]
     for name in ("stats", "distributions", "tensors", "effects", "spectra", "experts", "position_losses", "casts"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY

@@ -1,0 +1,174 @@
+"""Expressions that compute a tensor of one implementation from those of another, such as `cat(attn.q, attn.k, attn.v)`."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
+from .foreign_folder import Entry
+from .layer_renaming import pattern_of, replaced
+from .tensor_names import KIND_OF_ROLE
+
+ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
+_NAME = re.compile(
+    r"(?<![\w.*])(?:[A-Za-z_*][\w*]*(?:\.[\w*]+)*|\d+(?:\.[\w*]+)+)(?::[a-z_]+(?:\.[\w.]+)?)?(?![\w.*(:])"
+)
+"""The name of a tensor, such as `h.*.attn:input`; the second form begins with a number."""
+
+
+def with_derived(
+    entries: Sequence[Entry], others: Sequence[Entry], expressions: Mapping[str, str], names: Mapping[str, str]
+) -> list[Entry]:
+    """Return the tensors of B with those that expressions compute for tensors of A.
+
+    Args:
+        entries: The tensors of B.
+        others: The tensors of A.
+        expressions: The expression of each name of A, `LAYER` or `LAYER:ROLE.PATH`. The default is the first output. Each
+            `*` of a name in an expression is what the wildcard with the same number matches in the name of A.
+        names: The name of each layer of A in B, which the computed tensors get.
+
+    Returns:
+        The tensors, without those that expressions use, unless A has a layer of their name.
+
+    Raises:
+        ConfigError: An expression is invalid, or a name matches no tensor.
+    """
+    moments: dict[tuple[str, str, str | None], dict[tuple[int, int], Entry]] = {}  # of each name, by step and call
+    for entry in entries:
+        for path in (None, entry.path):
+            moments.setdefault((entry.layer, entry.role, path), {}).setdefault((entry.step, entry.call), entry)
+    derived: list[Entry] = []
+    counterparts = {*names.values()}
+    used: set[tuple[Any, ...]] = set()
+    for old, text in expressions.items():
+        where = f"rename {old}={text}"
+        given, code = _parsed(text, where)
+        layer, role, path = _place(old, where)
+        pattern = pattern_of(layer, layer)
+        matching: dict[str, tuple[Entry, re.Match[str]]] = {}
+        for entry in others:
+            match = pattern.fullmatch(f"{entry.layer}." if entry.layer else "")
+            if match and not match.groups()[-1] and entry.role == role and path in (None, entry.path):
+                matching.setdefault(entry.layer, (entry, match))
+        if not matching:
+            raise ConfigError(_unknown(where, "matches no recorded tensor of A", old, others))
+        for entry, match in matching.values():
+            sources: dict[str, dict[tuple[int, int], Entry]] = {}
+            for name, source in given.items():
+                wanted, source_role, source_path = _place(source, where)
+                if wanted.count("*") > layer.count("*"):
+                    message = "a name has more wildcards than the name of A"
+                    raise ConfigError(Problem(where, message, source, f"as many as in {layer}"))
+                key = (replaced(wanted, match), source_role, source_path)
+                if key not in moments:
+                    raise ConfigError(_unknown(where, f"B has no tensor {key[0]}:{source_role}", source, entries))
+                sources[name] = moments[key]
+            for moment in set.intersection(*({*each} for each in sources.values())):
+                at = {name: each[moment] for name, each in sources.items()}
+                used |= {(*each.name, each.step) for each in at.values() if each.layer not in counterparts}
+                load, dims = partial(_evaluated, code, at, where), next(iter(at.values())).dims
+                step, call = moment
+                derived.append(Entry(names[entry.layer], entry.role, entry.path, load, step, call, dims=dims))
+    used |= {(*entry.name, entry.step) for entry in derived}
+    return [*(entry for entry in entries if (*entry.name, entry.step) not in used), *derived]
+
+
+def _unknown(where: str, message: str, name: str, entries: Sequence[Entry]) -> Problem:
+    known = list(dict.fromkeys(entry.label for entry in entries))
+    return Problem(where, message, name, shorten(known), similar_names(name, known))
+
+
+def _place(name: str, where: str) -> tuple[str, str, str | None]:
+    """Return layer, role and path of a name; the path is None if any is meant."""
+    layer, _, rest = name.partition(":")
+    role, _, path = rest.partition(".")
+    if role and role not in KIND_OF_ROLE:
+        raise ConfigError(Problem(where, "unknown role", role, [*KIND_OF_ROLE], similar_names(role, KIND_OF_ROLE)))
+    return layer, role or "output", path or None
+
+
+def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
+    """Return the names in an expression, by their placeholders in the code, and the code."""
+    names: dict[str, str] = {}
+
+    def placeholder(match: re.Match[str]) -> str:
+        name, suffix = match[0], ""
+        if name == "dim":
+            return name
+        while name.endswith(".T"):
+            name, suffix = name[:-2], f"{suffix}.T"
+        key = next((key for key, known in names.items() if known == name), f"t{len(names)}_")
+        names[key] = name
+        return key + suffix
+
+    plain = _NAME.sub(placeholder, text).strip()
+    try:
+        tree = ast.parse(plain, mode="eval")
+    except SyntaxError as error:
+        raise ConfigError(Problem(where, f"invalid expression: {error.msg}", text, ALLOWED)) from None
+    if not names:
+        raise ConfigError(Problem(where, "names no tensor", text, ALLOWED))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "T":
+            node.attr = "mT"  # the transpose of the last two dimensions
+        elif not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
+            source = ast.get_source_segment(plain, node) or ""
+            for key, name in names.items():
+                source = source.replace(key, name)
+            message = f"not allowed at character {max(text.find(source), 0)}: {source}"
+            raise ConfigError(Problem(where, message, text, ALLOWED))
+    return names, compile(tree, where, "eval")
+
+
+_NODES = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Constant, ast.UnaryOp, ast.USub),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Subscript, ast.Slice, ast.Tuple),
+)
+"""What expressions consist of. All functions and names in them are known, so that no other code can run."""
+
+
+def _cat(*tensors: Tensor, dim: int = -1) -> Tensor:
+    return torch.cat(tensors, dim)
+
+
+def _split(tensor: Tensor, index: int, parts: int, dim: int = -1) -> Tensor:
+    return tensor.tensor_split(parts, dim)[index]
+
+
+def _heads(tensor: Tensor, number: int) -> Tensor:
+    return cast(Tensor, tensor.unflatten(-1, (number, -1)).transpose(-3, -2))
+
+
+def _merge(tensor: Tensor) -> Tensor:
+    return tensor.transpose(-3, -2).flatten(-2)
+
+
+_FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "merge": _merge, "transpose": torch.transpose}
+
+
+def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
+    """Return the value of an expression.
+
+    Raises:
+        ConfigError: The arguments of a function or the shapes of the tensors do not fit.
+    """
+    tensors = {name: entry.load() for name, entry in sources.items()}
+    try:
+        value = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})
+    except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
+        shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
+        message = f"cannot be computed: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error
+    if not isinstance(value, Tensor):
+        raise ConfigError(Problem(where, "must be a tensor", value, ALLOWED))
+    return value
