@@ -172,22 +172,6 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """Change the state as by reading steps within the bounds. Default: they do not change it."""
 
 
-class RelationRule(CatalogueRule[RuleBase]):
-    """A rule that fires where a relation does not hold. `instrument/relations/` checks the relation with the name of the rule."""
-
-    relation: ClassVar[str]
-    stage = "setup"
-    requires = "what the relation compares, without hooks"
-
-    def update(self, rows: StepRows) -> Iterator[Firing]:
-        for row in rows.relations:
-            if row.relation == self.relation and row.holds is False:
-                yield Firing(row.text, 1.0 if row.value is None else row.value, layer=row.layer or None)
-
-    def bounds(self) -> Bounds | None:
-        return Bounds(RELATIONS, high=0)
-
-
 class LocatedRule(CatalogueRule[SpecT]):
     """A rule on statistics with one state for each location. `merge` combines several values of a location in one step."""
 
