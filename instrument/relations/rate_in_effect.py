@@ -50,8 +50,6 @@ class RateInEffect(Relation):
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
     def attach(self) -> None:
-        for optimizer in self.training.optimizers:
-            self.observe_steps(optimizer, self._before_step)
         _observers.append(self._on_scheduler)
         if not _replaced:
             original = LRScheduler.step
@@ -66,9 +64,8 @@ class RateInEffect(Relation):
         ):  # otherwise, other code has replaced it too
             LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
         self._schedulers.clear()
-        super().detach()
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         self._count += 1
         self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
         for index, group in enumerate(optimizer.param_groups):
@@ -78,9 +75,9 @@ class RateInEffect(Relation):
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer
-        if not self.training.is_checked or optimizer in self.training.optimizers or not self.training.clock.moment.step:
+        if optimizer in self.training.optimizers or not self.training.clock.moment.step:
             return  # a scheduler also makes a step when it is created
-        own = {*map(id, self.training.model.parameters())}
+        own = {*map(id, self.training.parameters.values())}
         if not own.isdisjoint(parameter_ids(optimizer)) and not getattr(optimizer, "_opt_called", False):
             self._schedulers[type(scheduler).__name__] = scheduler
 

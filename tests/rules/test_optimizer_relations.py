@@ -629,7 +629,7 @@ def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: py
     def fail(self: RateInEffect, optimizer: Any) -> None:
         raise ValueError("wrong shape")
 
-    monkeypatch.setattr(RateInEffect, "_before_step", fail)
+    monkeypatch.setattr(RateInEffect, "before_step", fail)
     model = network()
     table = train(model, sgd(model)).relations.to_dict("records")
     (text,) = [row["text"] for row in table if row["relation"] == "rate_in_effect"]
