@@ -573,7 +573,8 @@ class Probe(OwnedByProcess):
 
     def _write_relations(self) -> None:
         """Check the relations at the end of a step or of an evaluation, and write their rows."""
-        self.recorder.write_relations(self.step, self.phase, self.clock.rank, self._relations.check())
+        if rows := self._relations.check():
+            self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
         """Write the `layers` table once.

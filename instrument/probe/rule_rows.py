@@ -11,7 +11,6 @@ from ..rules.rule_set import RuleSet
 from ..rules.step_rows import FloatArray, RelationRow, RowLayout, RowSite, StepRows, time_order
 from ..tables.schemas import IDENTITY, MOMENT
 from ..tables.sink_interface import Row
-from ..tables.statistics import ALL
 from .recorder import MetricsRow
 from .samples import SampleRows
 from .slab_rows import StatisticsRows
@@ -64,20 +63,21 @@ def _indices(stats: StatisticsRows) -> dict[_Moment, list[int] | None]:
 
 
 _NO_ROWS: list[int] = []
-_NO_NUMBERS: FloatArray = np.empty((0, len(ALL)))
+_Numbers = tuple[Sequence[int], FloatArray]
+_NO_NUMBERS: _Numbers = ((), np.empty((0, 0)))
 
 
 def _statistics(
     rules: RuleSet, phase: str, stats: StatisticsRows | None, rows: list[int] | None
-) -> tuple[RowLayout, Callable[[str], FloatArray], FloatArray]:
+) -> tuple[RowLayout, Callable[[str], FloatArray], _Numbers]:
     """Return the layout and the statistics of some rows. None selects all rows."""
     if stats is None or rows is _NO_ROWS:
         return rules.layout(_NO_ROWS, phase, _site), lambda name: np.empty(0), _NO_NUMBERS
-    numbers = stats.numbers
+    statistics, numbers = stats.layout.built_in, stats.values[0]
     if rows is None:
-        return rules.layout(stats.sites, phase, _site), stats.column, numbers
+        return rules.layout(stats.sites, phase, _site), stats.column, (statistics, numbers)
     sites = [stats.sites[row] for row in rows]
-    return rules.layout(sites, phase, _site), lambda name: stats.column(name)[rows], numbers[rows]
+    return rules.layout(sites, phase, _site), lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])
 
 
 def _site(row: Row) -> RowSite:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -56,6 +57,7 @@ class RelationSet(InertWhenCopied):
             if clock.rank == 0 or RELATIONS[name].on_all_ranks
         }
         self._first: int | None = None  # the first step
+        self._next = sys.maxsize  # the next checked step after the current one
         self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
 
@@ -80,7 +82,8 @@ class RelationSet(InertWhenCopied):
     def _begin_step(self, step: int) -> None:
         """Begin to observe losses and gradients before the first of several checked steps. End it after the last one."""
         training, offset = self.training, step - (self._first or 0)
-        is_checked = offset in _EARLY or offset % EVERY <= 1
+        is_checked = _is_checked(offset)
+        self._next = step + next(ahead for ahead in range(1, EVERY + 1) if _is_checked(offset + ahead))
         if is_checked == training.is_checked:
             return
         training.is_checked = is_checked
@@ -216,6 +219,11 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _is_checked(offset: int) -> bool:
+    """Return whether relations are checked in a step, counted from the start."""
+    return offset in _EARLY or offset % EVERY <= 1
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

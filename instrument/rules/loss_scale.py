@@ -9,7 +9,7 @@ from pydantic import Field
 from ..config.rules import PersistentRule
 from ..fields.field_types import Count
 from .relations import RelationRule
-from .rule import Bounds, Firing
+from .rule import RELATIONS, Bounds, Firing
 from .step_rows import StepRows
 
 
@@ -34,17 +34,14 @@ class LossScale(RelationRule, relation="loss_scale", fields=SkippedStepsRule):
     def __init__(self, spec: SkippedStepsRule) -> None:
         super().__init__(spec)
         self._times = 0
-        self._is_scaled = False
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         yield from super().update(rows)
         skipped = rows.metric("skipped")
-        if rows.is_training:
-            self._is_scaled = skipped is not None
         if rows.is_training and skipped is not None:
             self._times = self._times + 1 if skipped else 0
             if self._times == self.spec.for_:
                 yield Firing(f"{self._times} steps in succession were skipped", self._times)
 
-    def bounds(self) -> Bounds | None:
-        return None if self._is_scaled else super().bounds()
+    def bounds(self) -> list[Bounds] | None:
+        return None if self._times else [Bounds(RELATIONS, high=0), Bounds("skipped", high=0)]

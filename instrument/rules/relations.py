@@ -40,8 +40,8 @@ class RelationRule(CatalogueRule[RuleBase]):
             if row.relation == self.relation and row.holds is False:
                 yield Firing(row.text, 1.0 if row.value is None else row.value, layer=row.layer or None)
 
-    def bounds(self) -> Bounds | None:
-        return Bounds(RELATIONS, high=0)
+    def bounds(self) -> list[Bounds] | None:
+        return [Bounds(RELATIONS, high=0)]
 
 
 class AccumulationDivides(RelationRule, relation="accumulation_divides"):

@@ -106,7 +106,7 @@ class Bounds(NamedTuple):
 class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
-    They are the losses of training steps, and the layouts and `StepRows.numbers` of successive steps with rows: float64
+    They are the losses of training steps, and the layouts and statistics of `ALL` of successive steps with rows: float64
     [steps, rows, statistics].
     """
 
@@ -159,7 +159,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     def bounds(self) -> Bounds | list[Bounds] | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
 
-        A `LocatedRule` of several statistics returns a list. These steps also have no NaN, no infinity and a finite loss. The rule
+        A rule of several statistics or metrics returns a list. These steps also have no NaN, no infinity and a finite loss. The rule
         does not read them; see `remember`.
         """
         return None
