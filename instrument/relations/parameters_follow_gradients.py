@@ -41,14 +41,10 @@ class _Sample:
 
         There is one wait for each device.
         """
-        read = [
-            (index, each.take(at))
-            for index, (each, at) in enumerate(zip(tensors, self._at, strict=True))
-            if each is not None
-        ]
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for index, each in read:
-            by_device.setdefault(each.device, []).append((index, each))
+        for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
+            if each is not None:
+                by_device.setdefault(each.device, []).append((index, each.take(at)))
         found = [np.zeros(len(at)) for at in self._at]
         for several in by_device.values():
             numbers = torch.cat([each for _, each in several]).double().cpu().numpy()
