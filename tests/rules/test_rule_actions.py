@@ -31,6 +31,7 @@ from instrument.plan.hook_plan import make_plan
 from instrument.probe.probe import Probe
 from instrument.probe.rule_actions import RuleActions
 from instrument.rules.rule_set import RuleEvent, RuleSet
+from instrument.rules.step_rows import StepRows
 from instrument.training.sweeps.optuna_checks import worst_score
 
 Cli = Callable[..., Answer]
@@ -59,6 +60,44 @@ def attached(hooks: dict[str, Any], rules: Any, **options: Any) -> tuple[Attache
     model = net()
     with instrument.attach(model, hooks, rules=rules, **options) as probe:
         return probe, run_steps(probe, model)
+
+
+class Noted(instrument.Rule):
+    """Notes the step, the phase and the largest value of each row, in the order in which the rule reads them."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[int, str, list[float]]] = []
+
+    def update(self, rows: StepRows) -> list[instrument.Firing]:
+        self.read.append((rows.step, rows.phase, rows.column("abs_max").tolist()))
+        return []
+
+
+def test_step_with_an_evaluation_inside_is_read_once(tmp_path: Path) -> None:
+    hooks = {"seen": SEEN, "held_out": {**SEEN, "phase": "eval"}}
+    model, ids = net(), [0, 1]
+    with instrument.attach(model, hooks, rules={"noted": {"_target_": Noted}}, out=tmp_path / "run") as probe:
+        for step in range(3):
+            probe.batch(ids=ids, targets=[1, 2])
+            model(torch.full((2, 2), 1.0 + step))
+            with probe.evaluating():
+                model(torch.full((2, 2), 10.0))
+            model(torch.full((2, 2), 5.0 + step))
+            probe.end_step()
+        model(torch.ones(2, 2))
+        with probe.evaluating():
+            pass
+    (live,) = [rule for rule in probe.rules.rules if isinstance(rule, Noted)]
+    each = [[(step, "eval", [10.0]), (step, "train", [1.0 + step, 5.0 + step])] for step in range(3)]
+    assert live.read == [*each[0], *each[1], *each[2], (3, "train", [1.0])]
+    after: list[Any] = []
+
+    class NotedAfter(Noted):
+        def __init__(self) -> None:
+            self.read = after
+
+    rule_events(instrument.load(tmp_path / "run"), parse_rules({"noted": {"_target_": NotedAfter}}))
+    assert after == live.read
 
 
 def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
