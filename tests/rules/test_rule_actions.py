@@ -104,13 +104,13 @@ def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     probe, flags = attached({"seen": SEEN}, {"big": {**LARGE, "then": ["checkpoint", "stop"]}}, out=tmp_path / "run")
     assert [stop for stop, _ in flags] == [False, False, *[True] * 5]
     assert [step for step, (_, checkpoint) in enumerate(flags) if checkpoint] == [2, 6]
-    message = "watched statistic: at step 2 in 0 output (seen): abs_max 100, above 50"
+    message = "big: at step 2 in 0 output (seen): abs_max 100, above 50"
     assert probe.stop_reason == f"rule big: {message}"
     run = instrument.load(tmp_path / "run")
     assert (run.info["status"], run.info["error"]) == ("stopped", f"rule big: {message}")
     events = run.events.query("rule == 'big'")
     assert events["step"].tolist() == [2, 6]
-    assert "python -m instrument.replay" in run.findings.query("what == 'watched statistic'")["advice"].item()
+    assert "python -m instrument.replay" in run.findings.query("what == 'big'")["advice"].item()
     assert events["severity"].tolist() == ["warning", "info"]
     (first, _) = events.to_dict("records")
     fields = [first[name] for name in ("layer", "location", "value", "threshold")]
@@ -209,7 +209,7 @@ def test_firings_before_a_checkpoint_have_their_consequences_after_it() -> None:
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     actions = RuleActions(after, {}, None, lambda hook, reason: None)
     actions.act(1)
-    assert actions.stop_reason == "rule big: watched statistic: at step 0 in 0 output (seen): abs_max 100, above 50"
+    assert actions.stop_reason == "rule big: big: at step 0 in 0 output (seen): abs_max 100, above 50"
 
 
 def test_state_of_actions_is_resumed() -> None:
@@ -376,7 +376,7 @@ def test_pruned_trial_is_the_worst_of_a_search(cli: Cli) -> None:
     results = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
     assert results["best_params"] == {"optimizer.lr": 0.1}
     assert "2 jobs in out: 1 done, 1 stopped" in answer.out
-    assert "rule large: watched metric: at step 1" in answer.out
+    assert "rule large: large: at step 1" in answer.out
     assert "the objective has no value" not in answer.err
     hydra = OmegaConf.create({"sweeper": {"direction": ["maximize"]}})
     assert worst_score(hydra) == -math.inf
