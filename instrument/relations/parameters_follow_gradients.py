@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from ..hooks.optimizer_owners import parameter_ids
+from ..hooks.optimizer_owners import as_rate, parameter_ids
 from ..rules.step_rows import FloatArray
-from .relation import RELATIONS, Checked, Relation, Training, as_rate
+from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
 PARAMETERS, ELEMENTS = 8, 16  # how many of an optimizer are compared

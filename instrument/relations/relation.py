@@ -200,13 +200,5 @@ class Relation(ABC):
         """Remove what `attach` registered. It can be called several times."""
 
 
-def as_rate(value: object) -> float | None:
-    """Return a learning rate as a number; None if it is no number, such as a function or one number for each parameter."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        return None
-
-
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")
 """The classes of relations by name, which is that of the rule that reads their rows."""
