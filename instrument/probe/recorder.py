@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,22 +41,8 @@ MetricsRow = tuple[int, str, Mapping[str, Any]]
 """Step, phase, and the values of the other columns of a row of metrics."""
 Relations = Mapping[tuple[int, str], Sequence[RelationRow]]
 """The rows of relations of each step and phase."""
-
-
-class OnRows(Protocol):
-    """A function of the rows of a step. `is_complete` is whether the step has ended, and not only an evaluation in it."""
-
-    def __call__(
-        self,
-        stats: StatisticsRows | None,
-        metrics: Sequence[MetricsRow],
-        samples: Sequence[SampleRows],
-        relations: Relations,
-        *,
-        is_complete: bool,
-    ) -> None: ...
-
-
+OnRows = Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows], Relations, bool], None]
+"""A function of the rows of a step. The last argument is whether the step has ended, and not only an evaluation in it."""
 Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
@@ -390,7 +376,7 @@ class Recorder:
             self.write(name, [deferred()])
         if self.on_rows is not None:
             in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-            self.on_rows(stats_rows, step.metrics, in_time, step.relations, is_complete=step.is_complete)
+            self.on_rows(stats_rows, step.metrics, in_time, step.relations, step.is_complete)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:

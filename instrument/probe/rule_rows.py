@@ -56,7 +56,6 @@ class RuleRows:
         metrics: Sequence[MetricsRow],
         samples: Sequence[SampleRows],
         relations: Mapping[_Moment, Sequence[RelationRow]],
-        *,
         is_complete: bool,
     ) -> None:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
@@ -72,19 +71,13 @@ class RuleRows:
             if not is_complete and phase in STEP_PHASES:
                 self._begun[moment] = part
                 continue
-            layout, of_step = self._rules.layout(part.sites, phase, _site), relations.get(moment, ())
-            self._rules.update(
-                StepRows(
-                    step,
-                    phase,
-                    layout,
-                    part.statistic,
-                    metrics_by_step.get(moment),
-                    part.targets,
-                    numbers=part.numbers,
-                    relations=of_step,
-                )
+            layout, numbers, of_step = (
+                self._rules.layout(part.sites, phase, _site),
+                part.numbers,
+                relations.get(moment, ()),
             )
+            given = part.statistic, metrics_by_step.get(moment), part.targets
+            self._rules.update(StepRows(step, phase, layout, *given, numbers=numbers, relations=of_step))
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:

@@ -149,16 +149,13 @@ class RelationSet(InertWhenCopied):
         training = self.training
         if self.clock.moment.phase != "train" or self.clock.closed:
             return
+        calls: list[Any] = training.binary_losses if isinstance(call, BinaryLossCall) else training.pair_losses
         if isinstance(call, LossCall):
+            calls = training.losses
             for relation in self._relations.values():
                 relation.on_loss(call)
-            if len(training.losses) < _MAX_CALLS:
-                training.losses.append(copied(call))
-        elif isinstance(call, BinaryLossCall):
-            if len(training.binary_losses) < _MAX_CALLS:
-                training.binary_losses.append(call)
-        elif len(training.pair_losses) < _MAX_CALLS:
-            training.pair_losses.append(call)
+        if len(calls) < _MAX_CALLS:
+            calls.append(copied(call) if isinstance(call, LossCall) else call)
 
     def check(self) -> Sequence[RelationRow]:
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""
