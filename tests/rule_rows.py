@@ -17,6 +17,7 @@ GRADIENT = {**OUTPUT, "hook": "gradients", "kind": "parameter_grad", "role": "pa
 UPDATE = {**GRADIENT, "hook": "updates", "kind": "step_post", "role": "update"}
 PARAMETER = {**UPDATE, "hook": "parameters", "role": "param"}
 INPUT = {**OUTPUT, "kind": "forward_pre", "role": "input", "path": "0"}
+ALL_INDICES = range(len(ALL))
 METRICS = dict.fromkeys(("loss", "accuracy", "lr", "grad_norm", "seconds", "skipped"))
 
 
@@ -40,7 +41,7 @@ def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, with_numbers:
         given = {name: value for name, value in step.items() if name in METRICS}
         targets = np.array(step["targets"], np.float64) if "targets" in step else None
         layout, column = rules.layout(sites, phase, lambda site: site), _column(rows)
-        numbers = np.stack([column(name) for name in ALL], axis=1) if with_numbers else None
+        numbers = (ALL_INDICES, np.stack([column(name) for name in ALL])) if with_numbers else None
         metrics = {**METRICS, **given} if given else None
         relations = step.get("relations", ())
         of_step = StepRows(

@@ -48,7 +48,7 @@ from .phase_watch import PhaseWatch
 from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
-from .rule_rows import update_rules
+from .rule_rows import RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows, check_custom_columns
@@ -119,6 +119,7 @@ class Probe(OwnedByProcess):
         self.steps_by_loop = steps_by_loop
         self.rules = RuleSet(rules or {}, self._write_event, frozen_layers(plan))
         self.ranks = ranks
+        self._rule_rows = RuleRows(self.rules)
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
             sink,
@@ -290,7 +291,7 @@ class Probe(OwnedByProcess):
         finally:
             self.phase = previous_phase
         with deferred_signals():
-            self.recorder.end_step(any_scheduled=any_scheduled)
+            self.recorder.end_step(any_scheduled=any_scheduled, is_complete=False)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
             self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at
@@ -307,7 +308,7 @@ class Probe(OwnedByProcess):
         finally:
             self.clock.in_checkpoint = False
         if self._scheduled.end_checkpoint():
-            self.recorder.end_step()
+            self.recorder.end_step(is_complete=False)
 
     @property
     def overhead(self) -> float | None:
@@ -599,13 +600,14 @@ class Probe(OwnedByProcess):
 
     def _on_rows(self, stats: StatisticsRows | None, *others: Any) -> None:
         """Pass the rows of a step to the rules, and its fingerprints to the relations."""
-        update_rules(self.rules, stats, *others)
+        self._rule_rows(stats, *others)
         if stats is not None and self._relations.reads_fingerprints:
             self._relations.training.fingerprints += stats.fingerprints()
 
     def _write_relations(self) -> None:
         """Check the relations at the end of a step or of an evaluation, and write their rows."""
-        self.recorder.write_relations(self.step, self.phase, self.clock.rank, self._relations.check())
+        if rows := self._relations.check():
+            self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
         """Write the `layers` table once.

@@ -121,11 +121,6 @@ class Layout:
         return [empty[str(dtype)] for dtype in types]
 
     @cached_property
-    def no_numbers(self) -> Matrix:
-        """NaN, float64 [rows, ALL]."""
-        return np.full((len(self.sites), len(ALL)), np.nan)
-
-    @cached_property
     def absent(self) -> Mask | None:
         """Which statistics are not requested, bool [requested, rows]; None if each row has all of them."""
         of = {names: [name not in names for name in self.requested] for names in dict.fromkeys(self.names)}
@@ -493,18 +488,11 @@ class StatisticsRows(SlabRows):
             rows[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
         self.taken.numbers[self.layout.scaled] = rows
 
-    @cached_property
-    def numbers(self) -> Matrix:
-        """The built-in statistics, float64 [rows, ALL]; NaN for no value."""
-        numbers = self.layout.no_numbers.copy()
-        numbers[:, self.layout.built_in] = self.values[0].T
-        return numbers
-
     def column(self, name: str) -> Matrix:
         """Return a statistic of all rows, or a number of another table for the same tensors: float64 [rows]; NaN for no value."""
         if name in _STATISTIC:
-            column: Matrix = self.numbers[:, _STATISTIC[name]]
-            return column
+            at, built_in = _STATISTIC[name], self.layout.built_in
+            return self.values[0][built_in.index(at)] if at in built_in else np.full(len(self), np.nan)
         _ = self.values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
         for row, custom in self.taken.others.items():

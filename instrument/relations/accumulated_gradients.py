@@ -12,7 +12,8 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .relation import Training, version_of
+from ..hooks.clock import Clock
+from .loader_batches import version_of
 
 PER_OPTIMIZER = 4
 MAX_MICRO_STEPS = 256  # without a step of the optimizer, gradients may be added without end
@@ -41,9 +42,9 @@ class AccumulatedGradient:
         copy: A copy of the sum; None without one.
     """
 
-    def __init__(self, parameter: Parameter, training: Training) -> None:
+    def __init__(self, parameter: Parameter, clock: Clock) -> None:
         self.parameter = parameter
-        self._training = training
+        self._clock = clock
         self._last: tuple[Tensor, int] | None = None
         self._is_added = False  # whether the gradient that arrives now is added to the sum
         self.micro_steps: deque[int] = deque(maxlen=MAX_MICRO_STEPS)
@@ -56,8 +57,6 @@ class AccumulatedGradient:
         return [self.parameter.register_hook(before), self.parameter.register_post_accumulate_grad_hook(self._after)]
 
     def _before(self, gradient: Tensor) -> None:  # noqa: ARG002
-        if not self._training.is_checked:
-            return
         current, last = self.parameter.grad, self._last
         self._is_added = (
             current is not None and last is not None and current is last[0] and version_of(current) == last[1]
@@ -67,14 +66,12 @@ class AccumulatedGradient:
             self._is_added = current.layout is torch.strided and bool(current.any())
 
     def _after(self, parameter: Tensor) -> None:
-        if not self._training.is_checked:
-            return
         if not self._is_added:
             self.has_old = False
             self.micro_steps.clear()
         gradient = parameter.grad
         self._last = None if gradient is None else (gradient, version_of(gradient))
-        self.micro_steps.append(self._training.clock.moment.micro_step)
+        self.micro_steps.append(self._clock.moment.micro_step)
         self.copy = None if gradient is None else gradient.detach().clone()
 
     def end_step(self) -> None:

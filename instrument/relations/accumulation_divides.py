@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .accumulated_gradients import AccumulatedGradient, smallest_parameters
-from .loss_calls import AnyLossCall, LossCall, observe_losses, unobserve_losses
+from .loss_calls import LossCall
 from .relation import RELATIONS, Checked, Relation, Training
 
 MAX_LOSSES = 16  # of a micro-step; a loop may compute any number of losses before its step ends
@@ -38,26 +37,9 @@ class AccumulationDivides(Relation):
         self._seeds: defaultdict[int, list[Tensor]] = defaultdict(list)  # by micro-step
         self._steps: list[_Step] = []
 
-    def attach(self) -> None:
-        if self.training.clock.parallel is not None:
-            return
-        observe_losses(self._on_loss)
-        for optimizer in self.training.optimizers:
-            gradients = [AccumulatedGradient(each, self.training) for each in smallest_parameters(optimizer)[:1]]
-            for each in gradients:
-                self.handles += each.attach()
-                self.observe_steps(optimizer, partial(self._before_step, each), partial(self._after_step, each))
-
-    def detach(self) -> None:
-        unobserve_losses(self._on_loss)
-        super().detach()
-
-    def _on_loss(self, call: AnyLossCall) -> None:
-        clock = self.training.clock
-        if not isinstance(call, LossCall):
-            return
-        if self.training.is_checked and clock.moment.phase == "train" and call.is_mean and call.result.requires_grad:
-            call.result.register_hook(partial(self._on_gradient, clock.moment.micro_step))
+    def on_loss(self, call: LossCall) -> None:
+        if self.training.clock.parallel is None and call.is_mean and call.result.requires_grad:
+            call.result.register_hook(partial(self._on_gradient, self.training.clock.moment.micro_step))
 
     def _on_gradient(self, micro_step: int, gradient: Tensor) -> None:
         clock = self.training.clock
@@ -65,17 +47,15 @@ class AccumulationDivides(Relation):
             scale = 1.0 if clock.amp_scale is None else clock.amp_scale()
             self._seeds[micro_step].append(gradient.detach() / scale)
 
-    def _before_step(self, gradient: AccumulatedGradient, optimizer: Optimizer) -> None:  # noqa: ARG002
-        parts = gradient.micro_steps
-        seeds = [self._seeds[each] for each in parts if each in self._seeds]
-        if len(parts) > 1 and len({*parts}) == len(parts) == len(seeds) and not gradient.has_old:
-            change, scale = gradient.relative_change(), self.training.clock.amp_scale
-            if change is not None and scale is not None:
-                change = change * scale().to(change.device)
-            self._steps.append(_Step(seeds, change))
-
-    def _after_step(self, gradient: AccumulatedGradient, optimizer: Optimizer) -> None:  # noqa: ARG002
-        gradient.end_step()
+    def before_step(self, optimizer: Optimizer) -> None:
+        for gradient in self.training.gradients[optimizer][:1]:
+            parts = gradient.micro_steps
+            seeds = [self._seeds[each] for each in parts if each in self._seeds]
+            if len(parts) > 1 and len({*parts}) == len(parts) == len(seeds) and not gradient.has_old:
+                change, scale = gradient.relative_change(), self.training.clock.amp_scale
+                if change is not None and scale is not None:
+                    change = change * scale().to(change.device)
+                self._steps.append(_Step(seeds, change))
 
     def check(self) -> Iterator[Checked]:
         steps, self._steps = self._steps, []

@@ -16,7 +16,7 @@ class DropoutKeepsUnits(Relation):
     """Reads the probability of each dropout module in training mode."""
 
     def check(self) -> Iterator[Checked]:
-        parts = [(name, part) for name, part in self.training.model.named_modules() if isinstance(part, _DropoutNd)]
+        parts = [(name, part) for name, part in self.training.modules.items() if isinstance(part, _DropoutNd)]
         for name, part in parts:
             if part.training and part.p > LARGEST:
                 yield Checked(False, part.p, f"it drops {part.p:.4g} of its input", name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
-from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .relation import RELATIONS, Checked, Relation, Training
 
 
@@ -24,23 +22,15 @@ class GradientsZeroed(Relation):
         self._found: dict[int, None] = {}  # parameters by their `id`
         self._count = 0  # steps of a parameter with a gradient
 
-    def attach(self) -> None:
-        for optimizer in self.training.optimizers:
-            gradients = [AccumulatedGradient(each, self.training) for each in smallest_parameters(optimizer)]
-            for each in gradients:
-                self.handles += each.attach()
-            self.observe_steps(optimizer, after=partial(self._after_step, gradients))
-
-    def _after_step(self, gradients: Sequence[AccumulatedGradient], optimizer: Optimizer) -> None:  # noqa: ARG002
-        for each in gradients:
+    def after_step(self, optimizer: Optimizer) -> None:
+        for each in self.training.gradients[optimizer]:
             self._count += bool(each.micro_steps) and each.has_stepped
             if each.micro_steps and each.has_old and each.parameter.grad is not None:
                 self._found[id(each.parameter)] = None
-            each.end_step()
 
     def check(self) -> Iterator[Checked]:
         if self._found:
-            names = {id(parameter): name for name, parameter in self.training.model.named_parameters()}
+            names = {id(parameter): name for name, parameter in self.training.parameters.items()}
             for key in self._found:
                 layer, _, path = names.get(key, "").rpartition(".")
                 yield Checked(False, None, "a gradient was added to that of the previous step", layer, path)

@@ -60,6 +60,11 @@ def is_readable(tensor: Tensor) -> bool:
     return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return the number of operations that have changed a tensor in place; 0 for one of `torch.inference_mode`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def observe_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Call a function with each batch of a data loader of this process, until `unobserve_batches`."""
     _observers.append(observer)

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.compiler import is_compiling
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
-from ..hooks.hook_group_interface import InertWhenCopied
 from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training, calls_hooks
+from .relation import RELATIONS, Checked, Relation, Training
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
 class _Mode:
     """Whether a model, its dropout and its batch normalization are in training mode, at one moment."""
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = [*model.modules()]
+    def __init__(self, training: Training) -> None:
+        modules = training.modules.values()
         # `children` does not support proxies of modules.
         dropout = [(parent, part) for parent in modules for part in parent._modules.values() if _is_dropout(part)]
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.track_running_stats]
-        self.is_training = model.training
+        self.is_training = training.model.training
         # The mode of dropout in frozen parts is not relevant.
         self.of_dropout = {
             part.training for parent, part in dropout if any(p.requires_grad for p in parent.parameters())
@@ -49,31 +47,18 @@ class ModeOfPhase(Relation):
         super().__init__(training)
         self._in_training: _Mode | None = None
         self._in_evaluation: _Mode | None = None
-        self._calls = _Calls(self)
         self._has_trained = False  # in training mode, in an earlier step
 
-    def attach(self) -> None:
-        if not _Mode(self.training.model).count:
-            return
-        self._calls.attach()
-        for optimizer in self.training.optimizers:
-            self.observe_steps(optimizer, self._before_step)
-
-    def detach(self) -> None:
-        self._calls.detach()
-        super().detach()
-
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         if self.training.clock.moment.phase != "train":
             return
-        own = {*map(id, self.training.model.parameters())}
+        own = {*map(id, self.training.parameters.values())}
         if not own.isdisjoint(parameter_ids(optimizer)):  # otherwise, it trains something else, such as an input
-            self._in_training = _Mode(self.training.model)
+            self._in_training = _Mode(self.training)
 
     def evaluate(self) -> None:
-        """Read the mode in an evaluation, at the first call of the model."""
-        if self._in_evaluation is None and self.training.clock.moment.phase == "eval":
-            self._in_evaluation = _Mode(self.training.model)
+        if self._in_evaluation is None:
+            self._in_evaluation = _Mode(self.training)
 
     def check(self) -> Iterator[Checked]:
         if self.training.clock.moment.phase == "eval":
@@ -99,23 +84,6 @@ class ModeOfPhase(Relation):
         elif mode.is_training:
             self._has_trained = True
             yield Checked(True, mode.count, f"mode of {mode.count} modules in a training step")
-
-
-class _Calls(InertWhenCopied):
-    """The hook before the calls of the model, which reads the mode in evaluations."""
-
-    def __init__(self, relation: ModeOfPhase) -> None:
-        super().__init__((), relation.training.clock)
-        self.relation = relation
-
-    def attach(self) -> None:
-        model = self.relation.training.model
-        if calls_hooks(model):
-            self.handles.append(model.register_forward_pre_hook(self._before_call))
-
-    def _before_call(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        if not is_compiling() and not self.clock.closed:
-            self.relation.evaluate()
 
 
 def _is_dropout(module: nn.Module | None) -> TypeIs[_DropoutNd]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training, as_rate
+from ..hooks.optimizer_owners import as_rate, parameter_ids
+from ..rules.step_rows import BoolArray, FloatArray
+from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
-PARAMETERS, ELEMENTS = 32, 16  # how many are compared
+PARAMETERS, ELEMENTS = 8, 16  # how many of an optimizer are compared
+MAX_FORGOTTEN = 32
 MARGIN = 100.0  # how many units in the last place of a parameter the rate times the gradient is at least
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -23,18 +26,48 @@ class _Sample:
     """A few elements of parameters, and whether they change.
 
     Args:
-        parameters: The parameters. At most `PARAMETERS` of them are read, at equal distances.
+        parameters: The parameters. At most `limit` of them are read, at equal distances.
     """
 
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
+    def __init__(self, parameters: Sequence[Parameter], limit: int = PARAMETERS) -> None:
         plain = [each for each in parameters if _is_plain(each)]
-        self.parameters = plain[:: math.ceil(len(plain) / PARAMETERS) or 1]
-        self._values = [_elements(each) for each in self.parameters]
+        self.parameters = plain[:: math.ceil(len(plain) / limit) or 1]
+        self._at = [_positions(each) for each in self.parameters]
+        self.sizes = [each.numel() for each in self._at]
+        self._starts = np.cumsum([0, *self.sizes])
+        self.values = self._read(self.parameters)
+
+    @torch.no_grad()
+    def _read(self, tensors: Sequence[Tensor | None]) -> FloatArray:
+        """Return elements of tensors of the shapes of the parameters, float64 [elements of all]; zeros for None.
+
+        There is one wait for each device.
+        """
+        by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
+            if each is not None:
+                by_device.setdefault(each.device, []).append((index, each.take(at)))
+        found = np.zeros(self._starts[-1])
+        for several in by_device.values():
+            places = [slice(*self._starts[index : index + 2]) for index, _ in several]
+            numbers = torch.cat([each for _, each in several]).double().cpu().numpy()
+            found[np.r_[tuple(places)]] = numbers
+        return found
 
     def changed(self) -> list[bool]:
         """Return for each parameter whether any of the elements has changed."""
-        new = map(_elements, self.parameters)
-        return _read([(now != before).any() for now, before in zip(new, self._values, strict=True)])
+        return self.any_of_each(self._read(self.parameters) != self.values)
+
+    def any_of_each(self, flags: BoolArray) -> list[bool]:
+        """Return for each parameter whether a flag of any of its elements is set."""
+        if not self.sizes:
+            return []
+        found: list[bool] = np.logical_or.reduceat(flags, self._starts[:-1]).tolist()
+        return found
+
+    def gradients(self) -> FloatArray:
+        """Return the gradients of the elements; zeros without one."""
+        return self._read([each.grad for each in self.parameters])
 
 
 @RELATIONS.register("parameters_follow_gradients")
@@ -51,27 +84,19 @@ class ParametersFollowGradients(Relation):
         self._unchanged: dict[Optimizer, int] = {}  # in how many steps in succession
         self._trained: set[int] = set()  # the `id` of parameters
         self._forgotten: dict[int, Parameter] = {}  # in this step
-        self._previous, self._times = (
-            _Sample(()),
-            0,
-        )  # those of the previous step, and in how many steps they did not change
+        self._previous = _Sample(())  # those of the previous step
+        self._times = 0  # in how many steps they did not change
         self._found: list[Checked] = []
         self._count = 0
 
-    def attach(self) -> None:
-        for optimizer in self.training.optimizers:
-            self.observe_steps(optimizer, self._before_step, self._after_step)
-
-    @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         held = [each for group in optimizer.param_groups for each in group["params"]]
         trainable = [each for each in held if each.requires_grad]
         frozen = [each for each in held if not each.requires_grad and id(each) in self._trained]
         self._trained.update(map(id, trainable))
         self._before[optimizer] = _Sample(trainable), _Sample(frozen)
 
-    @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         samples = self._before.pop(optimizer, None)
         if samples is None or _is_skipped(optimizer):
             return
@@ -81,11 +106,9 @@ class ParametersFollowGradients(Relation):
                 self._add(
                     "an optimizer changes this frozen parameter, because of an old gradient or its momentum", parameter
                 )
-        for parameter in _without_optimizer(self.training.model, self.training.optimizers):
+        for parameter in self._without_optimizer():
             self._forgotten[id(parameter)] = parameter
-        rates = {id(each): group.get("lr") for group in optimizer.param_groups for each in group["params"]}
-        moves = [_is_representable(each, rates.get(id(each))) for each in trainable.parameters]
-        if not any(_read(moves)):
+        if not _is_representable(trainable, optimizer):
             return
         has_changed = any(trainable.changed())
         self._count += has_changed
@@ -94,11 +117,10 @@ class ParametersFollowGradients(Relation):
             self._add(f"{type(optimizer).__name__} changed none of its parameters in {TIMES} checked steps")
 
     def _add(self, text: str, parameter: Parameter | None = None) -> None:
-        names = {id(each): name for name, each in self.training.model.named_parameters()}
+        names = {id(each): name for name, each in self.training.parameters.items()}
         layer, _, path = names.get(id(parameter), "").rpartition(".")
         self._found.append(Checked(False, None, text, layer, path))
 
-    @torch.no_grad()
     def check(self) -> Iterator[Checked]:
         self._check_forgotten()
         found, self._found = self._found, []
@@ -110,26 +132,29 @@ class ParametersFollowGradients(Relation):
         parameters, self._forgotten = [*self._forgotten.values()], {}
         is_same = [*map(id, self._previous.parameters)] == [*map(id, parameters)]
         self._times = self._times + 1 if parameters and is_same and not any(self._previous.changed()) else 0
-        self._previous = _Sample(parameters)
+        self._previous = _Sample(parameters, MAX_FORGOTTEN)
         if self._times == TIMES - 1:
             for parameter in parameters:
                 self._add("this parameter has a gradient, but no optimizer holds it", parameter)
 
-
-def _without_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Parameter]:
-    """Return the forgotten parameters that have a gradient; see `ParametersFollowGradients`. At most `PARAMETERS`."""
-    held = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
-    trainable = [each for each in model.parameters() if each.requires_grad]
-    others = [each for each in trainable if id(each) not in held]
-    if not others:
-        return []
-    own = {*map(id, model.parameters())}
-    parameters = (each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"])
-    replaced = {each.shape for each in parameters if id(each) not in own and each.grad is None}
-    is_choice = len(others) >= len(trainable) - len(others) or id(trainable[0]) not in held
-    chosen = [each for each in others if (not is_choice or each.shape in replaced) and _is_plain(each)][:PARAMETERS]
-    has_gradient = _read([_gradient(each).count_nonzero() > 0 for each in chosen])
-    return [each for each, has_one in zip(chosen, has_gradient, strict=True) if has_one]
+    def _without_optimizer(self) -> list[Parameter]:
+        """Return the forgotten parameters that have a gradient. At most `MAX_FORGOTTEN`."""
+        optimizers, parameters = self.training.optimizers, self.training.parameters.values()
+        held = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
+        trainable = [each for each in parameters if each.requires_grad]
+        others = [each for each in trainable if id(each) not in held]
+        if not others:
+            return []
+        own = {*map(id, parameters)}
+        of_optimizers = (
+            each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+        )
+        replaced = {each.shape for each in of_optimizers if id(each) not in own and each.grad is None}
+        is_choice = len(others) >= len(trainable) - len(others) or id(trainable[0]) not in held
+        chosen = [each for each in others if not is_choice or each.shape in replaced]
+        sample = _Sample(chosen[:MAX_FORGOTTEN], MAX_FORGOTTEN)
+        has_gradient = sample.any_of_each(sample.gradients() != 0)
+        return [each for each, has_one in zip(sample.parameters, has_gradient, strict=True) if has_one]
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -141,39 +166,23 @@ def _is_plain(parameter: Tensor) -> bool:
     return gradient is None or (type(gradient) is Tensor and gradient.layout is torch.strided)
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    """Return a copy of elements of a tensor at equal distances, [elements]."""
-    distance = math.ceil(tensor.numel() / ELEMENTS)
-    return tensor.detach().take(torch.arange(0, tensor.numel(), distance, device=tensor.device))
+def _positions(tensor: Tensor) -> Tensor:
+    """Return the indices of elements of a tensor at equal distances, int64 [elements]."""
+    return torch.arange(0, tensor.numel(), math.ceil(tensor.numel() / ELEMENTS), device=tensor.device)
 
 
-def _gradient(parameter: Parameter) -> Tensor:
-    """Return elements of the gradient of a parameter at the same positions; zeros without one."""
-    return _elements(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-
-
-def _is_representable(parameter: Parameter, rate: object) -> Tensor:
-    """Return whether the rate times the gradient is larger than the rounding of any element, as a scalar on the device.
+def _is_representable(sample: _Sample, optimizer: Optimizer) -> bool:
+    """Return whether the rate times the gradient is larger than the rounding of any element.
 
     It is that of SGD. A smaller change, as in a warm-up or after convergence, may leave all elements as they are.
     """
-    number = as_rate(rate)
-    if parameter.grad is None or number is None:
-        return torch.zeros((), dtype=torch.bool)
-    change = number * _gradient(parameter).abs()
-    rounding = MARGIN * torch.finfo(parameter.dtype).eps * _elements(parameter).abs()
-    return ((change > rounding) & change.isfinite()).any()
-
-
-def _read(flags: Sequence[Tensor]) -> list[bool]:
-    """Return flags that may be on several devices, with one wait for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    for at, flag in enumerate(flags):
-        by_device.setdefault(flag.device, []).append(at)
-    found: dict[int, bool] = {}
-    for indices in by_device.values():
-        found.update(zip(indices, torch.stack([flags[at] for at in indices]).tolist(), strict=True))
-    return [found[at] for at in range(len(flags))]
+    rate_of = {id(each): group.get("lr") for group in optimizer.param_groups for each in group["params"]}
+    numbers = [as_rate(rate_of.get(id(each))) for each in sample.parameters]
+    rates = [math.nan if number is None else number for number in numbers]
+    precisions = [torch.finfo(each.dtype).eps for each in sample.parameters]
+    change = np.repeat(rates, sample.sizes) * np.abs(sample.gradients())
+    rounding = MARGIN * np.repeat(precisions, sample.sizes) * np.abs(sample.values)
+    return bool(((change > rounding) & np.isfinite(change)).any())
 
 
 def _is_skipped(optimizer: Optimizer) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training, as_rate
+from ..hooks.optimizer_owners import as_rate, parameter_ids
+from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
@@ -50,8 +50,6 @@ class RateInEffect(Relation):
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
     def attach(self) -> None:
-        for optimizer in self.training.optimizers:
-            self.observe_steps(optimizer, self._before_step)
         _observers.append(self._on_scheduler)
         if not _replaced:
             original = LRScheduler.step
@@ -66,9 +64,8 @@ class RateInEffect(Relation):
         ):  # otherwise, other code has replaced it too
             LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
         self._schedulers.clear()
-        super().detach()
 
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         self._count += 1
         self._largest[optimizer] = max(self._largest.get(optimizer, 0.0), _fraction(optimizer))
         for index, group in enumerate(optimizer.param_groups):
@@ -78,9 +75,9 @@ class RateInEffect(Relation):
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer
-        if not self.training.is_checked or optimizer in self.training.optimizers or not self.training.clock.moment.step:
+        if optimizer in self.training.optimizers or not self.training.clock.moment.step:
             return  # a scheduler also makes a step when it is created
-        own = {*map(id, self.training.model.parameters())}
+        own = {*map(id, self.training.parameters.values())}
         if not own.isdisjoint(parameter_ids(optimizer)) and not getattr(optimizer, "_opt_called", False):
             self._schedulers[type(scheduler).__name__] = scheduler
 
@@ -106,5 +103,5 @@ class RateInEffect(Relation):
 
 def _fraction(optimizer: Optimizer) -> float:
     """Return the largest learning rate of the groups of an optimizer as a fraction of the configured one; 1 without a schedule."""
-    rates = [(float(group.get("lr", 0.0)), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups]
-    return max(rate / configured if 0 < configured < FACTOR else 1.0 for rate, configured in rates)
+    rates = [(as_rate(group.get("lr")), as_rate(group.get("initial_lr")) or 0.0) for group in optimizer.param_groups]
+    return max(1.0 if rate is None or not 0 < configured < FACTOR else rate / configured for rate, configured in rates)

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
-from .loader_batches import LoaderBatch, is_readable
+from .accumulated_gradients import AccumulatedGradient
+from .loader_batches import LoaderBatch, is_readable, version_of
 from .loss_calls import BinaryLossCall, LossCall, PairLossCall
 
 Source = Literal["inputs", "losses", "batches", "fingerprints"]
@@ -69,11 +68,11 @@ class ModelCall:
         args, kwargs: The arguments.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self._versions = {
             path: (tensor, version_of(tensor))
-            for path, tensor in iter_tensors(_named(model, args, kwargs))
+            for path, tensor in iter_tensors(_named(signature, args, kwargs))
             if is_readable(tensor)
         }
 
@@ -83,23 +82,18 @@ class ModelCall:
         return {path: tensor for path, (tensor, version) in self._versions.items() if version_of(tensor) == version}
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by the names in the signature of the model, or by their index."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
     try:
-        signature = inspect.signature(model.forward)
-        named = dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # such as functions in C, which have no signature
+        named = dict(signature.bind(*args, **kwargs).arguments) if signature is not None else None
+    except TypeError:
+        named = None
+    if named is None or signature is None:
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             named |= named.pop(name, {})
     return named
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return the number of operations that have changed a tensor in place; 0 for one of `torch.inference_mode`."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass
@@ -118,6 +112,7 @@ class Training:
         replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
         is_checked: Whether relations are checked in the current step.
+        gradients: The gradients of a few parameters of each optimizer, if the step is checked.
     """
 
     model: nn.Module
@@ -132,7 +127,39 @@ class Training:
     fingerprints: list[RecordedFingerprint] = field(default_factory=list)
     replicated_by: DistributedDataParallel | None = None
     is_local: bool = False
-    is_checked: bool = True
+    is_checked: bool = False
+    gradients: dict[Optimizer, list[AccumulatedGradient]] = field(default_factory=dict)
+
+    @cached_property
+    def signature(self) -> inspect.Signature | None:
+        """The signature of the model; None for functions in C, which have none."""
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        try:
+            return inspect.signature(model.forward)
+        except (TypeError, ValueError):
+            return None
+
+    @cached_property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules of the model by name, in this step."""
+        return dict(self.model.named_modules())
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model by their first name, in this step."""
+        named: dict[int, tuple[str, nn.Parameter]] = {}
+        for layer, module in self.modules.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    named.setdefault(id(parameter), (f"{layer}.{name}" if layer else name, parameter))
+        return dict(named.values())
+
+    def end_step(self) -> None:
+        """Forget what belongs to the step that ends."""
+        for calls in (self.inputs, self.losses, self.binary_losses, self.pair_losses):
+            calls.clear()
+        for name in ("modules", "parameters"):
+            self.__dict__.pop(name, None)
 
 
 def calls_hooks(model: nn.Module) -> bool:
@@ -146,12 +173,13 @@ def calls_hooks(model: nn.Module) -> bool:
 class Relation(ABC):
     """A relation, from the start to the end of the block of a probe.
 
-    Hooks that it registers must change nothing, and have to return at once if `training.clock.closed` is set.
+    Its methods must change nothing. Those without an implementation do nothing.
 
     Attributes:
         phases: The phases in which it is checked: at the end of a training step, or of an evaluation. Default: training steps.
         sources: What it reads of `training`. Default: only what is always available.
         on_all_ranks: Whether it is checked in each of several processes. Default: in the one of rank 0.
+        error: The exception of a method before `check`, which reports it.
     """
 
     phases: ClassVar[tuple[str, ...]] = ("train",)
@@ -160,33 +188,22 @@ class Relation(ABC):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.handles: list[RemovableHandle] = []
-        self.error: Exception | None = None  # that of an observed step
+        self.error: Exception | None = None
 
     def attach(self) -> None:  # noqa: B027 - optional
-        """Register hooks, and read the model before the first step. `handles` are removed at the end. Default: nothing."""
+        """Read the model before the first step."""
 
-    def observe_steps(
-        self,
-        optimizer: Optimizer,
-        before: Callable[[Optimizer], None] | None = None,
-        after: Callable[[Optimizer], None] | None = None,
-    ) -> None:
-        """Call functions before and after each checked step of an optimizer. A compiled or captured step calls none."""
-        if before is not None:
-            self.handles.append(optimizer.register_step_pre_hook(partial(self._observe, before)))
-        if after is not None:
-            self.handles.append(optimizer.register_step_post_hook(partial(self._observe, after)))
+    def evaluate(self) -> None:  # noqa: B027 - optional
+        """Observe a call of the model in an evaluation."""
 
-    def _observe(self, function: Callable[[Optimizer], None], optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
-        if not self.training.is_checked:
-            return
-        is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # no values can be read
-        if not (is_compiling() or is_captured):
-            try:
-                function(optimizer)
-            except Exception as error:  # it reads values of any optimizer, and must not end its training
-                self.error = error
+    def on_loss(self, call: LossCall) -> None:  # noqa: B027 - optional
+        """Observe a call of cross-entropy in a checked step."""
+
+    def before_step(self, optimizer: Optimizer) -> None:  # noqa: B027 - optional
+        """Observe an optimizer before its step, in a checked step. It is not called if the step is compiled or captured."""
+
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: B027 - optional
+        """Observe an optimizer after its step, in a checked step. It is not called if the step is compiled or captured."""
 
     @abstractmethod
     def check(self) -> Iterator[Checked]:
@@ -196,21 +213,11 @@ class Relation(ABC):
         """
 
     def check_end(self) -> Iterator[Checked]:
-        """Yield what did not hold in the training as a whole. It is called after the last step, without hooks. Default: nothing."""
+        """Yield what did not hold in the training as a whole. It is called after the last step, without hooks."""
         yield from ()
 
-    def detach(self) -> None:
-        """Remove what was registered. It can be called several times."""
-        while self.handles:
-            self.handles.pop().remove()
-
-
-def as_rate(value: object) -> float | None:
-    """Return a learning rate as a number; None if it is no number, such as a function or one number for each parameter."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        return None
+    def detach(self) -> None:  # noqa: B027 - optional
+        """Remove what `attach` registered. It can be called several times."""
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,24 +14,27 @@ from torch.amp.grad_scaler import GradScaler
 from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
+from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
 from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
 from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, copied, observe_losses, unobserve_losses
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
-FIRST_STEPS, EVERY = 5, 50
-"""Relations are checked in the first steps of a training, and then in each step whose number is a multiple of `EVERY`, and the one after
-it, since some compare two successive steps."""
+EVERY = 200
+_EARLY = frozenset([*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1))])
+"""Relations are checked in these steps, counted from the start of the training, and then in each step whose number is a multiple of
+`EVERY`, and the one after it, since some compare two successive steps."""
 MAX_ROWS = 20  # rows of a relation that does not hold
 _MAX_CALLS, _MAX_BATCHES, _MAX_TEXT = 16, 32, 300
 
 
 class RelationSet(InertWhenCopied):
-    """Checks relations in the first steps, and rarely later.
+    """Checks relations in the first steps, and rarely later. In other steps, its hooks return at once.
 
     Args:
         names: The names of the relations.
@@ -53,33 +57,87 @@ class RelationSet(InertWhenCopied):
             if clock.rank == 0 or RELATIONS[name].on_all_ranks
         }
         self._first: int | None = None  # the first step
+        self._next = sys.maxsize  # the next checked step after the current one
+        self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
 
     def attach(self) -> None:
         """Register the hooks of all relations. After an exception, `detach` removes those that were registered."""
-        if self._first is None:
-            self._first = self.clock.moment.step
-        self._plan_check()
-        self.training.replicated_by = _wrapper_of(self.training.model)
-        sources = {source for relation in self._relations.values() for source in relation.sources}
-        if "inputs" in sources and calls_hooks(self.training.model):
-            self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
-        if "batches" in sources:
+        if not self._relations:
+            return
+        training, step = self.training, self.clock.moment.step
+        self._first = step if self._first is None else self._first
+        training.replicated_by = _wrapper_of(training.model)
+        if calls_hooks(training.model):
+            self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
+        for optimizer in training.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self.handles.append(optimizer.register_step_post_hook(self._after_step))
+        if any("batches" in relation.sources for relation in self._relations.values()):
             observe_batches(self._on_batch)
-        if "losses" in sources:
-            observe_losses(self._on_loss)
         for relation in self._relations.values():
             relation.attach()
+        self._begin_step(step)
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_step(self, step: int) -> None:
+        """Begin to observe losses and gradients before the first of several checked steps. End it after the last one."""
+        training, offset = self.training, step - (self._first or 0)
+        is_checked = _is_checked(offset)
+        self._next = step + next(ahead for ahead in range(1, EVERY + 1) if _is_checked(offset + ahead))
+        if is_checked == training.is_checked:
+            return
+        training.is_checked = is_checked
+        if not is_checked:
+            self._end_observation()
+            return
+        training.end_step()
+        observe_losses(self._on_loss)
+        for optimizer in training.optimizers:
+            gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
+            training.gradients[optimizer] = gradients
+            for each in gradients:
+                self._observed += each.attach()
+
+    def _end_observation(self) -> None:
+        unobserve_losses(self._on_loss)
+        while self._observed:
+            self._observed.pop().remove()
+        self.training.gradients.clear()
+
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
-        training, inputs = self.training, self.training.inputs
+        training, phase = self.training, self.clock.moment.phase
+        if phase == "eval":
+            for relation in self._relations.values():
+                relation.evaluate()
+        if not training.is_checked:
+            return
         training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
         if wrapper is not None and torch.is_grad_enabled():
             training.is_local = not wrapper.require_backward_grad_sync
-        if self._is_observed() and len(inputs) < _MAX_CALLS:
-            inputs.append(ModelCall(module, args, kwargs))
+        if phase == "train" and len(training.inputs) < _MAX_CALLS:
+            training.inputs.append(ModelCall(training.signature, args, kwargs))
+
+    def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if not is_compiling() and self.training.is_checked:
+            self._observe("before_step", optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        if not is_compiling() and self.training.is_checked:
+            self._observe("after_step", optimizer)
+            for each in self.training.gradients.get(optimizer, ()):
+                each.end_step()
+
+    @torch.no_grad()
+    def _observe(self, method: str, optimizer: Optimizer) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # no values can be read
+            return
+        for relation in self._relations.values():
+            try:
+                getattr(relation, method)(optimizer)
+            except Exception as error:  # it reads values of any optimizer, and must not end its training
+                relation.error = error
 
     @property
     def reads_fingerprints(self) -> bool:
@@ -94,38 +152,33 @@ class RelationSet(InertWhenCopied):
 
     def _on_loss(self, call: AnyLossCall) -> None:
         training = self.training
-        if not self._is_observed():
+        if self.clock.moment.phase != "train" or self.clock.closed:
             return
+        calls: list[Any] = training.binary_losses if isinstance(call, BinaryLossCall) else training.pair_losses
         if isinstance(call, LossCall):
-            if len(training.losses) < _MAX_CALLS:
-                training.losses.append(copied(call))
-        elif isinstance(call, BinaryLossCall):
-            if len(training.binary_losses) < _MAX_CALLS:
-                training.binary_losses.append(call)
-        elif len(training.pair_losses) < _MAX_CALLS:
-            training.pair_losses.append(call)
+            calls = training.losses
+            for relation in self._relations.values():
+                relation.on_loss(call)
+        if len(calls) < _MAX_CALLS:
+            calls.append(copied(call) if isinstance(call, LossCall) else call)
 
-    def _is_observed(self) -> bool:
-        self._plan_check()
-        return self.training.is_checked and self.clock.moment.phase == "train" and not self.clock.closed
-
-    def _plan_check(self, steps_ahead: int = 0) -> None:
-        """Set whether the current step is checked, or a later one."""
-        step = self.clock.moment.step + steps_ahead
-        self.training.is_checked = step - (self._first or 0) < FIRST_STEPS or step % EVERY <= 1
-
-    def check(self) -> list[RelationRow]:
+    def check(self) -> Sequence[RelationRow]:
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""
-        self._plan_check()
-        phase, rows = self.clock.moment.phase, list[RelationRow]()
-        is_checked = self.training.is_checked or phase == "eval"  # an evaluation may follow any step
+        step, _, _, phase = self.clock.moment
+        is_checked = self.training.is_checked or phase != "train"  # an evaluation may follow any step
+        if not (is_checked or self.training.fingerprints):
+            if step + 1 >= self._next:
+                self._begin_step(step + 1)
+            return ()
+        rows: list[RelationRow] = []
         if not self.clock.closed:
             for name, relation in self._relations.items():
                 is_due = is_checked or "fingerprints" in relation.sources
                 if is_due and phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
                     rows += self._new_rows(name, relation.check, phase)
-        self._forget()
-        self._plan_check(steps_ahead=phase == "train")
+        self.training.end_step()
+        if phase == "train":
+            self._begin_step(step + 1)
         return rows
 
     def check_end(self) -> list[RelationRow]:
@@ -159,17 +212,11 @@ class RelationSet(InertWhenCopied):
         """Remove all hooks."""
         for relation in self._relations.values():
             relation.detach()
-        unobserve_losses(self._on_loss)
+        self._end_observation()
         unobserve_batches(self._on_batch)
         self.training.batches.clear()
-        self._forget()
+        self.training.end_step()
         super().detach()
-
-    def _forget(self) -> None:
-        self.training.inputs.clear()
-        self.training.losses.clear()
-        self.training.binary_losses.clear()
-        self.training.pair_losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: the first step, and the locations that have a row."""
@@ -179,6 +226,11 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
+
+
+def _is_checked(offset: int) -> bool:
+    """Return whether relations are checked in a step, counted from the start."""
+    return offset in _EARLY or offset % EVERY <= 1
 
 
 def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:

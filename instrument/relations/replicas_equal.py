@@ -42,12 +42,7 @@ class ReplicasEqual(Relation):
         self._gradients: list[Tensor] = []  # the sums of the bits of those before the steps of the optimizers
         self._is_synchronized = False  # by the loop
 
-    def attach(self) -> None:
-        for optimizer in self.training.optimizers:
-            self.observe_steps(optimizer, self._before_step)
-
-    @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         if self.training.replicated_by is None and has_processes():
             held = (each for group in optimizer.param_groups for each in group["params"] if type(each) is Parameter)
             gradients = (each.grad for each in held if type(each.grad) is Tensor and each.grad.layout is torch.strided)
@@ -55,13 +50,14 @@ class ReplicasEqual(Relation):
 
     def check(self) -> Iterator[Checked]:
         wrapper = self.training.replicated_by
-        named = [*self.training.model.named_parameters()]
         gradients, self._gradients = self._gradients, []
-        evidence = _NONE
+        if wrapper is None and not gradients:
+            return
+        named, evidence = [*self.training.parameters.items()], _NONE
         if wrapper is not None and keeps_all_equal(wrapper) and not self.training.is_local:
             replicated = _replicated(self.training.model, wrapper)
             named = [(name, each) for name, each in named if id(each) in replicated]
-        elif wrapper is None and gradients and all(type(each) is Parameter for _, each in named):
+        elif wrapper is None and all(type(each) is Parameter for _, each in named):
             tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
             numbers = _numbers(gradients)  # zeros are no evidence, and count as different
             evidence = hash_of(b"".join(map(fingerprint, tensors)))

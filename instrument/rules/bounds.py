@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -26,11 +26,14 @@ _LARGEST = sys.float_info.max
 
 
 class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [rows, statistics], and memory for the comparison, bool [2, rows, statistics]."""
+    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons, bool [2, statistics, rows]."""
 
+    statistics: Sequence[int]  # their indices in `ALL`
     low: FloatArray
     high: FloatArray
     outside: BoolArray
+    below: BoolArray  # the halves of `outside`
+    above: BoolArray
 
 
 class StepBounds:
@@ -42,10 +45,10 @@ class StepBounds:
         self._resting: list[CatalogueRule[Any]] = []  # the rules that do not read the steps within the bounds
         self._left = 0  # for how many further steps the bounds hold
         self._last = 0  # the last step for which they hold
-        self._metrics: dict[str, tuple[float, float]] = {}
+        self._metrics: dict[str, tuple[float, float]] = {}  # also of the numbers of targets and rows of relations
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
         self._of_layout: dict[RowLayout, _LayoutBounds] = {}
-        self._kept: list[tuple[RowLayout, FloatArray]] = []
+        self._kept: list[tuple[_LayoutBounds, RowLayout, FloatArray]] = []
         self._losses: list[float] = []  # of kept training steps
         self._steps = self._rows = 0  # of all kept steps
 
@@ -58,17 +61,18 @@ class StepBounds:
         if len(rows.layout):
             if rows.numbers is None:
                 return False
+            statistics, numbers = rows.numbers
             bounds = self._of_layout.get(rows.layout)
-            if bounds is None or bounds.low.shape != rows.numbers.shape:
-                bounds = self._bounds_of(rows.layout, rows.numbers.shape[1])
-            np.less(rows.numbers, bounds.low, bounds.outside[0])
-            np.greater(rows.numbers, bounds.high, bounds.outside[1])  # NaN is a missing value and never outside
+            if bounds is None or bounds.statistics is not statistics:
+                bounds = self._bounds_of(rows.layout, statistics)
+            np.less(numbers, bounds.low, bounds.below)
+            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
             if np.count_nonzero(bounds.outside):
                 return False
-            self._kept.append((rows.layout, rows.numbers))
+            self._kept.append((bounds, rows.layout, numbers))
             self._rows += len(rows.layout)
-        if rows.metrics is not None and rows.phase == "train" and (loss := rows.metrics["loss"]) is not None:
-            self._losses.append(float(loss))
+        if rows.phase == "train" and (loss := rows.metric("loss")) is not None:
+            self._losses.append(loss)
         self._left -= 1
         self._steps += 1
         if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
@@ -76,28 +80,34 @@ class StepBounds:
         return True
 
     def _contain_metrics(self, rows: StepRows) -> bool:
+        if rows.relations or len(rows.targets):
+            counts: Mapping[str, Any] = {TARGETS: len(rows.targets), RELATIONS: len(rows.relations)}
+            return self._contain_values(counts) and self._contain_values(rows.metrics or {})
+        return rows.metrics is None or self._contain_values(rows.metrics)
+
+    def _contain_values(self, values: Mapping[str, Any]) -> bool:
         for name, (low, high) in self._metrics.items():
-            value = _metric(rows, name)
+            value = values.get(name)
             if value is not None and not low <= value <= high:  # also NaN
                 return False
         return True
 
-    def _bounds_of(self, layout: RowLayout, width: int) -> _LayoutBounds:
-        """Return the bounds of the first statistics of a layout. Rows of a new location are outside of them."""
+    def _bounds_of(self, layout: RowLayout, statistics: Sequence[int]) -> _LayoutBounds:
+        """Return the bounds of statistics of a layout. Rows of a new location are outside of them."""
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
-        low, high = (np.ascontiguousarray(bounds[at, :width]) for bounds in (self._low, self._high))
-        bounds = _LayoutBounds(low, high, np.empty((2, *low.shape), np.bool_))
+        low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
+        outside = np.empty((2, *low.shape), np.bool_)
+        bounds = _LayoutBounds(statistics, low, high, outside, *outside)
         self._of_layout[layout] = bounds
         return bounds
 
     def catch_up(self) -> None:
         """Pass the kept steps to the rules that have not read them."""
         if self._steps:
-            groups = groupby(self._kept, lambda kept: (kept[0], kept[1].shape))
-            tables = [(layout, np.stack([numbers for _, numbers in kept])) for (layout, _), kept in groups]
-            steps = QuietSteps(self._losses, tables)
+            groups = groupby(self._kept, lambda kept: id(kept[0]))
+            steps = QuietSteps(self._losses, [_table([*kept]) for _, kept in groups])
             self._kept, self._losses, self._steps, self._rows = [], [], 0, 0
             for rule in self._resting:
                 rule.remember(steps)
@@ -125,13 +135,15 @@ class StepBounds:
 
     def _narrow(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
         """Add the bounds of a rule. Return false if the rule has none that contain the last step."""
+        bounds = rule.bounds()
+        each = bounds if isinstance(bounds, list) else [bounds]
         if isinstance(rule, LocatedRule):
             slots = rule.slots_of(self._locations.all)
-            bounds = rule.bounds()
-            each = bounds if isinstance(bounds, list) else [bounds]
             return not (slots >= 0).any() or all(self._narrow_statistic(one, slots, rows) for one in each)
-        bounds = rule.bounds()
-        if not isinstance(bounds, Bounds):
+        return all(self._narrow_metric(one, rows) for one in each)
+
+    def _narrow_metric(self, bounds: Bounds | None, rows: StepRows) -> bool:
+        if bounds is None:
             return False
         value = _metric(rows, bounds.name)
         if value is not None and not bounds.low <= value <= bounds.high:
@@ -156,6 +168,14 @@ class StepBounds:
         self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
         self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
         return True
+
+
+def _table(kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]]) -> tuple[RowLayout, FloatArray]:
+    """Return the layout and the statistics of `ALL` of successive steps with the same layout."""
+    bounds, layout, _ = kept[0]
+    table = np.full((len(kept), len(layout), len(ALL)), np.nan)
+    table[:, :, bounds.statistics] = np.stack([numbers for *_, numbers in kept]).transpose(0, 2, 1)
+    return layout, table
 
 
 def _metric(rows: StepRows, name: str) -> float | None:

@@ -106,7 +106,7 @@ class Bounds(NamedTuple):
 class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
-    They are the losses of training steps, and the layouts and `StepRows.numbers` of successive steps with rows: float64
+    They are the losses of training steps, and the layouts and statistics of `ALL` of successive steps with rows: float64
     [steps, rows, statistics].
     """
 
@@ -166,7 +166,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     def bounds(self) -> Bounds | list[Bounds] | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
 
-        A `LocatedRule` of several statistics returns a list. These steps also have no NaN, no infinity and a finite loss. The rule
+        A rule of several statistics or metrics returns a list. These steps also have no NaN, no infinity and a finite loss. The rule
         does not read them; see `remember`.
         """
         return None
@@ -177,22 +177,6 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def remember(self, steps: QuietSteps) -> None:
         """Change the state as by reading steps within the bounds. Default: they do not change it."""
-
-
-class RelationRule(CatalogueRule[RuleBase]):
-    """A rule that fires where a relation does not hold. `instrument/relations/` checks the relation with the name of the rule."""
-
-    relation: ClassVar[str]
-    stage = "setup"
-    requires = "what the relation compares, without hooks"
-
-    def update(self, rows: StepRows) -> Iterator[Firing]:
-        for row in rows.relations:
-            if row.relation == self.relation and row.holds is False:
-                yield Firing(row.text, 1.0 if row.value is None else row.value, layer=row.layer or None)
-
-    def bounds(self) -> Bounds | None:
-        return Bounds(RELATIONS, high=0)
 
 
 class LocatedRule(CatalogueRule[SpecT]):

@@ -12,7 +12,8 @@ from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
 from .reference import ReferenceRanges
-from .rule import CatalogueRule, Firing, RelationRule, Rule
+from .relations import RelationRule
+from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
 from .watch import WatchMetric, WatchStatistic
 

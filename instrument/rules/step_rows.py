@@ -221,8 +221,8 @@ class StepRows:
         metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
         relations: The rows of the table `relations`. Default: none.
-        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics], if no row has further built-in ones.
-            None if there is no such matrix.
+        numbers: The recorded statistics of `ALL` at once: their indices, the same object in all steps with the same ones, and
+            float64 [statistics, rows]. None if they are not available at once.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class StepRows:
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
         *,
-        numbers: FloatArray | None = None,
+        numbers: tuple[Sequence[int], FloatArray] | None = None,
         relations: Sequence[RelationRow] = (),
     ) -> None:
         self.step, self.phase = step, phase

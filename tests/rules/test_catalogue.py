@@ -13,7 +13,8 @@ from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fi
 from instrument.config.parse import parse_rules
 from instrument.config.rules import RULES, RuleBase, default_rules
 from instrument.errors import ConfigError
-from instrument.rules.rule import CatalogueRule, Firing, RelationRule
+from instrument.rules.relations import RelationRule
+from instrument.rules.rule import CatalogueRule, Firing
 from instrument.rules.rule_set import MAX_EVENTS, RuleEvent, RuleSet
 from instrument.rules.step_rows import RelationRow, StepRows
 

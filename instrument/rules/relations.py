@@ -1,0 +1,291 @@
+"""Rules of relations. `instrument/relations/` checks the relation with the name of the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from pydantic import create_model
+
+from ..config.rules import RULES, RuleBase
+from ..tables.kinds import KINDS
+from .rule import RELATIONS, Bounds, CatalogueRule, Firing
+from .step_rows import Location, StepRows
+
+
+class RelationRule(CatalogueRule[RuleBase]):
+    """A rule that fires where a relation does not hold. It has the name of the relation, and no fields of its own.
+
+    The docstring of a subclass describes it in the reference and the JSON Schema.
+    """
+
+    relation: ClassVar[str]
+    stage = "setup"
+    requires = "what the relation compares, without hooks"
+
+    def __init_subclass__(cls, relation: str, fields: type[RuleBase] = RuleBase, **options: Any) -> None:
+        """Register the rule.
+
+        Args:
+            relation: The name of the relation.
+            fields: The further fields of its entry in the configuration. Default: none.
+        """
+        super().__init_subclass__(**options)
+        kind: Any = Literal.__getitem__(relation)
+        cls.relation = relation
+        cls.fields = create_model(f"{cls.__name__}Rule", __base__=fields, __doc__=cls.__doc__, rule=(kind, ...))
+        RULES.register(relation, place=f"{cls.__module__}.{cls.__qualname__}")(cls)
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        for row in rows.relations:
+            if row.relation == self.relation and row.holds is False:
+                yield Firing(row.text, 1.0 if row.value is None else row.value, layer=row.layer or None)
+
+    def bounds(self) -> list[Bounds] | None:
+        return [Bounds(RELATIONS, high=0)]
+
+
+class AccumulationDivides(RelationRule, relation="accumulation_divides"):
+    """The gradients of several micro-batches are added, but the mean of each counts completely instead of its share.
+
+    The step is then as many times larger as with one large batch. Cross-entropies with `reduction="mean"` are checked, in one process,
+    if the loop reports its micro-batches with `end_micro_step`. The tutorial of Accelerate on gradient accumulation divides the loss
+    for this reason.
+    """
+
+    what = "accumulated gradients are not divided"
+    advice = "Divide the loss of each micro-batch by their number before backward()."
+
+
+class DistinctData(RelationRule, relation="distinct_data"):
+    """Two processes of `DistributedDataParallel` get the same batch in 3 checked steps, or all workers of a loader give the same ones.
+
+    Processes get different data with a `DistributedSampler`. Workers give equal batches if each draws from a copy of one generator
+    (https://docs.pytorch.org/docs/stable/notes/faq.html#my-data-loader-workers-return-identical-random-numbers), or if each reads all
+    data of an iterable dataset. Batches are compared by hashes of up to 65,536 elements of each tensor.
+    """
+
+    what = "processes get the same data"
+    advice = "Use a DistributedSampler, and seed each worker by torch.utils.data.get_worker_info()."
+
+
+class DoubleSoftmax(RelationRule, relation="double_softmax"):
+    """A loss that applies a softmax or a sigmoid gets the output of another one: a Softmax followed by CrossEntropyLoss, for example.
+
+    `torch.nn.functional.cross_entropy` and `binary_cross_entropy_with_logits` expect logits. With K classes, the loss of
+    probabilities is at least log(1 + (K - 1) / e), so that it cannot become small. Views, casts and clamps between both are ignored.
+    """
+
+    what = "softmax applied twice"
+    advice = "Remove this layer, and pass its input to the loss function, which expects logits."
+
+
+class DropoutKeepsUnits(RelationRule, relation="dropout_keeps_units"):
+    """A dropout module of PyTorch in training mode drops more than 0.9 of its input.
+
+    Usual probabilities are 0.2 to 0.5, and at most 0.8 (Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html). The
+    scaling of the units that are kept by 1 / (1 - p) adds noise with p / (1 - p) times their mean square: more than 9 times.
+    """
+
+    what = "dropout of nearly all units"
+    advice = "Use a smaller probability: p of a dropout module is the fraction that it drops."
+
+
+class GradientsZeroed(RelationRule, relation="gradients_zeroed"):
+    """A gradient is added to that of the previous step, because no code zeroes it.
+
+    A few parameters of each optimizer are observed. Gradients of micro-batches are added within a step. The check is that of TrainCheck
+    (Jiang et al., OSDI 2025) for a missing `zero_grad`.
+    """
+
+    what = "gradients are not zeroed"
+    advice = "Call optimizer.zero_grad() once in each step, before the first backward pass."
+
+
+class LabelsShifted(RelationRule, relation="labels_shifted"):
+    """A model that uses only earlier tokens is trained on the token that it sees, on the token after the next one, or on the previous one.
+
+    The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
+    earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any
+    output for the next token are not reported. The models of transformers shift labels themselves; labels that the loop has shifted
+    are then shifted twice (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other
+    samples of the batch are reported too: inputs and labels have different orders.
+    """
+
+    what = "labels are not the next tokens"
+    advice = "Keep inputs and labels in the same order, and shift the labels once: in the loop, or in a model that shifts them."
+
+
+class LooksAhead(RelationRule, relation="looks_ahead"):
+    """The outputs of a model that is trained on the next token depend on later tokens, which it has to predict.
+
+    The usual cause is attention without a causal mask (Vaswani et al., 2017, section 3.2.3). After the first step, a copy of the model is
+    called again in evaluation mode, with one token of the first batch changed; an output at an earlier position may not change by more
+    than 1e-4 of the largest output (1e-2 in half precision). Models with an encoder and a decoder are not checked.
+    """
+
+    what = "model of the next token uses later tokens"
+    advice = "Pass a causal mask to the attention, or is_causal=True, and check layers that mix positions."
+
+
+class LossBroadcasts(RelationRule, relation="loss_broadcasts"):
+    """`mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` gets predictions [samples, 1] and targets [samples], or vice versa.
+
+    The loss is then the mean over all pairs of a prediction and a target, whose minimum is the same prediction for all samples: the
+    mean of the targets (for `mse_loss`). PyTorch warns of the shapes (torch.nn.functional.mse_loss), and not of other broadcasts.
+    """
+
+    what = "predictions are compared with other targets"
+    advice = "Give the output and the targets the same shape, such as output.squeeze(1)."
+
+
+class ModeOfPhase(RelationRule, relation="mode_of_phase"):
+    """A training step runs in evaluation mode, or an evaluation in training mode, with dropout or batch normalization.
+
+    In training steps, the complete model is in evaluation mode: since an evaluation, or from the start with dropout in a part that
+    is trained. Frozen batch normalization in a model in training mode is correct, and so is dropout in a model that evaluates.
+    TrainCheck (Jiang et al., OSDI 2025) learns such relations.
+    """
+
+    what = "wrong mode of the model"
+    advice = "Call model.train() before the training steps, also after each evaluation, and model.eval() before an evaluation."
+
+
+class NarrowLayer(RelationRule, relation="narrow_layer"):
+    """The logits of at least three classes lie on a line, in a model with a Linear layer of one unit.
+
+    All information passes through this unit: each class is a range of one number. A layer with as many units as there are classes less one
+    does not limit the logits. Layers of one unit next to others, such as those of attention and gates, are not reported.
+    """
+
+    what = "layer of one unit before several classes"
+    advice = "Use more units in this layer: at least as many as there are classes."
+
+
+class PaddingInLoss(RelationRule, relation="padding_in_loss"):
+    """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
+
+    Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`. It is expected at the
+    end or the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets
+    out in another way.
+    """
+
+    what = "padding counts in the loss"
+    advice = "Set the labels at padded positions to -100, or pass ignore_index= to the loss."
+
+
+class ParametersFollowGradients(RelationRule, relation="parameters_follow_gradients"):
+    """Optimizers do not change parameters that have a gradient, or change frozen ones.
+
+    Reported are: an optimizer that changes none of its parameters in 4 checked steps, although gradients and learning rates are not
+    zero; a parameter with a gradient that no optimizer holds, because it replaced another one or because it was left out; and a frozen
+    parameter that an optimizer still changes. Parameters that are left out before all others, or that are the majority, are not
+    reported: such a choice is usual in fine-tuning. TrainCheck (Jiang et al., OSDI 2025) learns these relations.
+    """
+
+    what = "parameters do not follow their gradients"
+    advice = (
+        "Create the optimizer after the model has its final parameters, and pass all trainable parameters to it; "
+        "set the gradient of a parameter that becomes frozen to None."
+    )
+
+
+class PositionsDiffer(RelationRule, relation="positions_differ"):
+    """The argument `position_ids` of the model has one value for all tokens of all samples.
+
+    Attention without positions does not use the order of tokens (Vaswani et al. 2017, section 3.5). Fewer than 4 tokens are not checked.
+    """
+
+    what = "tokens with the same position"
+    advice = "Do not pass position_ids, or count them from 0 in each sample."
+
+
+class RateInEffect(RelationRule, relation="rate_in_effect"):
+    """A learning rate is negative or not finite, a warm-up never ends, or a scheduler changes the rate of an optimizer without steps.
+
+    A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
+    warm-up takes more than 10,000 steps, which are many (Devlin et al. 2019). Its schedule may count epochs or samples. A scheduler
+    without effect was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
+    """
+
+    what = "learning rate not in effect"
+    advice = "Check the length of the warm-up. Create the scheduler for the optimizer that makes the steps, and again if it is replaced."
+
+
+class ReplicasDiffer(RelationRule, relation="replicas_differ"):
+    """A fingerprint of a parameter, its update, gradient or optimizer state differs between data-parallel processes.
+
+    It reads what hooks of the kinds `step_pre`, `step_post` and `parameter_grad` record with `stats: [fingerprint]`, and names the
+    first step, the tensor and the ranks. Data-parallel processes apply equal gradients to equal parameters (Li et al., VLDB 2020), so
+    that any difference is a fault of the program, the network or the hardware. Without a wrapper, the fingerprints have to be equal after
+    an earlier step.
+    """
+
+    requires = "fingerprints of parameters, updates or gradients, such as hooks=fingerprints"
+    what = "tensors of processes differ"
+    statistics = ("fingerprint",)
+    advice = "Compare the gradients of the named step before and after they are averaged, and test the memory and links of the rank."
+
+    def selects(self, location: Location) -> bool:
+        return KINDS[location.kind].frequency == "step"
+
+
+class ReplicasEqual(RelationRule, relation="replicas_equal"):
+    """The trained parameters of the processes of a data-parallel training are not equal in all bits after a step.
+
+    All processes start with the same parameters and apply the same mean gradients (Li et al., VLDB 2020), so that any difference is a
+    fault: a process calls `model.module`, changes its gradients or parameters, or has another optimizer. TrainCheck (Jiang et al., OSDI
+    2025) finds the divergence of DeepSpeed issue 1801 by this relation. A training is data-parallel if it has a
+    `DistributedDataParallel`, also one that the loop does not call, or if the gradients of all processes were equal once, although their
+    inputs were not. Processes that shard parameters or average them later are not checked.
+    """
+
+    what = "parameters of processes differ"
+    advice = "Call the wrapped model in the forward pass, and change gradients and parameters in all processes alike."
+
+
+class SamplesVary(RelationRule, relation="samples_vary"):
+    """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
+
+    It is checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a constant input that
+    is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
+    """
+
+    what = "samples do not vary"
+    advice = "Pass the current batch to the model, call iter(loader) once per epoch, and use the index in the dataset."
+
+
+class TiedWeights(RelationRule, relation="tied_weights"):
+    """Parameters that were one parameter at the start, such as the embeddings of input and output, have different values.
+
+    Also the embeddings of a model of transformers whose configuration declares `tie_word_embeddings` (Press and Wolf, 2017). TrainCheck
+    (Jiang et al., OSDI 2025) finds such faults by the same relation.
+    """
+
+    what = "tied weights differ"
+    advice = (
+        "Tie the weights again after loading, copying or replacing a parameter, and before the optimizer is created."
+    )
+
+
+class UnusedOutputs(RelationRule, relation="unused_outputs"):
+    """No target of cross-entropy is in the upper half of the classes: labels are wrong, or the model has too many outputs.
+
+    The number of outputs has to be that of the classes (NeuraLint: Nikanjam et al. 2021, https://arxiv.org/abs/2105.08095). It is decided
+    after 16 samples per class, at least 200. Two classes, language models, and losses other than the
+    mean, such as those of policies, do not count. A model that learns its classes one after another is reported.
+    """
+
+    what = "outputs that no target uses"
+    advice = "Check how the labels are computed, and the number of outputs of the model."
+
+
+class WrongRangeOfLoss(RelationRule, relation="wrong_range_of_loss"):
+    """`torch.nn.functional.binary_cross_entropy` gets the output of a Tanh or ReLU, which is clamped to probabilities.
+
+    A clamped output has no gradient. PyTorch raises an error for values outside 0 to 1 without a clamp. The loss is that of a Bernoulli
+    distribution, whose probability a sigmoid computes (Goodfellow et al. 2016, Deep Learning, section 6.2.2.2).
+    """
+
+    what = "range of the output does not fit the loss"
+    advice = "Remove the activation and the clamp, and use binary_cross_entropy_with_logits."
