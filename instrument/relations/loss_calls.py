@@ -29,6 +29,7 @@ _NAMES = {
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
+MAX_SAMPLES = 64  # whose probabilities are added
 _UNCHANGED = frozenset(
     [
         "View",
@@ -68,11 +69,15 @@ class PairLossCall(NamedTuple):
         shape: The shape of the pairs.
         broadcasts: Whether each of several predictions [samples, 1] is paired with each of as many targets [samples], or vice versa,
             and the result is one number.
+        operation: The operation that computes the predictions, as in `BinaryLossCall`.
+        targets: The targets. They are not copied.
     """
 
     name: str
     shape: torch.Size
     broadcasts: bool
+    operation: str
+    targets: Tensor
 
 
 class LossCall(NamedTuple):
@@ -89,6 +94,8 @@ class LossCall(NamedTuple):
         operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
         logits: The logits. In `Training.losses`, a copy of the first 64 rows; None if they are not [samples, classes], or have more
             than 1,000 classes.
+        sums: The sums of the probabilities of the first samples, whose logarithms are the input of `nll_loss`, [up to 64]; None for
+            other losses.
     """
 
     shape: torch.Size
@@ -100,6 +107,7 @@ class LossCall(NamedTuple):
     result: Tensor
     operation: str
     logits: Tensor | None
+    sums: Tensor | None
 
 
 AnyLossCall = LossCall | BinaryLossCall | PairLossCall
@@ -154,10 +162,12 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
     if name.startswith("binary"):
         return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
     if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-        return PairLossCall(name, args[0].shape, result.ndim == 0 and _is_outer(*args[:2]))
+        broadcasts = result.ndim == 0 and _is_outer(*args[:2])
+        return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), args[1])
     if len(args) < 5 or not _has_classes(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
+    is_of_logits = name == "cross_entropy_loss"
     return LossCall(
         logits.shape,
         targets,
@@ -166,8 +176,9 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
         ignore_index,
         reduction == 1,
         result,
-        _operation(logits) if name == "cross_entropy_loss" else "",
+        _operation(logits) if is_of_logits else "",
         logits,
+        None if is_of_logits or logits.ndim < 2 else logits.detach()[:MAX_SAMPLES].float().exp().sum(1).flatten(),
     )
 
 

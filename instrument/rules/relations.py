@@ -262,11 +262,13 @@ class UnusedOutputs(RelationRule, relation="unused_outputs"):
 
 
 class WrongRangeOfLoss(RelationRule, relation="wrong_range_of_loss"):
-    """`torch.nn.functional.binary_cross_entropy` gets the output of a Tanh or ReLU, which is clamped to probabilities.
+    """The output of the model cannot reach the minimum of the loss, because of its last activation function or a missing one.
 
-    A clamped output has no gradient. PyTorch raises an error for values outside 0 to 1 without a clamp. The loss is that of a Bernoulli
-    distribution, whose probability a sigmoid computes (Goodfellow et al. 2016, Deep Learning, section 6.2.2.2).
+    Reported are: `binary_cross_entropy` of a clamped Tanh, ReLU or Softplus, which is no probability; cross-entropy, or binary
+    cross-entropy with logits, of a Tanh or ReLU, whose probabilities cannot all become small; `nll_loss` of numbers that are no
+    logarithms of probabilities; and `mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` with more than 5% of the targets outside of
+    the range of the output. The last activation function follows from the loss (Goodfellow et al. 2016, Deep Learning, section 6.2.2).
     """
 
     what = "range of the output does not fit the loss"
-    advice = "Remove the activation and the clamp, and use binary_cross_entropy_with_logits."
+    advice = "Use the activation function that the loss expects: none for logits and numbers, log_softmax for nll_loss."

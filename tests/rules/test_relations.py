@@ -492,6 +492,15 @@ def number_loss(
         return function(*(pair[0].T, pair[1][:, None]) if target_first else pair)
 
 
+def column_loss(model: nn.Module, batch: Any, low: float = 0.0, scale: float = 1.0) -> Tensor:
+    """Return the squared error of targets from 0 to 5, or of other ones in an interval."""
+    return F.mse_loss(model(batch[0]), low + scale * batch[1][:, None].float())
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    return F.nll_loss(model(batch[0]), batch[1])
+
+
 def number_losses(model: nn.Module, batch: Any) -> Tensor:
     """Return losses with targets of the same shape, one target of all samples, and pairs on purpose."""
     output, targets = model(batch[0]), batch[1].float()
@@ -510,6 +519,13 @@ LOSS_FAULTS = [
     ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), logit_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), probability_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), probability_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), logit_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU()), class_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), column_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), column_loss, 6),
+    ("wrong_range_of_loss", "", 0, classifier, likelihood, 6),
+    ("wrong_range_of_loss", "", 0, lambda: classifier(nn.Softmax(1)), likelihood, 6),
+    ("wrong_range_of_loss", "", 0, lambda: classifier(nn.LogSoftmax(0)), likelihood, 6),
     *(
         (
             "loss_broadcasts",
@@ -555,6 +571,16 @@ HEALTHY_CLASSIFIERS = [
     (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(outputs=1), number_losses, 6, {"loss_broadcasts", "dropout_keeps_units"}),
     (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
+    (lambda: classifier(nn.LogSoftmax(1)), likelihood, 6, {"wrong_range_of_loss", "unused_outputs", "dropout_keeps_units"}),
+    *(
+        (
+            lambda last=last: classifier(last, outputs=1),
+            partial(column_loss, low=low, scale=scale),
+            6,
+            {"wrong_range_of_loss", "loss_broadcasts", "dropout_keeps_units"},
+        )
+        for last, low, scale in ((nn.ReLU(), 0, 1), (nn.Tanh(), -1, 0.4), (nn.Sigmoid(), 0, 0.2))
+    ),
 ]
 
 
