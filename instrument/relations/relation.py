@@ -200,4 +200,4 @@ def as_rate(value: object) -> float | None:
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")
-"""The classes of relations by name, which is that of the rule that reads their rows."""
+"""The classes of relations by name, which is that of the rule that reads their rows, except for `constant_prediction`."""

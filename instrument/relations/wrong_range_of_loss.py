@@ -21,7 +21,6 @@ _RANGES = {
 _OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
 MIN_TARGETS, LARGEST = 16, 0.05  # the largest fraction of targets that the output cannot reach
 MARGIN = 0.01  # of the standard deviation of the targets
-TOLERANCE = 0.05  # of the sum of the probabilities of a sample
 
 
 @RELATIONS.register("wrong_range_of_loss")
@@ -56,11 +55,9 @@ class WrongRangeOfLoss(Relation):
         for call in self.training.losses:
             if call.operation in _OF_LOGITS:
                 yield call.operation, True, "cross-entropy expects logits of any value"
-            elif call.sums is not None and len(call.sums):
-                sums = call.sums.cpu()
-                is_wrong = 2 * int(((sums - 1).abs() > TOLERANCE).sum()) > len(sums)
-                expected = f"nll_loss expects logarithms of probabilities, which add up to 1, and not to {sums[0]:.3g}"
-                yield "", is_wrong, expected
+            elif call.is_likelihood and call.logits is not None:
+                text = f"nll_loss expects logarithms of probabilities, and gets {call.logits[0].tolist()[:4]}, ..."
+                yield "", not call.has_probabilities(), text
         for pair in self.training.pair_losses:
             if pair.operation in _RANGES:
                 outside = _outside(pair.targets, *_RANGES[pair.operation][1:])

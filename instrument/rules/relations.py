@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -18,7 +18,6 @@ class RelationRule(CatalogueRule[RuleBase]):
     The docstring of a subclass describes it in the reference and the JSON Schema.
     """
 
-    relation: ClassVar[str]
     stage = "setup"
     requires = "what the relation compares, without hooks"
 
@@ -106,7 +105,7 @@ class LabelsShifted(RelationRule, relation="labels_shifted"):
 
     The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
     earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any
-    output for the next token are not reported. The models of transformers shift labels themselves; labels that the loop has shifted
+    output for the next token are not reported. A masked language model whose loss counts the tokens that it sees is. The models of transformers shift labels themselves; labels that the loop has shifted
     are then shifted twice (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other
     samples of the batch are reported too: inputs and labels have different orders.
     """
@@ -161,11 +160,23 @@ class NarrowLayer(RelationRule, relation="narrow_layer"):
     advice = "Use more units in this layer: at least as many as there are classes."
 
 
+class PaddingAttended(RelationRule, relation="padding_attended"):
+    """The `attention_mask` of a model does not mask padding, or a `*padding_mask` is true for the tokens instead of the padding.
+
+    Padding is `config.pad_token_id` at the ends of samples, and in the second case a token that is repeated there. The outputs then
+    depend on how long the padding is (Vaswani et al. 2017, section 3.2.3, for masks). With a mask or without one, a model whose outputs
+    are the same, such as a causal model of texts that are padded at the end, is not reported.
+    """
+
+    what = "padding is attended to"
+    advice = "Pass attention_mask of the tokenizer: 1 for tokens and 0 for padding. A key_padding_mask is true for padding."
+
+
 class PaddingInLoss(RelationRule, relation="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
-    Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`. It is expected at the
-    end or the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets
+    Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
+    samples end with, in runs of different lengths. It is expected at the end or the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets
     out in another way.
     """
 

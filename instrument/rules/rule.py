@@ -127,6 +127,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
 
+    relation: ClassVar[str] = ""
+    """The relation whose rows it reads, in `instrument/relations/`; empty if it reads none."""
+
     source: ClassVar[Literal["steps", "targets", "evaluations"]] = "steps"
     """What it reads: rows of steps, the targets of samples, or evaluations."""
 
