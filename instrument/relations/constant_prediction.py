@@ -12,7 +12,7 @@ from .loader_batches import is_readable
 from .loss_calls import LossCall, PairLossCall
 from .relation import RELATIONS, Checked, Relation, Training
 
-FACTOR, DIFFERENCE = 2.0, 2.0  # how far the first loss may be above that of a uniform prediction
+FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
 MIN_TARGETS, PER_CLASS, MIN_PAIRS = 200, 16, 16
 MIN_ENTROPY = 0.5  # of that of equally frequent classes; the loss of rare classes is small from the start
 

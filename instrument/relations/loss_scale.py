@@ -12,9 +12,7 @@ MINIMUM = 1.0
 """Below 1, the factor no longer protects small gradients, which is its purpose (Micikevicius et al. 2018, "Mixed Precision Training",
 section 3.2). The smallest factor of DeepSpeed (`min_loss_scale`) is 1 too.
 """
-
-
-LARGEST = 0.75
+LARGEST, SMALLEST_SCALE = 0.75, 1024.0
 """A clip that leaves less than 1 / scale ** LARGEST of a gradient was made for gradients that are smaller by the scale: after the
 division, gradients would have to be clipped by a factor of more than 4,096 for the initial scale of PyTorch, 65,536."""
 TIMES = 3  # checked steps in succession
@@ -29,7 +27,7 @@ class LossScale(Relation):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._left = 1.0  # the fraction of the gradient that is left in this step
+        self._left: float | None = None  # the fraction of the gradient that is left in this step
         self._times = 0
 
     def attach(self) -> None:
@@ -39,15 +37,16 @@ class LossScale(Relation):
         for gradient in self.training.gradients[optimizer][:1]:
             change = gradient.relative_change()
             if change is not None and self.training.scaler is not None and len(gradient.micro_steps) == 1:
-                self._left = min(self._left, float(change) * self.training.scaler.get_scale())
+                self._left = float(change) * self.training.scaler.get_scale()
 
     def check(self) -> Iterator[Checked]:
         if self.training.scaler is None:
             return
-        left, self._left = self._left, 1.0
+        left, self._left = self._left, None
         scale = self.training.scaler.get_scale()
-        self._times = self._times + 1 if 0 < left < scale**-LARGEST else 0
-        if self._times == TIMES:
+        if left is not None:
+            self._times = self._times + 1 if scale >= SMALLEST_SCALE and 0 < left < scale**-LARGEST else 0
+        if left is not None and self._times == TIMES:
             text = f"the loop leaves {left:.2g} of each gradient, which is scaled by {scale:g}: it clips before it divides by the scale"
             yield Checked(False, left, text)
         elif not self._is_chosen:

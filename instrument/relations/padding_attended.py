@@ -13,9 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..values.nested import iter_tensors
 from .padding_in_loss import leading, repeated_end
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training
-from .token_targets import call_again, call_with
-
-TOLERANCE = 1e-2  # of the largest output
+from .token_targets import TOLERANCE, call_again, call_with
 
 
 @RELATIONS.register("padding_attended")
@@ -63,7 +61,9 @@ class PaddingAttended(Relation):
         outputs = call_again(self.training, calls)
         if isinstance(outputs, str):
             yield Checked(None, None, outputs)
-        elif (change := _change(*outputs, ~padded)) > TOLERANCE:
+            return
+        change, tolerance = _change(outputs[0], outputs[1], ~padded)
+        if change > tolerance:
             text = f"the model attends to {attended} padded positions of input_ids: their mask changes its outputs by {change:.2g}"
             yield Checked(False, attended, text)
         else:
@@ -100,12 +100,13 @@ def _outputs(
     return [each for _, each in iter_tensors(result) if each.is_floating_point() and each.ndim > 1]
 
 
-def _change(base: list[Tensor], other: list[Tensor], kept: Tensor) -> float:
-    """Return the largest change of outputs, relative to the largest output, without those at positions that are not kept."""
-    changes = [0.0]
+def _change(base: list[Tensor], other: list[Tensor], kept: Tensor) -> tuple[float, float]:
+    """Return the largest change of outputs, relative to the largest output, and that of rounding. Not at positions that are left out."""
+    changes = [(0.0, 0.0)]
     for one, two in zip(base, other, strict=True):
         if one.shape == two.shape and len(one) == len(kept):
             where = kept if one.shape[:2] == kept.shape else slice(None)
             scale = float(one[where].abs().amax()) or 1.0
-            changes.append(float((one[where] - two[where]).abs().amax()) / scale)
+            change = float((one[where] - two[where]).abs().amax()) / scale
+            changes.append((change, TOLERANCE.get(one.dtype, 1e-2)))
     return max(changes)

@@ -40,16 +40,16 @@ class RateInEffect(Relation):
     A warm-up never ends if the rate still rises after the last step, and was at most 1% of the configured one, `initial_lr`, in all
     checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
 
-    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step. Schedulers with a `step`
-    of their own, such as `SequentialLR`, are not observed. One with a known length counts batches, but makes a step per epoch, if the
-    training has as many steps as it takes and the scheduler made less than a twentieth of them.
+    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step, to a rate that is not in
+    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes
+    and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`, are not observed.
     """
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._invalid: dict[str, float] = {}
         self._schedulers: dict[str, LRScheduler] = {}  # by class: those without effect
-        self._steps: Counter[LRScheduler] = Counter()  # of schedulers with a known length, which change a rate in effect
+        self._steps: Counter[LRScheduler] = Counter()  # of each scheduler that changes a rate in effect
         self._count = 0
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
@@ -94,10 +94,12 @@ class RateInEffect(Relation):
         invalid, self._invalid = self._invalid, {}
         for group, rate in invalid.items():
             yield Checked(False, rate, f"the learning rate of {group} is {rate:g}")
-        for name, scheduler in self._schedulers.items():
-            text = f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
-            yield Checked(False, float(scheduler.get_last_lr()[0]), text)
-        self._schedulers.clear()
+        in_effect = {as_rate(group.get("lr")) for each in self.training.optimizers for group in each.param_groups}
+        for name, scheduler in [*self._schedulers.items()]:
+            if (rate := float(scheduler.get_last_lr()[0])) not in in_effect:
+                del self._schedulers[name]
+                text = f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
+                yield Checked(False, rate, f"{text}, to {rate:.2g}")
         if count:
             yield Checked(True, count, "learning rates are finite and not negative")
 

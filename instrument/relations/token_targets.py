@@ -22,7 +22,7 @@ from .relation import ModelCall, Training
 SHIFTS = (1, 0, 2, -1)
 MIN_TOKENS, MIN_DIFFERENT = 16, 3  # fewer tokens can be equal by chance
 _OTHER_INPUTS = ("label", "target", "mask", "position", "token_type")  # in the names of inputs that are no tokens
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output; of half precision: 1e-2
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output; of half precision: 1e-2
 
 
 class TokenTargets(NamedTuple):
@@ -180,7 +180,7 @@ def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, a
     noise = float((repeated - base).abs().amax())
     change = (other - base).abs().amax(1)
     ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
-    limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
+    limit = max(10 * noise, TOLERANCE.get(base.dtype, 1e-2) * scale)
     return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
 
 
@@ -238,13 +238,13 @@ def _outputs(model: nn.Module, of: TokenTargets, tokens: Tensor) -> list[Tensor]
 
 
 def call_with(model: nn.Module, call: ModelCall, given: Tensor | None, new: Tensor | None, **added: Tensor) -> Any:
-    """Call a model with the arguments of a call. One tensor is replaced, and named ones are added."""
+    """Call a model with the arguments of a call. One tensor is replaced, and named ones are added or replaced."""
 
     def copy_tensor(_: str, tensor: Tensor) -> Tensor:
         return new if tensor is given and new is not None else tensor.detach().clone()
 
     arguments = copy_arguments({"args": call.args, "kwargs": dict(call.kwargs)}, copy_tensor)
-    return model(*arguments["args"], **arguments["kwargs"], **added)
+    return model(*arguments["args"], **{**arguments["kwargs"], **added})
 
 
 def _logits(tensor: Tensor, of: TokenTargets) -> Tensor | None:

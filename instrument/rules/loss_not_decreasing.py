@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..config.rules import RULES, RuleBase
-from .rule import Bounds, CatalogueRule, Firing, QuietSteps
+from .rule import RELATIONS, Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 PLATEAU = 0.05  # the largest relative difference between quarters of a loss that stays the same
@@ -106,10 +106,11 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if self._last > bound:
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
-    def bounds(self) -> Bounds | None:
+    def bounds(self) -> Bounds | list[Bounds] | None:
         bounds = Bounds("loss")
         left = self.spec.window - self._count
-        return bounds._replace(steps=left - 1) if left > 0 else bounds  # the last step of the window decides
+        # The last step of the window decides.
+        return [bounds._replace(steps=left - 1), Bounds(RELATIONS, high=0)] if left > 0 else bounds
 
     def remember(self, steps: QuietSteps) -> None:
         for loss in steps.losses:

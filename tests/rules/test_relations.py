@@ -74,6 +74,7 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
+        nn.init.normal_(self.embedding.weight, std=0.2)
         self.head = nn.Linear(8, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -294,6 +295,63 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
+def sentences(batch: Tensor) -> Tensor:
+    """Return tokens with padding of id 0 after 4, 7 or 9 other tokens."""
+    lengths = torch.arange(len(batch)).remainder(3)
+    return batch.clamp(min=1) * (torch.arange(batch.shape[1]) < torch.tensor([4, 7, 9])[lengths, None])
+
+
+def sentences_loss(model: nn.Module, batch: Tensor, *, ignored: int = -100) -> Tensor:
+    text = sentences(torch.cat([batch, batch]))
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=ignored)
+
+
+def denoising_loss(model: nn.Module, batch: Tensor, share: float = 0.15, *, everywhere: bool = True) -> Tensor:
+    """Return the loss of masked words, or of all words; the mask is the last token."""
+    text = torch.cat([batch] * 8).clamp(max=VOCABULARY - 2)
+    hidden = torch.rand(text.shape, generator=torch.Generator().manual_seed(0)) < share
+    targets = text if everywhere else text.where(hidden, -100)
+    return F.cross_entropy(model(text.masked_fill(hidden, VOCABULARY - 1)).flatten(0, 1), targets.flatten())
+
+
+def bert(kind: str = "BertForSequenceClassification", **changes: Any) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=16, pad_token_id=0, **changes)
+    return getattr(transformers, kind)(config)
+
+
+def sentence_loss(model: nn.Module, batch: Tensor, mask_of: Callable[[Tensor], Tensor | None] = torch.ones_like) -> Tensor:
+    text = sentences(batch)
+    return F.cross_entropy(model(input_ids=text, attention_mask=mask_of(text)).logits, text[:, 0] % 2)
+
+
+def causal_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    text = sentences(batch)
+    logits = model(input_ids=text[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=0)
+
+
+class Encoder(nn.Module):
+    """A classifier of sentences with the encoder of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        self.lm_head = nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.encoder(self.embedding(tokens), src_key_padding_mask=src_key_padding_mask)
+        return self.lm_head(x.mean(1))
+
+
+def encoder_loss(model: nn.Module, batch: Tensor, *, inverted: bool = False) -> Tensor:
+    text = sentences(torch.cat([batch, batch]))
+    return F.cross_entropy(model(text, (text != 0) if inverted else (text == 0)), text[:, 0] % 2)
+
+
 class Lines(Bigram):
     """A language model of characters, of which one that occurs in texts is the default for padding."""
 
@@ -316,6 +374,13 @@ FAULTS = [
     # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
     ("padding_in_loss", Transformer, padding_loss, 5.0),
     ("padding_in_loss", lambda: Wrapper(Transformer()), padding_loss, 5.0),
+    # The 11 inputs of sentences with 4, 7 and 9 tokens have 7, 4 and 2 that are padding, and the first of them does not count.
+    ("padding_in_loss", Transformer, sentences_loss, 2.0 * (6 + 3 + 1)),
+    ("padding_attended", bert, sentence_loss, 13.0),
+    ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: None), 13.0),
+    ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: (text == 0).long()), 13.0),
+    ("padding_attended", Encoder, partial(encoder_loss, inverted=True), 40.0),
+    ("labels_shifted", lambda: Transformer(is_causal=False), denoising_loss, None),
 ]
 
 
@@ -360,9 +425,31 @@ def test_healthy_language_model_is_not_reported(
             optimizer.step()
             probe.end_step()
     held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
-    assert held - {"dropout_keeps_units", "tied_weights"} == verified | {"double_softmax"}
+    assert held - {"dropout_keeps_units", "tied_weights", "constant_prediction"} == verified | {"double_softmax"}
     assert violations(probe) == []
     assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
+
+
+HEALTHY_PADDED = [
+    (Transformer, partial(sentences_loss, ignored=0), {"labels_shifted", "looks_ahead", "padding_in_loss"}),
+    (bert, partial(sentence_loss, mask_of=lambda text: (text != 0).long()), {"padding_attended"}),
+    (lambda: bert("BertLMHeadModel", is_decoder=True), causal_padding_loss, {"labels_shifted", "looks_ahead", "padding_attended"}),
+    (Encoder, encoder_loss, {"padding_attended"}),
+    (lambda: Transformer(is_causal=False), partial(denoising_loss, everywhere=False), set()),
+]
+
+
+@pytest.mark.parametrize(("build", "loss_of", "verified"), HEALTHY_PADDED)
+def test_healthy_model_of_padded_sentences_is_not_reported(
+    build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
+) -> None:
+    with instrument.attach(model := build(), {}) as probe:
+        for batch in tokens():
+            loss_of(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held & {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"} == verified
 
 
 GENERATOR = torch.Generator()
@@ -594,7 +681,7 @@ def test_healthy_classifier_is_not_reported(
             probe.end_step()
     assert violations(probe) == []
     held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
-    assert held - {"mode_of_phase"} == verified
+    assert held - {"mode_of_phase", "constant_prediction"} == verified
 
 
 def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs() -> None:
