@@ -433,7 +433,7 @@ def test_healthy_language_model_is_not_reported(
 HEALTHY_PADDED = [
     (Transformer, partial(sentences_loss, ignored=0), {"labels_shifted", "looks_ahead", "padding_in_loss"}),
     (bert, partial(sentence_loss, mask_of=lambda text: (text != 0).long()), {"padding_attended"}),
-    (lambda: bert("BertLMHeadModel", is_decoder=True), causal_padding_loss, {"labels_shifted", "looks_ahead", "padding_attended"}),
+    (lambda: bert("BertLMHeadModel", is_decoder=True), causal_padding_loss, {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"}),
     (Encoder, encoder_loss, {"padding_attended"}),
     (lambda: Transformer(is_causal=False), partial(denoising_loss, everywhere=False), set()),
 ]
@@ -691,6 +691,61 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
             F.cross_entropy(model(x[:20]), y[:20]).backward()
             probe.end_step()
     assert rows_of(probe, "unused_outputs") == []
+
+
+def large_logits(model: nn.Module, batch: Any, *, scale: float = 100.0) -> Tensor:
+    return F.cross_entropy(scale * model(batch[0]), batch[1])
+
+
+def test_first_loss_of_large_logits_is_reported() -> None:
+    hooks = {"outputs": {"layers": "**", "kind": "forward", "action": "record"}}
+    for scale, count in ((100.0, 1), (2.0, 0)):
+        torch.manual_seed(0)
+        model = classifier(dropped=0.0)
+        x, y = classes(6)[0]
+        expected = F.cross_entropy(scale * model(x), y).item() / np.log(6)
+        with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks) as probe:
+            large_logits(model, (x, y), scale=scale).backward()
+            probe.end_step()
+        events = probe.events[probe.events["rule"] == "poor_initialization"]
+        assert len(events) == count
+        assert events["value"].tolist() == pytest.approx([expected] * count)
+        assert "uniform prediction of 6 classes 1.79" in " ".join(events["message"]) or not count
+
+
+@pytest.mark.parametrize(("scale", "is_learned"), [(1.0, False), (0.25, False), (1.0, True)])
+def test_loss_of_a_constant_prediction_is_reported(scale: float, is_learned: bool) -> None:
+    """After a start with a higher loss, a model of random classes predicts their frequencies."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    nn.init.normal_(model.bias, std=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / scale)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for _ in range(200):
+            x = torch.randn(128, 5)
+            y = x[:, :4].argmax(1) if is_learned else torch.randint(4, (128,))
+            loss = scale * F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    events = probe.events[probe.events["rule"] == "loss_not_decreasing"].to_dict("records")
+    if is_learned:
+        assert events == []
+    else:
+        ((step, value, text),) = [(event["step"], event["value"], event["message"]) for event in events]
+        assert (step, value) == (199, pytest.approx(scale * np.log(4), rel=0.02))
+        assert "as of a constant prediction" in text
+
+
+def test_loss_of_a_constant_number_is_the_variance_of_the_targets() -> None:
+    model = nn.Linear(5, 1)
+    x, y = torch.randn(64, 5), 3 * torch.randn(64, 1)
+    with instrument.attach(model, {}) as probe:
+        (loss := F.mse_loss(model(x), y)).backward()
+        probe.end_step()
+    (row,) = rows_of(probe, "constant_prediction")
+    assert row["value"] * loss.item() == pytest.approx(y.numpy().var(ddof=1), rel=1e-5)
 
 
 class Images(Dataset[Tensor]):
