@@ -240,12 +240,15 @@ class ReplicasEqual(RelationRule, relation="replicas_equal"):
 class SamplesVary(RelationRule, relation="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
-    It is checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a constant input that
+    Also batches that each have targets of one class, but of different ones: data that are sorted by class, and not shuffled, in at least 5
+    checked batches of 8 samples. The gradient of such a batch points to its class (UMLAUT: Schoop et al. 2021).
+
+    The first two are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a constant input that
     is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
     """
 
     what = "samples do not vary"
-    advice = "Pass the current batch to the model, call iter(loader) once per epoch, and use the index in the dataset."
+    advice = "Pass the current batch to the model, call iter(loader) once per epoch, use the index in the dataset, and shuffle the data."
 
 
 class TiedWeights(RelationRule, relation="tied_weights"):

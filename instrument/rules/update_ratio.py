@@ -36,7 +36,7 @@ class UpdateRatioRule(RangeRule):
 @RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
     fields = UpdateRatioRule
-    saved = ("counts", "start")
+    saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"
     stage = "updates"
@@ -46,11 +46,11 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
 
     def __init__(self, spec: UpdateRatioRule) -> None:
         super().__init__(spec)
-        self._start = np.zeros(0)  # the value at each location when the condition began to hold
+        self._largest = np.zeros(0)  # the largest value at each location since the condition began to hold
 
     def grow(self, count: int) -> None:
         super().grow(count)
-        self._start = extended(self._start, count)
+        self._largest = extended(self._largest, count)
 
     def selects(self, location: Location) -> bool:
         return location.role == "update" and not location.is_of_bias
@@ -72,6 +72,6 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):
             return np.zeros(len(chosen.locations), np.bool_)
         values, slots = self.values(rows, chosen), chosen.slots
-        self._start[slots] = np.where(self._counts[slots] > 0, self._start[slots], values)
-        has_halved = (values > self.spec.above) & (values <= 0.5 * self._start[slots])
+        self._largest[slots] = np.where(self._counts[slots] > 0, np.fmax(self._largest[slots], values), values)
+        has_halved = (values > self.spec.above) & (values <= 0.5 * self._largest[slots])
         return super().holds(rows, chosen) & (values > 0) & ~has_halved

@@ -693,6 +693,28 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
     assert rows_of(probe, "unused_outputs") == []
 
 
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [
+        ([0] * 2 + [1] * 2 + [2] * 2, [4]),
+        ([0] * 6, []),  # as of a contrastive loss, whose positive sample is the first one
+        ([0, 0, 1, 1, None, None], []),
+    ],
+)
+def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
+    batches = [
+        (torch.randn(8, 5), torch.arange(8) % 6 if kind is None else torch.full((8,), kind)) for kind in order
+    ]
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for batch in batches:
+            optimizer.zero_grad()
+            class_loss(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == [("samples_vary", step) for step in steps]
+
+
 def large_logits(model: nn.Module, batch: Any, *, scale: float = 100.0) -> Tensor:
     return F.cross_entropy(scale * model(batch[0]), batch[1])
 
