@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -423,3 +424,28 @@ def test_interrupt_before_the_job_ends_with_one_line(
     monkeypatch.setattr("hydra.main", interrupt)
     answer = cli("model=mlp")
     assert (answer.code, answer.err.split()) == (130, ["interrupted"])
+
+
+@pytest.mark.parametrize(("option", "code"), [("-u", 141), ("-I", 0)], ids=["unbuffered", "buffered"])
+def test_command_whose_reader_has_ended_prints_no_traceback(option: str, code: int) -> None:
+    path = str(Path(instrument.__file__).parents[1])
+    program = (
+        f"import sys; sys.path.insert(0, {path!r})\nfrom instrument.commands.interrupts import handle_interrupts\n"
+    )
+    program += "handle_interrupts()\nprint('a line')"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    for more, expected in (("", code), ("\nraise BrokenPipeError", 141), ("\nraise ValueError", 1)):
+        done = subprocess.run(
+            [sys.executable, option, "-c", program + more],
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+        assert (done.returncode, b"BrokenPipe" in done.stderr) == (code if option == "-u" else expected, False)
+    os.close(write_end)
+    done = subprocess.run([sys.executable, "-c", f"{program}\nraise BrokenPipeError"], capture_output=True, check=False)
+    assert done.returncode == 1  # the pipe of other code
+    assert b"Traceback" in done.stderr

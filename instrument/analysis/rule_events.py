@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 
 from ..config.rules import METRIC_NAMES, RuleBase
 from ..config.run_changes import Settings
-from ..rules.rule import LocatedRule
+from ..rules.rule import CatalogueRule, LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_order
 from ..tables.kinds import KINDS
@@ -96,6 +96,8 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
 def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
     """Yield the rows and the statistics of each step and phase, which can be split over several batches."""
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
+    if not all(isinstance(rule, CatalogueRule) for rule in rules.rules):  # custom rules can read any
+        read |= {*ALL, *run.custom_statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
     joined = [_JoinedNumber(run, table, name, condition) for name in read if (table := joined_table(name)) is not None]
     identity = _IDENTITY if joined else ("step", "phase", *RowSite._fields)

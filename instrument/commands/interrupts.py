@@ -1,19 +1,37 @@
-"""Ctrl-C in a command, also while its modules are imported."""
+"""Ctrl-C in a command, also while its modules are imported, and output whose reader has ended."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from types import TracebackType
 
 
 def handle_interrupts() -> None:
-    """Make an interrupt that no code handles end the process with exit code 130 and one line instead of a traceback."""
+    """Make an interrupt that no code handles end the process with exit code 130 and one line instead of a traceback.
+
+    A command whose reader ends, as that of `instrument findings RUN | head`, ends without a message.
+    """
     sys.excepthook = _end
+    atexit.register(_loses_output)
 
 
 def _end(exc_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(exc_type, BrokenPipeError) and _loses_output("\n"):
+        sys.exit(141)  # 128 + SIGPIPE, which the shell reports for other programs
     if not issubclass(exc_type, KeyboardInterrupt):
         sys.__excepthook__(exc_type, error, traceback)
         return
     print("\ninterrupted", file=sys.stderr)
     sys.exit(130)
+
+
+def _loses_output(text: str = "") -> bool:
+    """Write text and the rest of the output. Return whether its reader has ended: all output is then discarded."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -131,3 +131,11 @@ def run_after_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], act: Call
     if "closure" in kwargs:
         return args, {**kwargs, "closure": wrapped_closure}
     return (optimizer, wrapped_closure, *positional[1:]), kwargs
+
+
+def as_rate(value: object) -> float | None:
+    """Return a learning rate as a number; None if it is no number, such as a function or one number for each parameter."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        return None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ..errors import HookError
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import HookGroup
+from ..hooks.optimizer_owners import as_rate
 
 
 class StepWatch(HookGroup):
@@ -57,7 +58,7 @@ class StepWatch(HookGroup):
             self._found_inf.append(getattr(optimizer, "found_inf", None))
         self._stepped = True
         if optimizer is self._optimizers[0]:  # a scheduler may change its learning rate after the step
-            rate = optimizer.param_groups[0]["lr"]
+            rate = _rate_of(optimizer)
             self._rate_used = rate.clone() if isinstance(rate, Tensor) else rate
         if self._is_announced:
             self._stepping.add(optimizer)
@@ -122,11 +123,20 @@ class StepWatch(HookGroup):
         return stepped
 
     def take_rate(self) -> Tensor | float | None:
-        """Return the learning rate of the first optimizer's first parameter group in the last step; None without an optimizer.
+        """Return the learning rate of the first optimizer's first parameter group in the last step.
+
+        None without an optimizer, or if it is no number, such as a function or one number for each parameter.
 
         The current value if that optimizer made no step.
         """
         if not self._optimizers:
             return None
         rate_used, self._rate_used = self._rate_used, None
-        return self._optimizers[0].param_groups[0]["lr"] if rate_used is None else rate_used
+        return _rate_of(self._optimizers[0]) if rate_used is None else rate_used
+
+
+def _rate_of(optimizer: Optimizer) -> Tensor | float | None:
+    rate = optimizer.param_groups[0].get("lr")
+    if isinstance(rate, Tensor):
+        return rate if rate.numel() == 1 else None
+    return as_rate(rate)

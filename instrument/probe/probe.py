@@ -47,7 +47,7 @@ from .phase_watch import PhaseWatch
 from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
-from .rule_rows import update_rules
+from .rule_rows import RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import check_custom_columns
@@ -120,7 +120,7 @@ class Probe(OwnedByProcess):
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
             sink,
-            partial(update_rules, self.rules) if rules else None,
+            RuleRows(self.rules) if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -287,7 +287,7 @@ class Probe(OwnedByProcess):
         finally:
             self.phase = previous_phase
         with deferred_signals():
-            self.recorder.end_step(any_scheduled=any_scheduled)
+            self.recorder.end_step(any_scheduled=any_scheduled, is_complete=False)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
             self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at
@@ -304,7 +304,7 @@ class Probe(OwnedByProcess):
         finally:
             self.clock.in_checkpoint = False
         if self._scheduled.end_checkpoint():
-            self.recorder.end_step()
+            self.recorder.end_step(is_complete=False)
 
     @property
     def overhead(self) -> float | None:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,7 +41,22 @@ MetricsRow = tuple[int, str, Mapping[str, Any]]
 """Step, phase, and the values of the other columns of a row of metrics."""
 Relations = Mapping[tuple[int, str], Sequence[RelationRow]]
 """The rows of relations of each step and phase."""
-OnRows = Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows], Relations], None]
+
+
+class OnRows(Protocol):
+    """A function of the rows of a step. `is_complete` is whether the step has ended, and not only an evaluation in it."""
+
+    def __call__(
+        self,
+        stats: StatisticsRows | None,
+        metrics: Sequence[MetricsRow],
+        samples: Sequence[SampleRows],
+        relations: Relations,
+        *,
+        is_complete: bool,
+    ) -> None: ...
+
+
 Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
@@ -259,12 +274,13 @@ class Recorder:
         self.sink.write(table, rows)
         self.rows_written += len(rows)
 
-    def end_step(self, *, any_scheduled: bool = True, local_only: bool = False) -> None:
+    def end_step(self, *, any_scheduled: bool = True, local_only: bool = False, is_complete: bool = True) -> None:
         """Pass the rows of the step to the sink: at the end of the next step, if numbers or tensors are on a GPU.
 
         Args:
             any_scheduled: Whether any hook was scheduled; equal in all processes.
             local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
+            is_complete: Whether the step has ended, and not only an evaluation or the saving of a checkpoint in it.
         """
         self.flush()
         if self.flight_recorder.steps:
@@ -297,10 +313,22 @@ class Recorder:
         sums = [(rows, HostCopy(memory)) for rows, memory in self._memory.take()]
         transfer = Transfer(on_device, devices)
         self._pending = _Step(
-            stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, relations, sums, transfer
+            stats,
+            effects,
+            measured,
+            merged,
+            batches,
+            lines,
+            tensors,
+            deferred,
+            metrics,
+            relations,
+            sums,
+            transfer,
+            is_complete,
         )
-        is_complete = transfer.is_complete and (merged is None or merged.is_complete)
-        if is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
+        is_on_host = transfer.is_complete and (merged is None or merged.is_complete)
+        if is_on_host and not (sums or deferred or stats.device_rows or effects.device_rows):
             self.flush()
 
     @property
@@ -362,7 +390,7 @@ class Recorder:
             self.write(name, [deferred()])
         if self.on_rows is not None:
             in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-            self.on_rows(stats_rows, step.metrics, in_time, step.relations)
+            self.on_rows(stats_rows, step.metrics, in_time, step.relations, is_complete=step.is_complete)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
@@ -445,6 +473,7 @@ class _Step(NamedTuple):
     relations: Relations
     sums: list[tuple[list[Tensor], HostCopy]]
     transfer: Transfer
+    is_complete: bool
 
 
 def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..config.schedule import STEP_PHASES
 from ..rules.rule_set import RuleSet
-from ..rules.step_rows import FloatArray, RelationRow, RowLayout, RowSite, StepRows, time_order
+from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_order
 from ..tables.schemas import IDENTITY, MOMENT
 from ..tables.sink_interface import Row
 from .recorder import MetricsRow
@@ -17,29 +18,73 @@ from .slab_rows import StatisticsRows
 
 _Moment = tuple[int, str]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
+_Numbers = tuple[Sequence[int], FloatArray]
+_NO_ROWS: list[Any] = []
+_NO_NUMBERS: _Numbers = ((), np.empty((0, 0)))
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
 
-def update_rules(
-    rules: RuleSet,
-    stats: StatisticsRows | None,
-    metrics: Sequence[MetricsRow],
-    samples: Sequence[SampleRows],
-    relations: Mapping[_Moment, Sequence[RelationRow]],
-) -> None:
-    """Pass the rows of each step and phase to the rules, in order."""
-    metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
-    targets = _targets(samples) if samples else {}
-    indices = {} if stats is None else _indices(stats)
-    moments = {**metrics_by_step, **indices, **targets, **relations}
-    for step, phase in moments if len(moments) == 1 else sorted(moments, key=time_order):
-        moment = step, phase
-        layout, statistic, numbers = _statistics(rules, phase, stats, indices.get(moment, _NO_ROWS))
-        metrics_row, targets_of_step = metrics_by_step.get(moment), targets.get(moment)
-        of_step = relations.get(moment, ())
-        rules.update(
-            StepRows(step, phase, layout, statistic, metrics_row, targets_of_step, numbers=numbers, relations=of_step)
+class _Part(NamedTuple):
+    """The rows of a step and phase: all of them, or those before or after an evaluation that interrupts the step."""
+
+    sites: Sequence[Row]
+    statistic: Callable[[str], FloatArray]
+    numbers: _Numbers | None
+    targets: FloatArray | None
+
+    def followed_by(self, other: _Part) -> _Part:
+        """Return the rows of two parts together."""
+        targets = [each.targets for each in (self, other) if each.targets is not None]
+        return _Part(
+            [*self.sites, *other.sites],
+            lambda name: np.concatenate([self.statistic(name), other.statistic(name)]),
+            None,
+            np.concatenate(targets) if targets else None,
         )
+
+
+class RuleRows:
+    """Passes the rows of each step and phase to the rules, in order."""
+
+    def __init__(self, rules: RuleSet) -> None:
+        self._rules = rules
+        self._begun: dict[_Moment, _Part] = {}  # the steps that are not complete
+
+    def __call__(
+        self,
+        stats: StatisticsRows | None,
+        metrics: Sequence[MetricsRow],
+        samples: Sequence[SampleRows],
+        relations: Mapping[_Moment, Sequence[RelationRow]],
+        *,
+        is_complete: bool,
+    ) -> None:
+        """Pass rows to the rules. Keep those of a step that is not complete until it is."""
+        metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
+        targets = _targets(samples) if samples else {}
+        indices = {} if stats is None else _indices(stats)
+        moments = {**self._begun, **metrics_by_step, **indices, **targets, **relations}
+        for moment in moments if len(moments) == 1 else sorted(moments, key=time_order):
+            step, phase = moment
+            part = _Part(*_statistics(stats, indices.get(moment, _NO_ROWS)), targets.get(moment))
+            if moment in self._begun:
+                part = self._begun.pop(moment).followed_by(part)
+            if not is_complete and phase in STEP_PHASES:
+                self._begun[moment] = part
+                continue
+            layout, of_step = self._rules.layout(part.sites, phase, _site), relations.get(moment, ())
+            self._rules.update(
+                StepRows(
+                    step,
+                    phase,
+                    layout,
+                    part.statistic,
+                    metrics_by_step.get(moment),
+                    part.targets,
+                    numbers=part.numbers,
+                    relations=of_step,
+                )
+            )
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:
@@ -62,22 +107,16 @@ def _indices(stats: StatisticsRows) -> dict[_Moment, list[int] | None]:
     return groups
 
 
-_NO_ROWS: list[int] = []
-_Numbers = tuple[Sequence[int], FloatArray]
-_NO_NUMBERS: _Numbers = ((), np.empty((0, 0)))
-
-
 def _statistics(
-    rules: RuleSet, phase: str, stats: StatisticsRows | None, rows: list[int] | None
-) -> tuple[RowLayout, Callable[[str], FloatArray], _Numbers]:
-    """Return the layout and the statistics of some rows. None selects all rows."""
+    stats: StatisticsRows | None, rows: list[int] | None
+) -> tuple[Sequence[Row], Callable[[str], FloatArray], _Numbers]:
+    """Return the sites and the statistics of some rows. None selects all rows."""
     if stats is None or rows is _NO_ROWS:
-        return rules.layout(_NO_ROWS, phase, _site), lambda name: np.empty(0), _NO_NUMBERS
+        return _NO_ROWS, lambda name: np.empty(0), _NO_NUMBERS
     statistics, numbers = stats.layout.built_in, stats.values[0]
     if rows is None:
-        return rules.layout(stats.sites, phase, _site), stats.column, (statistics, numbers)
-    sites = [stats.sites[row] for row in rows]
-    return rules.layout(sites, phase, _site), lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])
+        return stats.sites, stats.column, (statistics, numbers)
+    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])
 
 
 def _site(row: Row) -> RowSite:

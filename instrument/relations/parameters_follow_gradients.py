@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
-from ..hooks.optimizer_owners import parameter_ids
+from ..hooks.optimizer_owners import as_rate, parameter_ids
 from ..rules.step_rows import FloatArray
-from .relation import RELATIONS, Checked, Relation, Training, as_rate
+from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
 PARAMETERS, ELEMENTS = 8, 16  # how many of an optimizer are compared
@@ -41,14 +41,10 @@ class _Sample:
 
         There is one wait for each device.
         """
-        read = [
-            (index, each.take(at))
-            for index, (each, at) in enumerate(zip(tensors, self._at, strict=True))
-            if each is not None
-        ]
         by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
-        for index, each in read:
-            by_device.setdefault(each.device, []).append((index, each))
+        for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
+            if each is not None:
+                by_device.setdefault(each.device, []).append((index, each.take(at)))
         found = [np.zeros(len(at)) for at in self._at]
         for several in by_device.values():
             numbers = torch.cat([each for _, each in several]).double().cpu().numpy()

@@ -11,8 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..hooks.optimizer_owners import parameter_ids
-from .relation import RELATIONS, Checked, Relation, Training, as_rate
+from ..hooks.optimizer_owners import as_rate, parameter_ids
+from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
@@ -124,5 +124,5 @@ def _length(scheduler: LRScheduler) -> int:
 
 def _fraction(optimizer: Optimizer) -> float:
     """Return the largest learning rate of the groups of an optimizer as a fraction of the configured one; 1 without a schedule."""
-    rates = [(float(group.get("lr", 0.0)), float(group.get("initial_lr", 0.0))) for group in optimizer.param_groups]
-    return max(rate / configured if 0 < configured < FACTOR else 1.0 for rate, configured in rates)
+    rates = [(as_rate(group.get("lr")), as_rate(group.get("initial_lr")) or 0.0) for group in optimizer.param_groups]
+    return max(1.0 if rate is None or not 0 < configured < FACTOR else rate / configured for rate, configured in rates)

@@ -50,11 +50,11 @@ class ModelCall:
         args, kwargs: The arguments.
     """
 
-    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self._versions = {
             path: (tensor, version_of(tensor))
-            for path, tensor in iter_tensors(_named(model, args, kwargs))
+            for path, tensor in iter_tensors(_named(signature, args, kwargs))
             if is_readable(tensor)
         }
 
@@ -64,13 +64,13 @@ class ModelCall:
         return {path: tensor for path, (tensor, version) in self._versions.items() if version_of(tensor) == version}
 
 
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named(signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments by the names in the signature of the model, or by their index."""
-    model = model.module if isinstance(model, DistributedDataParallel) else model
     try:
-        signature = inspect.signature(model.forward)
-        named = dict(signature.bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # such as functions in C, which have no signature
+        named = dict(signature.bind(*args, **kwargs).arguments) if signature is not None else None
+    except TypeError:
+        named = None
+    if named is None or signature is None:
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
     for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
@@ -109,6 +109,15 @@ class Training:
     is_local: bool = False
     is_checked: bool = False
     gradients: dict[Optimizer, list[AccumulatedGradient]] = field(default_factory=dict)
+
+    @cached_property
+    def signature(self) -> inspect.Signature | None:
+        """The signature of the model; None for functions in C, which have none."""
+        model = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        try:
+            return inspect.signature(model.forward)
+        except (TypeError, ValueError):
+            return None
 
     @cached_property
     def modules(self) -> dict[str, nn.Module]:
@@ -189,14 +198,6 @@ class Relation(ABC):
 
     def detach(self) -> None:  # noqa: B027 - optional
         """Remove what `attach` registered. It can be called several times."""
-
-
-def as_rate(value: object) -> float | None:
-    """Return a learning rate as a number; None if it is no number, such as a function or one number for each parameter."""
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        return None
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")

@@ -104,7 +104,7 @@ class RelationSet(InertWhenCopied):
             self._observed.pop().remove()
         self.training.gradients.clear()
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
         training, phase = self.training, self.clock.moment.phase
@@ -117,7 +117,7 @@ class RelationSet(InertWhenCopied):
         if wrapper is not None and torch.is_grad_enabled():
             training.is_local = not wrapper.require_backward_grad_sync
         if phase == "train" and len(training.inputs) < _MAX_CALLS:
-            training.inputs.append(ModelCall(module, args, kwargs))
+            training.inputs.append(ModelCall(training.signature, args, kwargs))
 
     def _before_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
         if not is_compiling() and self.training.is_checked:
@@ -162,16 +162,19 @@ class RelationSet(InertWhenCopied):
 
     def check(self) -> Sequence[RelationRow]:
         """Check the relations at the end of a step or an evaluation. Return the rows to write: the first one of each location and phase."""
-        moment, rows = self.clock.moment, list[RelationRow]()
-        if (
-            self.training.is_checked or moment.phase == "eval"
-        ) and not self.clock.closed:  # an evaluation may follow any step
+        step, _, _, phase = self.clock.moment
+        if phase == "train" and not self.training.is_checked:
+            if step + 1 >= self._next:
+                self._begin_step(step + 1)
+            return ()
+        rows: list[RelationRow] = []
+        if not self.clock.closed:
             for name, relation in self._relations.items():
-                if moment.phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
-                    rows += self._new_rows(name, relation.check, moment.phase)
-            self.training.end_step()
-        if moment.phase == "train":
-            self._begin_step(moment.step + 1)
+                if phase in relation.phases and self._seen[name, ""] < MAX_ROWS:
+                    rows += self._new_rows(name, relation.check, phase)
+        self.training.end_step()
+        if phase == "train":
+            self._begin_step(step + 1)
         return rows
 
     def check_end(self) -> list[RelationRow]:

@@ -26,12 +26,14 @@ _LARGEST = sys.float_info.max
 
 
 class _LayoutBounds(NamedTuple):
-    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparison, bool [2, statistics, rows]."""
+    """The bounds of the rows of a layout, float64 [statistics, rows], and memory for the comparisons, bool [2, statistics, rows]."""
 
     statistics: Sequence[int]  # their indices in `ALL`
     low: FloatArray
     high: FloatArray
     outside: BoolArray
+    below: BoolArray  # the halves of `outside`
+    above: BoolArray
 
 
 class StepBounds:
@@ -63,8 +65,8 @@ class StepBounds:
             bounds = self._of_layout.get(rows.layout)
             if bounds is None or bounds.statistics is not statistics:
                 bounds = self._bounds_of(rows.layout, statistics)
-            np.less(numbers, bounds.low, bounds.outside[0])
-            np.greater(numbers, bounds.high, bounds.outside[1])  # NaN is a missing value and never outside
+            np.less(numbers, bounds.low, bounds.below)
+            np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
             if np.count_nonzero(bounds.outside):
                 return False
             self._kept.append((bounds, rows.layout, numbers))
@@ -96,7 +98,8 @@ class StepBounds:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
         low, high = (bounds[at[None], np.array(statistics)[:, None]] for bounds in (self._low, self._high))
-        bounds = _LayoutBounds(statistics, low, high, np.empty((2, *low.shape), np.bool_))
+        outside = np.empty((2, *low.shape), np.bool_)
+        bounds = _LayoutBounds(statistics, low, high, outside, *outside)
         self._of_layout[layout] = bounds
         return bounds
 

@@ -38,8 +38,8 @@ def check_rules(
         steps: The number of steps; None if it is unknown.
 
     Raises:
-        ConfigError: A rule names a hook that does not exist, watches a statistic that no hook records, watches only hooks that it
-            turns on itself, or requires more steps or evaluations than the run has.
+        ConfigError: A rule names a hook that does not exist, or any hook although it reads none, watches a statistic that no hook
+            records, watches only hooks that it turns on itself, or requires more steps or evaluations than the run has.
     """
     problems = [problem for name, rule in rules.items() for problem in _name_problems(f"rules.{name}", rule, hooks)]
     problems += [
@@ -132,6 +132,12 @@ def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) ->
     for action in rule.actions:
         if isinstance(action, EnableAction | DisableAction):
             named.append(("then", action.enable if isinstance(action, EnableAction) else action.disable))
+    kind = RULES[str(rule.rule)] if hasattr(rule, "rule") else None
+    if rule.hook and (isinstance(rule, CustomRule) or (kind is not None and not issubclass(kind, LocatedRule))):
+        message = "a custom rule gets the rows of all hooks" if kind is None else "the rule reads no rows of hooks"
+        fix = "select rows in its method update" if kind is None else "remove 'hook'"
+        yield Problem(f"{where}.hook", message, [*rule.hook], fix=fix)
+        return
     for field, name in named:
         if name not in hooks:
             allowed = [*hooks, *(["metrics"] if field == "watch" else [])]

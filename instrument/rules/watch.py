@@ -21,11 +21,11 @@ ADVICE = (
 class WatchStatistic(BoundsRule[WatchRule]):
     """A statistic of a hook is above or below a number. Of several values in a step, the most extreme one counts."""
 
-    what = "watched statistic"
     advice = ADVICE
 
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
+        self.what = spec.name
         self.statistics = (spec.stat,)
         self.merge = np.fmin if spec.above is None else np.fmax
 
@@ -36,12 +36,12 @@ class WatchStatistic(BoundsRule[WatchRule]):
 class WatchMetric(CatalogueRule[WatchRule]):
     """A metric of training steps is above or below a number."""
 
-    what = "watched metric"
     advice = ADVICE
     saved = ("times", "names")
 
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
+        self.what = spec.name
         self._times = 0
         self._names: dict[str, str] = {}  # the metrics until the watched one has a value, with a phase of each
 

@@ -655,15 +655,21 @@ def test_rate_that_is_not_a_number_is_reported() -> None:
     assert violations(train(model, optimizer, change=change))[0] == ("rate_in_effect", 2)
 
 
-def test_rates_of_elements_do_not_end_the_training() -> None:
-    class Elementwise(torch.optim.Optimizer):
+@pytest.mark.parametrize("rate", [torch.tensor([0.1, 0.2]), torch.tensor(0.1), lambda step: 0.1, None, "missing"])
+def test_rates_that_are_no_numbers_do_not_end_the_training(rate: Any) -> None:
+    class Own(torch.optim.Optimizer):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(self.param_groups[0]["lr"][0] * parameter.grad)
+                parameter.sub_(0.1 * parameter.grad)
 
     model = network()
-    assert violations(train(model, Elementwise(model.parameters(), {"lr": torch.tensor([0.1, 0.2])}))) == []
+    optimizer = Own(model.parameters(), {} if rate == "missing" else {"lr": rate})
+    probe = train(model, optimizer, rules="default")
+    assert violations(probe) == []
+    assert not any("failed" in row["text"] for row in probe.relations.to_dict("records"))
+    is_number = isinstance(rate, torch.Tensor) and rate.numel() == 1
+    assert probe.run.metrics["lr"].notna().all() == is_number
 
 
 def test_failing_observation_of_a_step_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from instrument.plan.hook_plan import make_plan
 from instrument.probe.probe import Probe
 from instrument.probe.rule_actions import RuleActions
 from instrument.rules.rule_set import RuleEvent, RuleSet
+from instrument.rules.step_rows import StepRows
 from instrument.training.sweeps.optuna_checks import worst_score
 
 Cli = Callable[..., Answer]
@@ -61,17 +62,55 @@ def attached(hooks: dict[str, Any], rules: Any, **options: Any) -> tuple[Attache
         return probe, run_steps(probe, model)
 
 
+class Noted(instrument.Rule):
+    """Notes the step, the phase and the largest value of each row, in the order in which the rule reads them."""
+
+    def __init__(self) -> None:
+        self.read: list[tuple[int, str, list[float]]] = []
+
+    def update(self, rows: StepRows) -> list[instrument.Firing]:
+        self.read.append((rows.step, rows.phase, rows.column("abs_max").tolist()))
+        return []
+
+
+def test_step_with_an_evaluation_inside_is_read_once(tmp_path: Path) -> None:
+    hooks = {"seen": SEEN, "held_out": {**SEEN, "phase": "eval"}}
+    model, ids = net(), [0, 1]
+    with instrument.attach(model, hooks, rules={"noted": {"_target_": Noted}}, out=tmp_path / "run") as probe:
+        for step in range(3):
+            probe.batch(ids=ids, targets=[1, 2])
+            model(torch.full((2, 2), 1.0 + step))
+            with probe.evaluating():
+                model(torch.full((2, 2), 10.0))
+            model(torch.full((2, 2), 5.0 + step))
+            probe.end_step()
+        model(torch.ones(2, 2))
+        with probe.evaluating():
+            pass
+    (live,) = [rule for rule in probe.rules.rules if isinstance(rule, Noted)]
+    each = [[(step, "eval", [10.0]), (step, "train", [1.0 + step, 5.0 + step])] for step in range(3)]
+    assert live.read == [*each[0], *each[1], *each[2], (3, "train", [1.0])]
+    after: list[Any] = []
+
+    class NotedAfter(Noted):
+        def __init__(self) -> None:
+            self.read = after
+
+    rule_events(instrument.load(tmp_path / "run"), parse_rules({"noted": {"_target_": NotedAfter}}))
+    assert after == live.read
+
+
 def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     probe, flags = attached({"seen": SEEN}, {"big": {**LARGE, "then": ["checkpoint", "stop"]}}, out=tmp_path / "run")
     assert [stop for stop, _ in flags] == [False, False, *[True] * 5]
     assert [step for step, (_, checkpoint) in enumerate(flags) if checkpoint] == [2, 6]
-    message = "watched statistic: at step 2 in 0 output (seen): abs_max 100, above 50"
+    message = "big: at step 2 in 0 output (seen): abs_max 100, above 50"
     assert probe.stop_reason == f"rule big: {message}"
     run = instrument.load(tmp_path / "run")
     assert (run.info["status"], run.info["error"]) == ("stopped", f"rule big: {message}")
     events = run.events.query("rule == 'big'")
     assert events["step"].tolist() == [2, 6]
-    assert "python -m instrument.replay" in run.findings.query("what == 'watched statistic'")["advice"].item()
+    assert "python -m instrument.replay" in run.findings.query("what == 'big'")["advice"].item()
     assert events["severity"].tolist() == ["warning", "info"]
     (first, _) = events.to_dict("records")
     fields = [first[name] for name in ("layer", "location", "value", "threshold")]
@@ -170,7 +209,7 @@ def test_firings_before_a_checkpoint_have_their_consequences_after_it() -> None:
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     actions = RuleActions(after, {}, None, lambda hook, reason: None)
     actions.act(1)
-    assert actions.stop_reason == "rule big: watched statistic: at step 0 in 0 output (seen): abs_max 100, above 50"
+    assert actions.stop_reason == "rule big: big: at step 0 in 0 output (seen): abs_max 100, above 50"
 
 
 def test_state_of_actions_is_resumed() -> None:
@@ -337,7 +376,7 @@ def test_pruned_trial_is_the_worst_of_a_search(cli: Cli) -> None:
     results = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
     assert results["best_params"] == {"optimizer.lr": 0.1}
     assert "2 jobs in out: 1 done, 1 stopped" in answer.out
-    assert "rule large: watched metric: at step 1" in answer.out
+    assert "rule large: large: at step 1" in answer.out
     assert "the objective has no value" not in answer.err
     hydra = OmegaConf.create({"sweeper": {"direction": ["maximize"]}})
     assert worst_score(hydra) == -math.inf

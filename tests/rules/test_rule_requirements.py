@@ -58,6 +58,15 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ({"watch": "norms", "stat": "l3", "above": 1}, ["rules.r.stat: no hook records", "given    l3", "similar  l2"]),
         ({"watch": "sean", "stat": "l2", "above": 1}, ["rules.r.watch: no hook has this name", "similar  seen"]),
         ({"rule": "all_zero", "hook": "sean"}, ["rules.r.hook: no hook has this name", "given    sean"]),
+        (
+            {"rule": "tied_weights", "hook": "seen"},
+            ["rules.r.hook: the rule reads no rows of hooks", "given    ['seen']", "fix      remove 'hook'"],
+        ),
+        ({"rule": "loss_spike", "hook": ["seen"]}, ["rules.r.hook: the rule reads no rows of hooks"]),
+        (
+            {"_target_": "collections.Counter", "hook": "seen"},
+            ["rules.r.hook: a custom rule gets the rows of all hooks", "fix      select rows in its method update"],
+        ),
         ({"rule": "all_zero", "then": {"enable": "tam"}}, ["rules.r.then: no hook has this name", "similar  tame"]),
         (
             {"rule": "all_zero", "then": "halt"},
