@@ -46,7 +46,9 @@ class LabelsShifted(Relation):
                     text = f"the targets are the next tokens of other samples of the batch (input {each.path})"
                     yield Checked(False, each.total, text)
                 elif (seen := _seen(each)) and not reconstructs(self.training.model):
-                    text = f"{seen} of {each.total} targets are tokens that the model sees: only masked ones have to count"
+                    text = (
+                        f"{seen} of {each.total} targets are tokens that the model sees: only masked ones have to count"
+                    )
                     yield Checked(False, seen, text)
                 continue
             key = each.path, each.is_time_first

@@ -80,7 +80,9 @@ def _check_padding_masks(call: ModelCall) -> Iterator[Checked]:
             if (pad := repeated_end(tokens)) is not None:
                 padded = leading((tokens == pad).flip(1)).flip(1)
                 if torch.equal(mask, ~padded):
-                    yield Checked(False, int(mask.sum()), f"{name} is true for all tokens, and not for the padding {pad}")
+                    yield Checked(
+                        False, int(mask.sum()), f"{name} is true for all tokens, and not for the padding {pad}"
+                    )
                 elif torch.equal(mask, padded):
                     yield Checked(True, int(mask.sum()), f"{name} is true for the padding {pad}")
 

@@ -81,7 +81,9 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         elif self._constant is not None:
             low, high = (1 - self.spec.by) * self._constant, (1 + PLATEAU) * self._constant
             if low <= means[-1] <= high and means[-1] >= (1 - self.spec.by) * means[-2]:
-                text = f"mean {means[-1]:.4g} in the last quarter of {self.spec.window} steps, as of a constant prediction"
+                text = (
+                    f"mean {means[-1]:.4g} in the last quarter of {self.spec.window} steps, as of a constant prediction"
+                )
                 yield Firing(text, means[-1], low)
 
     def _counts(self) -> list[int]:

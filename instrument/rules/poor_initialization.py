@@ -32,8 +32,8 @@ class PoorInitializationRule(RuleBase):
     the input, so that a change of r times the input turns it by the angle arctan(r) (He et al. 2016, https://arxiv.org/abs/1603.05027,
     section 3.1, for the exponential growth of scaled shortcuts).
 
-    The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more than
-    3 above it: log(K) (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "verify loss @ init").
+    The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more
+    than 3 above it: log(K) (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "verify loss @ init").
     """
 
     rule: Literal["poor_initialization"]

@@ -104,10 +104,11 @@ class LabelsShifted(RelationRule, relation="labels_shifted"):
     """A model that uses only earlier tokens is trained on the token that it sees, on the token after the next one, or on the previous one.
 
     The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
-    earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any
-    output for the next token are not reported. A masked language model whose loss counts the tokens that it sees is. The models of transformers shift labels themselves; labels that the loop has shifted
-    are then shifted twice (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other
-    samples of the batch are reported too: inputs and labels have different orders.
+    earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any output
+    for the next token are not reported. A masked language model whose loss counts the tokens that it sees is. The models of transformers
+    shift labels themselves; labels that the loop has shifted are then shifted twice
+    (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other samples of the batch
+    are reported too: inputs and labels have different orders.
     """
 
     what = "labels are not the next tokens"
@@ -169,15 +170,17 @@ class PaddingAttended(RelationRule, relation="padding_attended"):
     """
 
     what = "padding is attended to"
-    advice = "Pass attention_mask of the tokenizer: 1 for tokens and 0 for padding. A key_padding_mask is true for padding."
+    advice = (
+        "Pass attention_mask of the tokenizer: 1 for tokens and 0 for padding. A key_padding_mask is true for padding."
+    )
 
 
 class PaddingInLoss(RelationRule, relation="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
     Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
-    samples end with, in runs of different lengths. It is expected at the end or the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets
-    out in another way.
+    samples end with, in runs of different lengths. It is expected at the end or the start of a sample. Losses with `reduction="none"` or
+    with class weights are not checked, since they may leave these targets out in another way.
     """
 
     what = "padding counts in the loss"
@@ -241,10 +244,10 @@ class SamplesVary(RelationRule, relation="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
     Also batches that each have targets of one class, but of different ones: data that are sorted by class, and not shuffled, in at least 5
-    checked batches of 8 samples. The gradient of such a batch points to its class (UMLAUT: Schoop et al. 2021).
+    checked batches of 8 samples. Batches have to be random samples of the data (Bengio 2012, https://arxiv.org/abs/1206.5533).
 
-    The first two are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a constant input that
-    is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
+    The first two are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a
+    constant input that is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
     """
 
     what = "samples do not vary"

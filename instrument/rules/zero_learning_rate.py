@@ -35,6 +35,7 @@ class ZeroLearningRateRule(PersistentRule):
         description="Also if the rate was at most this fraction of its largest value in more than half of at least 100 steps.",
     )
 
+
 @RULES.register("zero_learning_rate")
 class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
     fields = ZeroLearningRateRule

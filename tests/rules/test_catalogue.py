@@ -232,6 +232,8 @@ def test_growth_compares_each_location_with_itself() -> None:
 
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
 QUARTERS = (0.60, 0.56, 0.61, 0.63)
+
+
 def rates(*numbers: float) -> list[Step]:
     return [Step(lr=number) for number in numbers]
 

@@ -345,7 +345,9 @@ def scaled_steps(count: int, factor: float, out: Path | None = None, **options: 
 
 
 @pytest.mark.parametrize(("unscaled", "steps"), [(False, [2]), (True, [])])
-def test_gradients_that_are_clipped_before_the_scale_is_divided_out_are_reported(unscaled: bool, steps: list[int]) -> None:
+def test_gradients_that_are_clipped_before_the_scale_is_divided_out_are_reported(
+    unscaled: bool, steps: list[int]
+) -> None:
     model = network()
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
     with attached(model, optimizer, scaler=scaler) as probe:

@@ -318,11 +318,15 @@ def bert(kind: str = "BertForSequenceClassification", **changes: Any) -> nn.Modu
     import transformers
 
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = transformers.BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=16, pad_token_id=0, **changes)
+    config = transformers.BertConfig(
+        **sizes, num_attention_heads=2, max_position_embeddings=16, pad_token_id=0, **changes
+    )
     return getattr(transformers, kind)(config)
 
 
-def sentence_loss(model: nn.Module, batch: Tensor, mask_of: Callable[[Tensor], Tensor | None] = torch.ones_like) -> Tensor:
+def sentence_loss(
+    model: nn.Module, batch: Tensor, mask_of: Callable[[Tensor], Tensor | None] = torch.ones_like
+) -> Tensor:
     text = sentences(batch)
     return F.cross_entropy(model(input_ids=text, attention_mask=mask_of(text)).logits, text[:, 0] % 2)
 
@@ -433,7 +437,11 @@ def test_healthy_language_model_is_not_reported(
 HEALTHY_PADDED = [
     (Transformer, partial(sentences_loss, ignored=0), {"labels_shifted", "looks_ahead", "padding_in_loss"}),
     (bert, partial(sentence_loss, mask_of=lambda text: (text != 0).long()), {"padding_attended"}),
-    (lambda: bert("BertLMHeadModel", is_decoder=True), causal_padding_loss, {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"}),
+    (
+        lambda: bert("BertLMHeadModel", is_decoder=True),
+        causal_padding_loss,
+        {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"},
+    ),
     (Encoder, encoder_loss, {"padding_attended"}),
     (lambda: Transformer(is_causal=False), partial(denoising_loss, everywhere=False), set()),
 ]
@@ -658,7 +666,12 @@ HEALTHY_CLASSIFIERS = [
     (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(outputs=1), number_losses, 6, {"loss_broadcasts", "dropout_keeps_units"}),
     (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
-    (lambda: classifier(nn.LogSoftmax(1)), likelihood, 6, {"wrong_range_of_loss", "unused_outputs", "dropout_keeps_units"}),
+    (
+        lambda: classifier(nn.LogSoftmax(1)),
+        likelihood,
+        6,
+        {"wrong_range_of_loss", "unused_outputs", "dropout_keeps_units"},
+    ),
     *(
         (
             lambda last=last: classifier(last, outputs=1),
@@ -702,9 +715,7 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
     ],
 )
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
-    batches = [
-        (torch.randn(8, 5), torch.arange(8) % 6 if kind is None else torch.full((8,), kind)) for kind in order
-    ]
+    batches = [(torch.randn(8, 5), torch.arange(8) % 6 if kind is None else torch.full((8,), kind)) for kind in order]
     optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
     with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
         for batch in batches:
