@@ -14,6 +14,7 @@ from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 FEWEST = 100  # steps of a training whose rate is compared with its largest one
+GROWTH = 2.0  # a smaller growth of the rate, as in most steps of a warm-up, need not be read
 
 
 class ZeroLearningRateRule(PersistentRule):
@@ -32,7 +33,7 @@ class ZeroLearningRateRule(PersistentRule):
     for_: Count = Field(3, alias="for", description="How often in succession the rate is 0.")
     fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         1e-3,
-        description="Also if the rate was at most this fraction of its largest value in more than half of at least 100 steps.",
+        description="Also if the rate was at most this fraction of an earlier one in more than half of at least 100 steps.",
     )
 
 
@@ -50,7 +51,7 @@ class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
         super().__init__(spec)
         self._times = 0  # steps in succession with a rate of 0
         self._low = 0  # steps with a low rate since the largest one; -1 after this was reported
-        self._largest = 0.0
+        self._largest = 0.0  # a rate of which no other one is more than `GROWTH` times as large
         self._first: int | None = None  # the first step with a rate
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
@@ -61,17 +62,17 @@ class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
         self._times = self._times + 1 if rate == 0 else 0
         if self._times == self.spec.for_:
             yield Firing(f"in {self._times} steps in succession", rate)
-        if rate > self._largest:
+        if rate > GROWTH * self._largest:
             self._largest, self._low = rate, min(self._low, 0)
         bound, steps = self.spec.fraction * self._largest, rows.step - self._first + 1
         self._low += self._low >= 0 and rate <= bound
         if 0 < rate <= bound and steps >= FEWEST and 2 * self._low > steps:
             self._low = -1
-            text = f"{rate:.2g}, and {self._largest:.2g} at most: it was low in more than half of {steps} steps"
+            text = f"{rate:.2g}, after {self._largest:.2g}: it was low in more than half of {steps} steps"
             yield Firing(text, rate, bound, what="learning rate nearly zero")
 
     def bounds(self) -> Bounds | None:
         if self._times or not self._largest:
             return None
         low = self.spec.fraction * self._largest if self._low >= 0 else 0.0
-        return Bounds("lr", math.nextafter(low, 1.0), self._largest)
+        return Bounds("lr", math.nextafter(low, 1.0), GROWTH * self._largest)
