@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from ..hooks.optimizer_owners import as_rate, parameter_ids
-from ..rules.step_rows import FloatArray
+from ..rules.step_rows import BoolArray, FloatArray
 from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES = 4  # in how many checked steps in succession a parameter does not change
@@ -33,11 +33,13 @@ class _Sample:
         plain = [each for each in parameters if _is_plain(each)]
         self.parameters = plain[:: math.ceil(len(plain) / limit) or 1]
         self._at = [_positions(each) for each in self.parameters]
-        self.values = self.read(self.parameters)
+        self.sizes = [each.numel() for each in self._at]
+        self._starts = np.cumsum([0, *self.sizes])
+        self.values = self._read(self.parameters)
 
     @torch.no_grad()
-    def read(self, tensors: Sequence[Tensor | None]) -> list[FloatArray]:
-        """Return elements of tensors of the shapes of the parameters, float64 [elements] on the host; zeros for None.
+    def _read(self, tensors: Sequence[Tensor | None]) -> FloatArray:
+        """Return elements of tensors of the shapes of the parameters, float64 [elements of all]; zeros for None.
 
         There is one wait for each device.
         """
@@ -45,23 +47,27 @@ class _Sample:
         for index, (each, at) in enumerate(zip(tensors, self._at, strict=True)):
             if each is not None:
                 by_device.setdefault(each.device, []).append((index, each.take(at)))
-        found = [np.zeros(len(at)) for at in self._at]
+        found = np.zeros(self._starts[-1])
         for several in by_device.values():
+            places = [slice(*self._starts[index : index + 2]) for index, _ in several]
             numbers = torch.cat([each for _, each in several]).double().cpu().numpy()
-            parts = np.split(numbers, np.cumsum([len(each) for _, each in several])[:-1])
-            for (index, _), part in zip(several, parts, strict=True):
-                found[index] = part
+            found[np.r_[tuple(places)]] = numbers
         return found
 
     def changed(self) -> list[bool]:
         """Return for each parameter whether any of the elements has changed."""
-        return [
-            bool((now != before).any()) for now, before in zip(self.read(self.parameters), self.values, strict=True)
-        ]
+        return self.any_of_each(self._read(self.parameters) != self.values)
 
-    def gradients(self) -> list[FloatArray]:
+    def any_of_each(self, flags: BoolArray) -> list[bool]:
+        """Return for each parameter whether a flag of any of its elements is set."""
+        if not self.sizes:
+            return []
+        found: list[bool] = np.logical_or.reduceat(flags, self._starts[:-1]).tolist()
+        return found
+
+    def gradients(self) -> FloatArray:
         """Return the gradients of the elements; zeros without one."""
-        return self.read([each.grad for each in self.parameters])
+        return self._read([each.grad for each in self.parameters])
 
 
 @RELATIONS.register("parameters_follow_gradients")
@@ -102,9 +108,7 @@ class ParametersFollowGradients(Relation):
                 )
         for parameter in self._without_optimizer():
             self._forgotten[id(parameter)] = parameter
-        rates = {id(each): as_rate(group.get("lr")) for group in optimizer.param_groups for each in group["params"]}
-        sampled = zip(trainable.parameters, trainable.values, trainable.gradients(), strict=True)
-        if not any(_is_representable(each, rates.get(id(each)), *numbers) for each, *numbers in sampled):
+        if not _is_representable(trainable, optimizer):
             return
         has_changed = any(trainable.changed())
         self._count += has_changed
@@ -149,7 +153,8 @@ class ParametersFollowGradients(Relation):
         is_choice = len(others) >= len(trainable) - len(others) or id(trainable[0]) not in held
         chosen = [each for each in others if not is_choice or each.shape in replaced]
         sample = _Sample(chosen[:MAX_FORGOTTEN], MAX_FORGOTTEN)
-        return [each for each, gradient in zip(sample.parameters, sample.gradients(), strict=True) if gradient.any()]
+        has_gradient = sample.any_of_each(sample.gradients() != 0)
+        return [each for each, has_one in zip(sample.parameters, has_gradient, strict=True) if has_one]
 
 
 def _is_plain(parameter: Tensor) -> bool:
@@ -166,15 +171,17 @@ def _positions(tensor: Tensor) -> Tensor:
     return torch.arange(0, tensor.numel(), math.ceil(tensor.numel() / ELEMENTS), device=tensor.device)
 
 
-def _is_representable(parameter: Parameter, rate: float | None, values: FloatArray, gradient: FloatArray) -> bool:
+def _is_representable(sample: _Sample, optimizer: Optimizer) -> bool:
     """Return whether the rate times the gradient is larger than the rounding of any element.
 
     It is that of SGD. A smaller change, as in a warm-up or after convergence, may leave all elements as they are.
     """
-    if rate is None:
-        return False
-    change = rate * np.abs(gradient)
-    rounding = MARGIN * torch.finfo(parameter.dtype).eps * np.abs(values)
+    rate_of = {id(each): group.get("lr") for group in optimizer.param_groups for each in group["params"]}
+    numbers = [as_rate(rate_of.get(id(each))) for each in sample.parameters]
+    rates = [math.nan if number is None else number for number in numbers]
+    precisions = [torch.finfo(each.dtype).eps for each in sample.parameters]
+    change = np.repeat(rates, sample.sizes) * np.abs(sample.gradients())
+    rounding = MARGIN * np.repeat(precisions, sample.sizes) * np.abs(sample.values)
     return bool(((change > rounding) & np.isfinite(change)).any())
 
 

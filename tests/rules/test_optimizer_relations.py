@@ -403,6 +403,14 @@ def test_training_after_an_evaluation_in_evaluation_mode_is_reported() -> None:
         assert violations(probe) == [("mode_of_phase", 2)]
 
 
+@pytest.mark.parametrize(("since", "found"), [(5, 8), (9, 9), (11, 16), (17, 17)])
+def test_wrong_mode_in_a_short_training_is_reported(since: int, found: int) -> None:
+    model = network(nn.Dropout(0.3))
+    batches = torch.randn(25, 4, 6, generator=torch.Generator().manual_seed(1))
+    probe = train(model, sgd(model), change=lambda step: step == since and model.eval(), batches=batches)  # type: ignore[arg-type, func-returns-value]
+    assert violations(probe) == [("mode_of_phase", found)]
+
+
 def test_model_that_is_never_in_training_mode_is_reported() -> None:
     model = network(nn.Dropout(0.3)).eval()
     assert violations(train(model, sgd(model))) == [("mode_of_phase", 0)]
@@ -723,6 +731,44 @@ def test_relations_of_optimizers_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), after)
     assert not model._forward_pre_hooks
     assert not any(each._backward_hooks for each in model.parameters())
+
+
+def test_losses_and_gradients_are_observed_in_checked_steps_only() -> None:
+    model, function, observed = network(), torch._C._nn.cross_entropy_loss, []
+    with attached(model, optimizer := sgd(model)) as probe:
+        for step in range(20):
+            has_hooks = any(each._backward_hooks for each in model.parameters())
+            assert has_hooks == (torch._C._nn.cross_entropy_loss is not function)
+            observed += [step] * has_hooks
+            loss_of(model, BATCHES[0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            probe.end_step()
+    assert observed == [0, 1, 2, 3, 4, 8, 9, 16, 17]
+    assert torch._C._nn.cross_entropy_loss is function
+
+
+def test_compiled_model_is_not_compiled_again_for_checked_steps() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counts, weights = [], []
+    for is_attached in (False, True):
+        torch.compiler.reset()
+        model = network(nn.Dropout(0.3))
+        optimizer, count = sgd(model), CompileCounter()
+        compiled = torch.compile(model, backend=count)
+        torch.manual_seed(1)
+        with attached(model, optimizer) if is_attached else nullcontext() as probe:
+            for _ in range(10):
+                optimizer.zero_grad()
+                loss_of(compiled, BATCHES[0]).backward()
+                optimizer.step()
+                if probe is not None:
+                    probe.end_step()
+        counts.append(count.frame_count)
+        weights.append(model[0].weight)
+    assert counts == [1, 1]
+    assert torch.equal(*weights)
 
 
 def test_compiled_steps_are_not_observed_and_stay_the_same() -> None:
