@@ -91,8 +91,15 @@ def circle_classifier(fault: str = "") -> Tensor:
     "keras",
     "Keras's example mnist_convnet",
     Fault("biases_far_below_zero", "initialization", AUTOTRAINER, ("dead_units", "all_zero")),
-    Fault("missing_softmax", "activation", DEEPLOCALIZE, ("missing_softmax", "non_finite", "loss_not_decreasing")),
-    Fault("squared_error_of_classes", "loss", DEEPLOCALIZE, ("wrong_loss", "loss_not_decreasing")),
+    Fault(
+        "missing_softmax",
+        "activation",
+        DEEPLOCALIZE,
+        ("wrong_range_of_loss", "missing_softmax", "non_finite", "loss_not_decreasing"),
+    ),
+    Fault(
+        "squared_error_of_classes", "loss", DEEPLOCALIZE, ("wrong_range_of_loss", "wrong_loss", "loss_not_decreasing")
+    ),
 )
 def digits_convnet(fault: str = "") -> Tensor:
     images, classes = digits()
@@ -212,8 +219,18 @@ def topic_classifier(fault: str = "") -> Tensor:
 @program(
     "keras",
     "Keras's tutorial on regression",
-    Fault("relu_at_the_output", "activation", DEEPLOCALIZE, ("dead_units@output", "all_zero@output", "@output")),
-    Fault("target_not_scaled_for_tanh", "activation", UMLAUT, ("saturated_activation@output", "@output")),
+    Fault(
+        "relu_at_the_output",
+        "activation",
+        DEEPLOCALIZE,
+        ("wrong_range_of_loss", "dead_units@output", "all_zero@output", "@output"),
+    ),
+    Fault(
+        "target_not_scaled_for_tanh",
+        "activation",
+        UMLAUT,
+        ("wrong_range_of_loss", "saturated_activation@output", "@output"),
+    ),
     Fault("features_not_scaled", "data", DEEPLOCALIZE, ("input_not_normalized",)),
 )
 def housing_regression(fault: str = "") -> Tensor:

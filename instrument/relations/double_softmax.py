@@ -8,7 +8,13 @@ from torch import nn
 
 from .relation import RELATIONS, Checked, Relation, Training
 
-_MODULES = {"Softmax": nn.Softmax, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh, "Relu": nn.ReLU}
+_MODULES = {
+    "Softmax": nn.Softmax,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+    "Relu": nn.ReLU,
+    "Softplus": nn.Softplus,
+}
 
 
 @RELATIONS.register("double_softmax")
@@ -29,6 +35,7 @@ class DoubleSoftmax(Relation):
 
 
 def layer_of(training: Training, operation: str) -> str:
-    """Return the name of the only module that computes an operation; empty if there are several or none."""
-    names = [name for name, part in training.model.named_modules() if type(part) is _MODULES[operation]]
-    return names[0] if len(names) == 1 else ""
+    """Return the name of the module that computes the output: the last one, or the only one of its type; empty if it is unknown."""
+    parts = [(name, type(part)) for name, part in training.model.named_modules() if not any(part.children())]
+    names = [name for name, kind in parts if kind is _MODULES[operation]]
+    return names[-1] if names and (len(names) == 1 or names[-1] == parts[-1][0]) else ""

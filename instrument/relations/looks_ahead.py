@@ -28,7 +28,7 @@ class LooksAhead(Relation):
         if not found:
             return
         self._is_done = True
-        if _reconstructs(self.training.model):
+        if reconstructs(self.training.model):
             yield Checked(None, None, "it has an encoder, which may use all tokens, and a decoder")
             return
         results = [(each, causality(self.training, each)) for each in {each.path: each for each in found}.values()]
@@ -45,7 +45,7 @@ class LooksAhead(Relation):
             yield Checked(True, 0.0, "a later token does not change earlier outputs")
 
 
-def _reconstructs(model: nn.Module) -> bool:
+def reconstructs(model: nn.Module) -> bool:
     """Return whether a model may reconstruct its input: it has an encoder and a decoder that are more than one matrix."""
     parts = [name.rpartition(".")[2].lower() for name, part in model.named_modules() if not _is_matrix(part)]
     return all(any(word in name for name in parts) for word in ("enc", "dec"))

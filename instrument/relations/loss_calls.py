@@ -29,6 +29,7 @@ _NAMES = {
 }
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
+TOLERANCE = 0.05  # of the sum of the probabilities of a sample
 _UNCHANGED = frozenset(
     [
         "View",
@@ -68,11 +69,17 @@ class PairLossCall(NamedTuple):
         shape: The shape of the pairs.
         broadcasts: Whether each of several predictions [samples, 1] is paired with each of as many targets [samples], or vice versa,
             and the result is one number.
+        operation: The operation that computes the predictions, as in `BinaryLossCall`.
+        targets: The targets. They are not copied.
+        result: The loss.
     """
 
     name: str
     shape: torch.Size
     broadcasts: bool
+    operation: str
+    targets: Tensor
+    result: Tensor
 
 
 class LossCall(NamedTuple):
@@ -89,6 +96,7 @@ class LossCall(NamedTuple):
         operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
         logits: The logits. In `Training.losses`, a copy of the first 64 rows; None if they are not [samples, classes], or have more
             than 1,000 classes.
+        is_likelihood: Whether it is a call of `nll_loss`, whose input is the logarithms of probabilities.
     """
 
     shape: torch.Size
@@ -100,6 +108,14 @@ class LossCall(NamedTuple):
     result: Tensor
     operation: str
     logits: Tensor | None
+    is_likelihood: bool
+
+    def has_probabilities(self) -> bool:
+        """Return whether the input gives probabilities: the loss computes them, or those of most samples add up to 1."""
+        if not self.is_likelihood or self.logits is None:
+            return True
+        sums = self.logits.float().exp().sum(1)
+        return 2 * int(((sums - 1).abs() > TOLERANCE).sum()) <= len(sums)
 
 
 AnyLossCall = LossCall | BinaryLossCall | PairLossCall
@@ -154,7 +170,8 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
     if name.startswith("binary"):
         return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
     if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
-        return PairLossCall(name, args[0].shape, result.ndim == 0 and _is_outer(*args[:2]))
+        broadcasts = result.ndim == 0 and _is_outer(*args[:2])
+        return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), args[1], result)
     if len(args) < 5 or not _has_classes(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
@@ -168,6 +185,7 @@ def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall |
         result,
         _operation(logits) if name == "cross_entropy_loss" else "",
         logits,
+        name == "nll_loss_nd",
     )
 
 

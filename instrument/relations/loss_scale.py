@@ -1,26 +1,53 @@
-"""Relation: the factor of a gradient scaler is at least 1."""
+"""Relation: the factor of a gradient scaler is at least 1, and is divided out before gradients are clipped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .relation import RELATIONS, Checked, Relation
+from torch.optim import Optimizer
+
+from .relation import RELATIONS, Checked, Relation, Training
 
 MINIMUM = 1.0
 """Below 1, the factor no longer protects small gradients, which is its purpose (Micikevicius et al. 2018, "Mixed Precision Training",
 section 3.2). The smallest factor of DeepSpeed (`min_loss_scale`) is 1 too.
 """
+LARGEST, SMALLEST_SCALE = 0.75, 1024.0
+"""A clip that leaves less than 1 / scale ** LARGEST of a gradient was made for gradients that are smaller by the scale: after the
+division, gradients would have to be clipped by a factor of more than 4,096 for the initial scale of PyTorch, 65,536."""
+TIMES = 3  # checked steps in succession
 
 
 @RELATIONS.register("loss_scale")
 class LossScale(Relation):
-    """Reads the factor of the gradient scaler. A factor that is below 1 from the start was chosen."""
+    """Reads the factor of the gradient scaler, and how much the loop reduces the gradient of a parameter before each step.
+
+    A factor that is below 1 from the start was chosen.
+    """
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._left: float | None = None  # the fraction of the gradient that is left in this step
+        self._times = 0
 
     def attach(self) -> None:
         self._is_chosen = self.training.scaler is not None and self.training.scaler.get_scale() < MINIMUM
 
+    def before_step(self, optimizer: Optimizer) -> None:
+        for gradient in self.training.gradients[optimizer][:1]:
+            change = gradient.relative_change()
+            if change is not None and self.training.scaler is not None and len(gradient.micro_steps) == 1:
+                self._left = float(change) * self.training.scaler.get_scale()
+
     def check(self) -> Iterator[Checked]:
-        if self.training.scaler is not None and not self._is_chosen:
-            scale = self.training.scaler.get_scale()
-            holds = scale >= MINIMUM
-            yield Checked(holds, scale, f"the gradient scaler multiplies the loss by {scale:g}")
+        if self.training.scaler is None:
+            return
+        left, self._left = self._left, None
+        scale = self.training.scaler.get_scale()
+        if left is not None:
+            self._times = self._times + 1 if scale >= SMALLEST_SCALE and 0 < left < scale**-LARGEST else 0
+        if left is not None and self._times == TIMES:
+            text = f"the loop leaves {left:.2g} of each gradient, which is scaled by {scale:g}: it clips before it divides by the scale"
+            yield Checked(False, left, text)
+        elif not self._is_chosen:
+            yield Checked(scale >= MINIMUM, scale, f"the gradient scaler multiplies the loss by {scale:g}")

@@ -10,13 +10,16 @@ from torch import Tensor
 from .relation import RELATIONS, Checked, Relation
 from .token_targets import TokenTargets, token_targets
 
+MIN_SAMPLES, MIN_REPEATED, MIN_LENGTHS = 4, 2, 3
+
 
 @RELATIONS.register("padding_in_loss")
 class PaddingInLoss(Relation):
     """Compares the targets that count with the padding of the input: the same token at the end, or the start, of a sample.
 
     The padding is where the argument `attention_mask` is 0, or otherwise where the input is `pad_token_id` of the model's
-    configuration. The first target after a text does not count as padding, because it may be the token for its end.
+    configuration, or the one token at the ends of samples; see `repeated_end`. The first target after a text does not count as
+    padding, because it may be the token for its end.
     """
 
     sources = ("inputs", "losses")
@@ -50,10 +53,12 @@ class PaddingInLoss(Relation):
         else:
             pad = getattr(getattr(self.training.model, "config", None), "pad_token_id", None)
             if not isinstance(pad, int):
+                pad = repeated_end(of.tokens)
+            if pad is None:
                 return None
             padded = of.tokens == pad
-        at_end = _leading(padded.flip(1)).flip(1)
-        at_start = _leading(padded)
+        at_end = leading(padded.flip(1)).flip(1)
+        at_start = leading(padded)
         if not torch.equal(padded, at_end) and not (mask is not None and torch.equal(padded, at_start)):
             return None  # the mask has another meaning, or the token also occurs in texts
         ids = of.tokens[padded]
@@ -64,6 +69,18 @@ class PaddingInLoss(Relation):
         return after | (at_start & ~at_end if mask is not None else torch.zeros_like(after))
 
 
-def _leading(flags: Tensor) -> Tensor:
+def repeated_end(tokens: Tensor) -> int | None:
+    """Return the token with which samples [samples, positions] are filled up; None without one.
+
+    It is the last token of most samples, and it is repeated a different number of times in some of them. Samples of a continuous text
+    end in different tokens.
+    """
+    token = tokens[:, -1].mode().values
+    lengths = leading((tokens == token).flip(1)).sum(1)
+    is_most = 2 * int((lengths >= MIN_REPEATED).sum()) > len(tokens) >= MIN_SAMPLES
+    return int(token) if is_most and len(lengths.unique()) >= MIN_LENGTHS else None
+
+
+def leading(flags: Tensor) -> Tensor:
     """Return which flags are set, with all flags before them in their row."""
     return flags.long().cumprod(1).bool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
@@ -15,6 +16,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
+MAX_SCHEDULERS, FEWEST_PER_STEP = 16, 20  # a schedule that made less than a twentieth of its steps is not in effect
 FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
 _replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
@@ -38,14 +40,16 @@ class RateInEffect(Relation):
     A warm-up never ends if the rate still rises after the last step, and was at most 1% of the configured one, `initial_lr`, in all
     checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
 
-    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step. Schedulers with a `step`
-    of their own, such as `SequentialLR`, are not observed.
+    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step, to a rate that is not in
+    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes
+    and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`, are not observed.
     """
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._invalid: dict[str, float] = {}
         self._schedulers: dict[str, LRScheduler] = {}  # by class: those without effect
+        self._steps: Counter[LRScheduler] = Counter()  # of each scheduler that changes a rate in effect
         self._count = 0
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
@@ -75,8 +79,12 @@ class RateInEffect(Relation):
 
     def _on_scheduler(self, scheduler: LRScheduler) -> None:
         optimizer = scheduler.optimizer
-        if optimizer in self.training.optimizers or not self.training.clock.moment.step:
+        if not self.training.clock.moment.step:
             return  # a scheduler also makes a step when it is created
+        if optimizer in self.training.optimizers:
+            if scheduler in self._steps or len(self._steps) < MAX_SCHEDULERS:
+                self._steps[scheduler] += 1
+            return
         own = {*map(id, self.training.parameters.values())}
         if not own.isdisjoint(parameter_ids(optimizer)) and not getattr(optimizer, "_opt_called", False):
             self._schedulers[type(scheduler).__name__] = scheduler
@@ -86,19 +94,34 @@ class RateInEffect(Relation):
         invalid, self._invalid = self._invalid, {}
         for group, rate in invalid.items():
             yield Checked(False, rate, f"the learning rate of {group} is {rate:g}")
-        for name, scheduler in self._schedulers.items():
-            text = f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
-            yield Checked(False, float(scheduler.get_last_lr()[0]), text)
-        self._schedulers.clear()
+        in_effect = {as_rate(group.get("lr")) for each in self.training.optimizers for group in each.param_groups}
+        for name, scheduler in [*self._schedulers.items()]:
+            if (rate := float(scheduler.get_last_lr()[0])) not in in_effect:
+                del self._schedulers[name]
+                text = (
+                    f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
+                )
+                yield Checked(False, rate, f"{text}, to {rate:.2g}")
         if count:
             yield Checked(True, count, "learning rates are finite and not negative")
 
     def check_end(self) -> Iterator[Checked]:
+        for scheduler, count in self._steps.items():
+            length, steps = _length(scheduler), self.training.clock.moment.step
+            if count * FEWEST_PER_STEP < length <= steps:
+                text = f"{type(scheduler).__name__} takes {length} steps, and made {count} in {steps} training steps: it may count batches"
+                yield Checked(False, count, text)
         for optimizer, largest in self._largest.items():
             if largest <= WARM and _fraction(optimizer) > largest and self.training.clock.moment.step >= FEWEST_STEPS:
                 rate, configured = (float(optimizer.param_groups[0][name]) for name in ("lr", "initial_lr"))
                 text = f"{type(optimizer).__name__} ends in the warm-up, with {rate:.2g} instead of {configured:.2g}"
                 yield Checked(False, rate, text)
+
+
+def _length(scheduler: LRScheduler) -> int:
+    """Return after how many steps a scheduler ends; 0 if it does not end, or if it is unknown."""
+    lengths = (getattr(scheduler, name, None) for name in ("T_max", "total_steps", "total_iters"))
+    return next((int(each) for each in lengths if isinstance(each, int)), 0)
 
 
 def _fraction(optimizer: Optimizer) -> float:

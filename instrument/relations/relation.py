@@ -221,4 +221,4 @@ class Relation(ABC):
 
 
 RELATIONS: Registry[type[Relation]] = Registry("relations", "relation", folder="instrument.relations")
-"""The classes of relations by name, which is that of the rule that reads their rows."""
+"""The classes of relations by name, which is that of the rule that reads their rows, except for `constant_prediction`."""

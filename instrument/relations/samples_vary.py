@@ -1,7 +1,8 @@
-"""Relation: the samples of a batch differ, and so do the batches of a training on more data than one batch."""
+"""Relation: the samples of a batch differ, also in their classes, and so do the batches of a training on more data than one batch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession
 MIN_SAMPLES = 4
+TIMES_OF_CLASS, MIN_OF_CLASS = 5, 8  # checked batches of one class, and their samples
 
 
 @RELATIONS.register("samples_vary")
@@ -19,16 +21,22 @@ class SamplesVary(Relation):
 
     Only in trainings that read a data loader with several batches in each of these steps. The repeated input has to be a batch of the
     loader, so that a model with a constant input is not reported. A loader whose successive batches are equal repeats its data.
+
+    Also the targets of the only cross-entropy of a step: data that are sorted by class have batches of one class, now of this and then of
+    that one. Shuffled batches of 8 samples of one class are rare, unless all batches have the same class.
     """
 
-    sources = ("inputs", "batches")
+    sources = ("inputs", "batches", "losses")
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._previous: tuple[bytes, ...] = ()
         self._times = self._times_in_batch = 0
+        self._classes: Counter[int] = Counter()  # checked batches of one class, by class
+        self._mixed = 0  # those of several classes
 
     def check(self) -> Iterator[Checked]:
+        yield from self._check_classes()
         tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
         step, batches = self.training.clock.moment.step, self.training.batches
         of_step = [batch for batch in batches if batch.step == step]
@@ -55,6 +63,23 @@ class SamplesVary(Relation):
             yield Checked(False, TIMES, f"the model gets the same batch in {TIMES} steps in succession, {why}")
         elif self._times == 1 and not self._times_in_batch and tensors[0].ndim and len(tensors[0]) >= MIN_SAMPLES:
             yield Checked(True, len(tensors[0]), "the samples of a batch differ")
+
+    def _check_classes(self) -> Iterator[Checked]:
+        if len(self.training.losses) != 1 or self.training.losses[0].targets.ndim != 1:
+            return
+        (call,) = self.training.losses
+        targets = call.targets[call.targets != call.ignore_index]
+        if len(targets) < MIN_OF_CLASS:
+            return
+        lowest, highest = (int(each) for each in targets.aminmax())
+        if lowest == highest:
+            self._classes[lowest] += 1
+        else:
+            self._mixed += 1
+        count = self._classes.total()
+        if count >= TIMES_OF_CLASS and count >= 2 * self._mixed and len(self._classes) > 1:
+            text = f"{count} of {count + self._mixed} checked batches have targets of one class, of {len(self._classes)} classes in all"
+            yield Checked(False, count, text)
 
 
 def _are_equal(tensors: list[Tensor]) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from .relation import ModelCall, Training
 SHIFTS = (1, 0, 2, -1)
 MIN_TOKENS, MIN_DIFFERENT = 16, 3  # fewer tokens can be equal by chance
 _OTHER_INPUTS = ("label", "target", "mask", "position", "token_type")  # in the names of inputs that are no tokens
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output; of half precision: 1e-2
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}  # of the largest output; of half precision: 1e-2
 
 
 class TokenTargets(NamedTuple):
@@ -117,38 +118,15 @@ class Causality(NamedTuple):
 
 
 def causality(training: Training, of: TokenTargets) -> Causality:
-    """Change one token of one sample and compute its outputs again, in evaluation mode, with a copy of the model.
-
-    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored. Other
-    processes do not repeat the call, so the model must not communicate with them.
-    """
-    model = training.model
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    if any(is_sharded(parameter) for parameter in model.parameters()):
-        return Causality(problem="its parameters are sharded")
+    """Change one token of one sample and compute its outputs again; see `call_again`."""
     row = int(of.counted.sum(1).argmax())
     positions = of.counted[row].nonzero().flatten()
     at = int(positions[len(positions) // 2])
     changed = _changed(of, row, at)
-    states = random.getstate(), np.random.get_state()
-    devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
-    try:
-        copied = copy_modules(model, share_parameters=True)
-        for part in copied.values():
-            part.training = False
-        outputs = []
-        for tokens in (of.tokens, of.tokens, changed):
-            with torch.no_grad(), torch.random.fork_rng(devices), _Isolated():
-                outputs.append(_outputs(copied[model], of, tokens))
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-    # The model's own code, which can raise anything when it is called again.
-    except Exception as error:
-        return Causality(problem=f"the model cannot be called again: {type(error).__name__}: {error}"[:200])
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    calls = [partial(_outputs, of=of, tokens=tokens) for tokens in (of.tokens, of.tokens, changed)]
+    outputs = call_again(training, calls)
+    if isinstance(outputs, str):
+        return Causality(problem=outputs)
     base, repeated, other = ([each[row] for each in several] for several in outputs)
     results = [_compare_outputs(each, positions, at) for each in zip(base, repeated, other, strict=True)]
     if not results:
@@ -158,6 +136,38 @@ def causality(training: Training, of: TokenTargets) -> Causality:
         all(each.looks_ahead for each in results),
         all(each.is_causal for each in results),
     )
+
+
+def call_again(training: Training, calls: Sequence[Callable[[nn.Module], list[Tensor]]]) -> list[list[Tensor]] | str:
+    """Call functions with a copy of the model in evaluation mode. Return their results, or why the model cannot be called.
+
+    The copy shares the parameters and has no hooks. It has its own buffers and attributes, and the random state is restored. Other
+    processes do not repeat the call, so the model must not communicate with them.
+    """
+    model = training.model
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        return "its parameters are sharded"
+    states = random.getstate(), np.random.get_state()
+    devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
+    try:
+        copied = copy_modules(model, share_parameters=True)
+        for part in copied.values():
+            part.training = False
+        outputs = []
+        for call in calls:
+            with torch.no_grad(), torch.random.fork_rng(devices), _Isolated():
+                outputs.append(call(copied[model]))
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+    # The model's own code, which can raise anything when it is called again.
+    except Exception as error:
+        return f"the model cannot be called again: {type(error).__name__}: {error}"[:200]
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return outputs
 
 
 def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, at: int) -> Causality:
@@ -170,7 +180,7 @@ def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, a
     noise = float((repeated - base).abs().amax())
     change = (other - base).abs().amax(1)
     ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
-    limit = max(10 * noise, _TOLERANCE.get(base.dtype, 1e-2) * scale)
+    limit = max(10 * noise, TOLERANCE.get(base.dtype, 1e-2) * scale)
     return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
 
 
@@ -221,15 +231,20 @@ def _changed(of: TokenTargets, row: int, at: int) -> Tensor:
 def _outputs(model: nn.Module, of: TokenTargets, tokens: Tensor) -> list[Tensor]:
     """Call the model with other tokens. Return its logits [samples, positions, classes], or the first output of that shape."""
     given = of.call.tensors[of.path]
-    new = (tokens.T if of.is_time_first else tokens).to(given.device, given.dtype)
-
-    def copy_tensor(_: str, tensor: Tensor) -> Tensor:
-        return new.contiguous() if tensor is given else tensor.detach().clone()
-
-    arguments = copy_arguments({"args": of.call.args, "kwargs": dict(of.call.kwargs)}, copy_tensor)
-    result = model(*arguments["args"], **arguments["kwargs"])
+    new = (tokens.T if of.is_time_first else tokens).to(given.device, given.dtype).contiguous()
+    result = call_with(model, of.call, given, new)
     outputs = [logits for _, tensor in iter_tensors(result) if (logits := _logits(tensor, of)) is not None]
     return [each for each in outputs if each.shape[2] == of.loss.shape[1]] or outputs[:1]
+
+
+def call_with(model: nn.Module, call: ModelCall, given: Tensor | None, new: Tensor | None, **added: Tensor) -> Any:
+    """Call a model with the arguments of a call. One tensor is replaced, and named ones are added or replaced."""
+
+    def copy_tensor(_: str, tensor: Tensor) -> Tensor:
+        return new if tensor is given and new is not None else tensor.detach().clone()
+
+    arguments = copy_arguments({"args": call.args, "kwargs": dict(call.kwargs)}, copy_tensor)
+    return model(*arguments["args"], **{**arguments["kwargs"], **added})
 
 
 def _logits(tensor: Tensor, of: TokenTargets) -> Tensor | None:

@@ -1,26 +1,74 @@
-"""Relation: the input of binary cross-entropy can be any probability, and nothing else."""
+"""Relation: the output of a model can reach the minimum of its loss."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from .double_softmax import layer_of
+from .loader_batches import is_readable
 from .relation import RELATIONS, Checked, Relation
 
-_RANGES = {"Tanh": "tanh, from -1 to 1", "Relu": "relu, from 0 to infinity"}
+_RANGES = {
+    "Tanh": ("tanh, from -1 to 1", -1.0, 1.0),
+    "Relu": ("relu, from 0 to infinity", 0.0, math.inf),
+    "Softplus": ("softplus, from 0 to infinity", 0.0, math.inf),
+    "Sigmoid": ("sigmoid, from 0 to 1", 0.0, 1.0),
+    "Softmax": ("softmax, from 0 to 1", 0.0, 1.0),
+}
+_OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
+MIN_TARGETS, LARGEST = 16, 0.05  # the largest fraction of targets that the output cannot reach
+MARGIN = 0.01  # of the standard deviation of the targets
 
 
 @RELATIONS.register("wrong_range_of_loss")
 class WrongRangeOfLoss(Relation):
-    """Reads which operation computes the input of binary cross-entropy, before a clamp, from the graph of autograd."""
+    """Reads which operation computes the input of a loss, before a clamp, from the graph of autograd, and the range of the targets.
+
+    The input of `nll_loss` is compared with the logarithms of probabilities: the probabilities of most samples add up to 1.
+    """
 
     sources = ("losses",)
 
     def check(self) -> Iterator[Checked]:
-        calls = [call for call in self.training.binary_losses if not call.of_logits and call.operation]
-        for call in calls:
-            if call.operation in _RANGES:
-                text = f"binary cross-entropy expects probabilities, and gets the clamped output of a {_RANGES[call.operation]}"
-                yield Checked(False, None, text, layer_of(self.training, call.operation))
-        if calls:
-            yield Checked(True, len(calls), f"binary cross-entropy gets the output of {calls[0].operation}")
+        training, count = self.training, 0
+        for operation, is_wrong, expected in self._inputs():
+            if is_wrong and operation in _RANGES:
+                text = f"{expected}, and gets the output of a {_RANGES[operation][0]}"
+                yield Checked(False, None, text, layer_of(training, operation))
+            elif is_wrong:
+                yield Checked(False, None, expected)
+            count += 1
+        if count:
+            yield Checked(True, count, "the output has the range of the loss")
+
+    def _inputs(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield for each loss the operation that computes its input, whether the range is wrong, and what it expects."""
+        for binary in self.training.binary_losses:
+            if binary.operation and not binary.of_logits:
+                is_wrong = binary.operation in ("Tanh", "Relu", "Softplus")
+                yield binary.operation, is_wrong, "binary cross-entropy expects probabilities"
+            elif binary.operation in _OF_LOGITS:
+                yield binary.operation, True, "binary cross-entropy with logits expects any number"
+        for call in self.training.losses:
+            if call.operation in _OF_LOGITS:
+                yield call.operation, True, "cross-entropy expects logits of any value"
+            elif call.is_likelihood and call.logits is not None:
+                text = f"nll_loss expects logarithms of probabilities, and gets {call.logits[0].tolist()[:4]}, ..."
+                yield "", not call.has_probabilities(), text
+        for pair in self.training.pair_losses:
+            if pair.operation in _RANGES:
+                outside = _outside(pair.targets, *_RANGES[pair.operation][1:])
+                text = f"{pair.name} has {outside:.0%} of its targets outside of the range"
+                yield pair.operation, outside > LARGEST, text
+
+
+def _outside(targets: Tensor, low: float, high: float) -> float:
+    """Return the fraction of targets that an output cannot reach; 0 for few targets."""
+    if not is_readable(targets) or targets.numel() < MIN_TARGETS:
+        return 0.0
+    values = targets.detach().float()
+    margin = MARGIN * values.std()
+    return float(((values < low - margin) | (values > high + margin)).float().mean())

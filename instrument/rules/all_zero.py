@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import numpy as np
@@ -12,11 +13,14 @@ from ..fields.field_types import Count
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
+FURTHER_ITEM = re.compile("[1-9]")  # the path of an item of a sequence after the first one
+
 
 class AllZeroRule(PersistentRule):
     """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%).
 
-    Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic.
+    Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic. Neither do
+    the further items of an output, such as masks and position biases, which can be zero by design.
     """
 
     rule: Literal["all_zero"]
@@ -34,7 +38,8 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
     merge = np.fmin
 
     def selects(self, location: Location) -> bool:
-        return location.phase == "train" and (location.is_output or (location.is_gradient and not location.is_of_bias))
+        is_read = location.is_output and not FURTHER_ITEM.match(location.path)
+        return location.phase == "train" and (is_read or (location.is_gradient and not location.is_of_bias))
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         zero: BoolArray = chosen.values(rows.column("zero_fraction"), self.merge) >= 1

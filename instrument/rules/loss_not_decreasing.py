@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ..config.rules import RULES, RuleBase
-from .rule import Bounds, CatalogueRule, Firing, QuietSteps
+from .rule import RELATIONS, Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 PLATEAU = 0.05  # the largest relative difference between quarters of a loss that stays the same
@@ -26,6 +26,10 @@ class LossNotDecreasingRule(RuleBase):
     A loss that becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Neither does
     one that rises and falls, such as that of a generator whose opponent learns too: the rule fires only if the means of the quarters
     of the window are equal within 5%, or never fall from one quarter to the next.
+
+    It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the
+    one before, nor lower than the entropy of the classes, or the variance of the targets. Targets that do not belong to their
+    inputs allow no lower loss (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "input-independent baseline").
     """
 
     rule: Literal["loss_not_decreasing"]
@@ -36,7 +40,8 @@ class LossNotDecreasingRule(RuleBase):
 @RULES.register("loss_not_decreasing")
 class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
     fields = LossNotDecreasingRule
-    saved = ("sums", "count", "first", "last")
+    saved = ("sums", "count", "first", "last", "constant")
+    relation = "constant_prediction"
     what = "loss not decreasing"
     stage = "learning"
     evidence = "loss"
@@ -50,6 +55,7 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         self._sums = [0.0] * QUARTERS  # of the losses in each quarter of the window
         self._count = 0
         self._first = self._last = math.nan
+        self._constant: float | None = None  # the loss of a constant prediction
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
@@ -58,6 +64,9 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if not math.isfinite(loss):
             yield from self._check_rise(loss)
             return
+        for row in rows.relations:
+            if row.relation == self.relation and row.holds and row.value is not None:
+                self._constant = row.value * loss  # also for a loss that was scaled
         self._add(loss)
         if self._count < self.spec.window or loss < 0:
             return
@@ -69,6 +78,13 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if later >= bound and (is_plateau or always_rises):
             text = f"mean {later:.4g} in the later half of {self.spec.window} steps, {earlier:.4g} in the earlier half"
             yield Firing(text, later, bound)
+        elif self._constant is not None:
+            low, high = (1 - self.spec.by) * self._constant, (1 + PLATEAU) * self._constant
+            if low <= means[-1] <= high and means[-1] >= (1 - self.spec.by) * means[-2]:
+                text = (
+                    f"mean {means[-1]:.4g} in the last quarter of {self.spec.window} steps, as of a constant prediction"
+                )
+                yield Firing(text, means[-1], low)
 
     def _counts(self) -> list[int]:
         """Return the number of steps in each quarter of the window."""
@@ -92,10 +108,11 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if self._last > bound:
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
-    def bounds(self) -> Bounds | None:
+    def bounds(self) -> Bounds | list[Bounds] | None:
         bounds = Bounds("loss")
         left = self.spec.window - self._count
-        return bounds._replace(steps=left - 1) if left > 0 else bounds  # the last step of the window decides
+        # The last step of the window decides.
+        return [bounds._replace(steps=left - 1), Bounds(RELATIONS, high=0)] if left > 0 else bounds
 
     def remember(self, steps: QuietSteps) -> None:
         for loss in steps.losses:

@@ -25,7 +25,8 @@ class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
     It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of
-    episodes. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
+    episodes. Nothing was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its
+    returns. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
     median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at
     least two) is reported at once.
     """
@@ -78,6 +79,8 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         if 0 < loss <= self.spec.factor * min(self._losses):
             return None
         median, low, high = float(np.median(self._losses)), min(self._losses), max(self._losses)
+        if self._first is not None and median >= self._first:
+            return None
         if self._lowest < 0:
             bound = median + self.spec.factor * (high - low)
             text = f"{loss:.4g}, far above its previous range {low:.4g} to {high:.4g}"

@@ -31,6 +31,9 @@ class PoorInitializationRule(RuleBase):
     add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
     the input, so that a change of r times the input turns it by the angle arctan(r) (He et al. 2016, https://arxiv.org/abs/1603.05027,
     section 3.1, for the exponential growth of scaled shortcuts).
+
+    The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more
+    than 3 above it: log(K) (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "verify loss @ init").
     """
 
     rule: Literal["poor_initialization"]
@@ -43,6 +46,7 @@ class PoorInitializationRule(RuleBase):
 class PoorInitialization(LocatedRule[PoorInitializationRule]):
     fields = PoorInitializationRule
     saved = ("done",)
+    relation = "constant_prediction"
     what = "poor initialization"
     stage = "setup"
     evidence = "std"
@@ -61,6 +65,12 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
         is_weight = is_weight and location.layer not in self.frozen_layers
         is_read = (location.is_output or is_weight) and location.module_type in WEIGHTED
         return (is_read or location.role == "change") and location.phase == "train"
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        for row in rows.relations:
+            if row.relation == self.relation and row.holds is False:
+                yield Firing(row.text, row.value)
+        yield from super().update(rows)
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         if self._done:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import create_model
 
@@ -19,7 +19,6 @@ class RelationRule(CatalogueRule[RuleBase]):
     The docstring of a subclass describes it in the reference and the JSON Schema.
     """
 
-    relation: ClassVar[str]
     stage = "setup"
     requires = "what the relation compares, without hooks"
 
@@ -106,10 +105,11 @@ class LabelsShifted(RelationRule, relation="labels_shifted"):
     """A model that uses only earlier tokens is trained on the token that it sees, on the token after the next one, or on the previous one.
 
     The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
-    earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any
-    output for the next token are not reported. The models of transformers shift labels themselves; labels that the loop has shifted
-    are then shifted twice (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other
-    samples of the batch are reported too: inputs and labels have different orders.
+    earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any output
+    for the next token are not reported. A masked language model whose loss counts the tokens that it sees is. The models of transformers
+    shift labels themselves; labels that the loop has shifted are then shifted twice
+    (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other samples of the batch
+    are reported too: inputs and labels have different orders.
     """
 
     what = "labels are not the next tokens"
@@ -162,12 +162,26 @@ class NarrowLayer(RelationRule, relation="narrow_layer"):
     advice = "Use more units in this layer: at least as many as there are classes."
 
 
+class PaddingAttended(RelationRule, relation="padding_attended"):
+    """The `attention_mask` of a model does not mask padding, or a `*padding_mask` is true for the tokens instead of the padding.
+
+    Padding is `config.pad_token_id` at the ends of samples, and in the second case a token that is repeated there. The outputs then
+    depend on how long the padding is (Vaswani et al. 2017, section 3.2.3, for masks). With a mask or without one, a model whose outputs
+    are the same, such as a causal model of texts that are padded at the end, is not reported.
+    """
+
+    what = "padding is attended to"
+    advice = (
+        "Pass attention_mask of the tokenizer: 1 for tokens and 0 for padding. A key_padding_mask is true for padding."
+    )
+
+
 class PaddingInLoss(RelationRule, relation="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
-    Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`. It is expected at the
-    end or the start of a sample. Losses with `reduction="none"` or with class weights are not checked, since they may leave these targets
-    out in another way.
+    Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
+    samples end with, in runs of different lengths. It is expected at the end or the start of a sample. Losses with `reduction="none"` or
+    with class weights are not checked, since they may leave these targets out in another way.
     """
 
     what = "padding counts in the loss"
@@ -206,6 +220,7 @@ class RateInEffect(RelationRule, relation="rate_in_effect"):
     A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
     warm-up takes more than 10,000 steps, which are many (Devlin et al. 2019). Its schedule may count epochs or samples. A scheduler
     without effect was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
+    One that takes as many steps as the training, and made less than a twentieth of them, counts batches but makes a step per epoch.
     """
 
     what = "learning rate not in effect"
@@ -247,12 +262,15 @@ class ReplicasEqual(RelationRule, relation="replicas_equal"):
 class SamplesVary(RelationRule, relation="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
-    It is checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a constant input that
-    is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
+    Also batches that each have targets of one class, but of different ones: data that are sorted by class, and not shuffled, in at least 5
+    checked batches of 8 samples. Batches have to be random samples of the data (Bengio 2012, https://arxiv.org/abs/1206.5533).
+
+    The first two are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a
+    constant input that is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
     """
 
     what = "samples do not vary"
-    advice = "Pass the current batch to the model, call iter(loader) once per epoch, and use the index in the dataset."
+    advice = "Pass the current batch to the model, call iter(loader) once per epoch, use the index in the dataset, and shuffle the data."
 
 
 class TiedWeights(RelationRule, relation="tied_weights"):
@@ -281,11 +299,13 @@ class UnusedOutputs(RelationRule, relation="unused_outputs"):
 
 
 class WrongRangeOfLoss(RelationRule, relation="wrong_range_of_loss"):
-    """`torch.nn.functional.binary_cross_entropy` gets the output of a Tanh or ReLU, which is clamped to probabilities.
+    """The output of the model cannot reach the minimum of the loss, because of its last activation function or a missing one.
 
-    A clamped output has no gradient. PyTorch raises an error for values outside 0 to 1 without a clamp. The loss is that of a Bernoulli
-    distribution, whose probability a sigmoid computes (Goodfellow et al. 2016, Deep Learning, section 6.2.2.2).
+    Reported are: `binary_cross_entropy` of a clamped Tanh, ReLU or Softplus, which is no probability; cross-entropy, or binary
+    cross-entropy with logits, of a Tanh or ReLU, whose probabilities cannot all become small; `nll_loss` of numbers that are no
+    logarithms of probabilities; and `mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` with more than 5% of the targets outside of
+    the range of the output. The last activation function follows from the loss (Goodfellow et al. 2016, Deep Learning, section 6.2.2).
     """
 
     what = "range of the output does not fit the loss"
-    advice = "Remove the activation and the clamp, and use binary_cross_entropy_with_logits."
+    advice = "Use the activation function that the loss expects: none for logits and numbers, log_softmax for nll_loss."

@@ -130,6 +130,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
     statistics: tuple[str, ...] = ()
     """The statistics that a hook has to record."""
 
+    relation: ClassVar[str] = ""
+    """The relation whose rows it reads, in `instrument/relations/`; empty if it reads none."""
+
     source: ClassVar[Literal["steps", "targets", "evaluations"]] = "steps"
     """What it reads: rows of steps, the targets of samples, or evaluations."""
 

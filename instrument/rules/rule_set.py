@@ -12,7 +12,6 @@ from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
 from .reference import ReferenceRanges
-from .relations import RelationRule
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
 from .watch import WatchMetric, WatchStatistic
@@ -145,7 +144,8 @@ class RuleSet:
     @property
     def relations(self) -> frozenset[str]:
         """The names of the relations that rules read."""
-        return frozenset(rule.relation for rule in self._rules.values() if isinstance(rule, RelationRule))
+        rules = [rule for rule in self._rules.values() if isinstance(rule, CatalogueRule)]
+        return frozenset(rule.relation for rule in rules if rule.relation)
 
     def _report(self, name: str, firing: Firing, rows: StepRows) -> None:
         is_note, location = firing.value is None, firing.location

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ..config.rules import RULES, RangeRule
 from ..fields.field_types import Count, Index, NonNegative
-from .rule import BoundsRule, Firing
+from .rule import BoundsRule, Firing, extended
 from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
 
 REPLACED = 0.5  # of more than half of the weights in the first step
@@ -23,6 +23,7 @@ class UpdateRatioRule(RangeRule):
     About 1e-3 is usual (CS231n). Above 0.1, ten updates replace a weight completely. 6e-8 is the rounding unit of float32: smaller
     updates do not change a weight. An update of exactly zero is reported by `unchanged_parameter`. It also fires if the first step
     replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left.
+    A large ratio that halves does not count: small initial weights grow until their updates have a usual size.
     """
 
     rule: Literal["update_ratio"]
@@ -35,12 +36,21 @@ class UpdateRatioRule(RangeRule):
 @RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
     fields = UpdateRatioRule
+    saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"
     stage = "updates"
     advice = "Change the learning rate of this parameter: an update of about 0.1% of the weight is usual."
     requires = "updates (kind: step_post, role: update) with the statistic update_ratio, such as hooks=parameters"
     statistics = ("update_ratio",)
+
+    def __init__(self, spec: UpdateRatioRule) -> None:
+        super().__init__(spec)
+        self._largest = np.zeros(0)  # the largest value at each location since the condition began to hold
+
+    def grow(self, count: int) -> None:
+        super().grow(count)
+        self._largest = extended(self._largest, count)
 
     def selects(self, location: Location) -> bool:
         return location.role == "update" and not location.is_of_bias
@@ -61,4 +71,7 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):
             return np.zeros(len(chosen.locations), np.bool_)
-        return super().holds(rows, chosen) & (self.values(rows, chosen) > 0)
+        values, slots = self.values(rows, chosen), chosen.slots
+        self._largest[slots] = np.where(self._counts[slots] > 0, np.fmax(self._largest[slots], values), values)
+        has_halved = (values > self.spec.above) & (values <= 0.5 * self._largest[slots])
+        return super().holds(rows, chosen) & (values > 0) & ~has_halved

@@ -272,6 +272,12 @@ def test_growth_compares_each_location_with_itself() -> None:
 
 LAST = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
 QUARTERS = (0.60, 0.56, 0.61, 0.63)
+
+
+def rates(*numbers: float) -> list[Step]:
+    return [Step(lr=number) for number in numbers]
+
+
 EPISODES = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
 
 
@@ -313,7 +319,19 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "loss that rises and falls": ("loss_not_decreasing", losses(*np.repeat(QUARTERS, 50)), 0),
     "loss that rises": ("loss_not_decreasing", losses(*np.repeat(sorted(QUARTERS), 50)), 1),
     "losses of episodes, above 5 times the median": ("loss_spike", losses(*EPISODES, 108.0), 0),
-    "spike after episodes": ("loss_spike", losses(*EPISODES, 112.0), 1),
+    "spike after episodes": ("loss_spike", losses(100.0, *EPISODES, 112.0), 1),
+    "losses of a policy that follow its returns": ("loss_spike", losses(*EPISODES, 112.0), 0),
+    "rate that falls in the first steps": ("zero_learning_rate", rates(*[0.1] * 6, *[1e-5] * 120), 1),
+    "last steps of a schedule": ("zero_learning_rate", rates(*[0.1] * 90, *[1e-2] * 30, *[1e-4] * 80), 0),
+    "warm-up, constant rate": ("zero_learning_rate", rates(*np.linspace(0.0, 0.1, 150), *[0.1] * 50), 0),
+    "short training with a falling rate": ("zero_learning_rate", rates(*[0.1] * 6, *[1e-5] * 90), 0),
+    "updates that halve": (
+        "update_ratio",
+        values(UPDATE, "update_ratio", [0.5] * 20 + [0.8 * 0.9**step for step in range(40)]),
+        0,
+    ),
+    "all zeros in a further item of an output": ("all_zero", values({**OUTPUT, "path": "1"}, "zero_fraction", [1.0] * 9), 0),
+    "all zeros in the first item of an output": ("all_zero", values({**OUTPUT, "path": "0"}, "zero_fraction", [1.0] * 9), 1),
     "policy near zero at first": ("loss_spike", losses(1e-9, 5e3, 4e3, 6e3), 0),
     "signed loss, overfit": ("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8]), 0),
     "signed loss, small": ("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10]), 0),

@@ -344,6 +344,25 @@ def scaled_steps(count: int, factor: float, out: Path | None = None, **options: 
     return probe
 
 
+@pytest.mark.parametrize(("unscaled", "steps"), [(False, [2]), (True, [])])
+def test_gradients_that_are_clipped_before_the_scale_is_divided_out_are_reported(
+    unscaled: bool, steps: list[int]
+) -> None:
+    model = network()
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    with attached(model, optimizer, scaler=scaler) as probe:
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch)).backward()
+            if unscaled:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            probe.end_step()
+    assert violations(probe) == [("loss_scale", step) for step in steps]
+
+
 def test_scale_below_one_is_reported() -> None:
     probe = scaled_steps(4, float("inf"), init_scale=2.0)
     (row,) = rows(probe, "loss_scale", holds=False)
@@ -590,6 +609,30 @@ def test_scheduler_of_an_earlier_optimizer_is_reported() -> None:
     (row,) = rows(probe, "rate_in_effect", holds=False)
     assert (row["step"], row["value"]) == (1, 0.25 * 0.5**2)  # after its second step
     assert torch.optim.lr_scheduler.LRScheduler.step.__qualname__ == "LRScheduler.step"
+
+
+def test_scheduler_of_an_earlier_optimizer_with_the_rate_in_effect_is_not_reported() -> None:
+    model = network()
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd(model), 1.0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        probe = train(model, sgd(model), change=lambda step: schedule.step())
+    assert violations(probe) == []
+
+
+@pytest.mark.parametrize(("length", "every", "is_reported"), [(60, 30, True), (60, 2, False), (61, 30, False)])
+def test_schedule_of_batches_with_a_step_per_epoch_is_reported(length: int, every: int, is_reported: bool) -> None:
+    model = network()
+    optimizer = sgd(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
+    batches = torch.randn(60, 4, 6, generator=torch.Generator().manual_seed(1))
+
+    def change(step: int) -> None:
+        if step % every == every - 1:
+            schedule.step()
+
+    probe = train(model, optimizer, change=change, batches=batches, rules="default")
+    assert violations(probe) == [("rate_in_effect", 60)] * is_reported
 
 
 @pytest.mark.parametrize(

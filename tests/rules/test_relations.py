@@ -74,6 +74,7 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 8)
+        nn.init.normal_(self.embedding.weight, std=0.2)
         self.head = nn.Linear(8, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -294,6 +295,67 @@ def weighted_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
 
+def sentences(batch: Tensor) -> Tensor:
+    """Return tokens with padding of id 0 after 4, 7 or 9 other tokens."""
+    lengths = torch.arange(len(batch)).remainder(3)
+    return batch.clamp(min=1) * (torch.arange(batch.shape[1]) < torch.tensor([4, 7, 9])[lengths, None])
+
+
+def sentences_loss(model: nn.Module, batch: Tensor, *, ignored: int = -100) -> Tensor:
+    text = sentences(torch.cat([batch, batch]))
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten(), ignore_index=ignored)
+
+
+def denoising_loss(model: nn.Module, batch: Tensor, share: float = 0.15, *, everywhere: bool = True) -> Tensor:
+    """Return the loss of masked words, or of all words; the mask is the last token."""
+    text = torch.cat([batch] * 8).clamp(max=VOCABULARY - 2)
+    hidden = torch.rand(text.shape, generator=torch.Generator().manual_seed(0)) < share
+    targets = text if everywhere else text.where(hidden, -100)
+    return F.cross_entropy(model(text.masked_fill(hidden, VOCABULARY - 1)).flatten(0, 1), targets.flatten())
+
+
+def bert(kind: str = "BertForSequenceClassification", **changes: Any) -> nn.Module:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = transformers.BertConfig(
+        **sizes, num_attention_heads=2, max_position_embeddings=16, pad_token_id=0, **changes
+    )
+    return getattr(transformers, kind)(config)
+
+
+def sentence_loss(
+    model: nn.Module, batch: Tensor, mask_of: Callable[[Tensor], Tensor | None] = torch.ones_like
+) -> Tensor:
+    text = sentences(batch)
+    return F.cross_entropy(model(input_ids=text, attention_mask=mask_of(text)).logits, text[:, 0] % 2)
+
+
+def causal_padding_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    text = sentences(batch)
+    logits = model(input_ids=text[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), ignore_index=0)
+
+
+class Encoder(nn.Module):
+    """A classifier of sentences with the encoder of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1)
+        self.lm_head = nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor, src_key_padding_mask: Tensor | None = None) -> Tensor:
+        x = self.encoder(self.embedding(tokens), src_key_padding_mask=src_key_padding_mask)
+        return self.lm_head(x.mean(1))
+
+
+def encoder_loss(model: nn.Module, batch: Tensor, *, inverted: bool = False) -> Tensor:
+    text = sentences(torch.cat([batch, batch]))
+    return F.cross_entropy(model(text, (text != 0) if inverted else (text == 0)), text[:, 0] % 2)
+
+
 class Lines(Bigram):
     """A language model of characters, of which one that occurs in texts is the default for padding."""
 
@@ -316,6 +378,13 @@ FAULTS = [
     # 6 of the 11 inputs of the first sample are padding, and the first of them may be the token for the end of the text.
     ("padding_in_loss", Transformer, padding_loss, 5.0),
     ("padding_in_loss", lambda: Wrapper(Transformer()), padding_loss, 5.0),
+    # The 11 inputs of sentences with 4, 7 and 9 tokens have 7, 4 and 2 that are padding, and the first of them does not count.
+    ("padding_in_loss", Transformer, sentences_loss, 2.0 * (6 + 3 + 1)),
+    ("padding_attended", bert, sentence_loss, 13.0),
+    ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: None), 13.0),
+    ("padding_attended", bert, partial(sentence_loss, mask_of=lambda text: (text == 0).long()), 13.0),
+    ("padding_attended", Encoder, partial(encoder_loss, inverted=True), 40.0),
+    ("labels_shifted", lambda: Transformer(is_causal=False), denoising_loss, None),
 ]
 
 
@@ -360,9 +429,35 @@ def test_healthy_language_model_is_not_reported(
             optimizer.step()
             probe.end_step()
     held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
-    assert held - {"dropout_keeps_units", "tied_weights"} == verified | {"double_softmax"}
+    assert held - {"dropout_keeps_units", "tied_weights", "constant_prediction"} == verified | {"double_softmax"}
     assert violations(probe) == []
     assert (probe.coverage()[0]["fired"], len(probe.stats)) == (4, 4)  # the call with a changed token runs no hook
+
+
+HEALTHY_PADDED = [
+    (Transformer, partial(sentences_loss, ignored=0), {"labels_shifted", "looks_ahead", "padding_in_loss"}),
+    (bert, partial(sentence_loss, mask_of=lambda text: (text != 0).long()), {"padding_attended"}),
+    (
+        lambda: bert("BertLMHeadModel", is_decoder=True),
+        causal_padding_loss,
+        {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"},
+    ),
+    (Encoder, encoder_loss, {"padding_attended"}),
+    (lambda: Transformer(is_causal=False), partial(denoising_loss, everywhere=False), set()),
+]
+
+
+@pytest.mark.parametrize(("build", "loss_of", "verified"), HEALTHY_PADDED)
+def test_healthy_model_of_padded_sentences_is_not_reported(
+    build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
+) -> None:
+    with instrument.attach(model := build(), {}) as probe:
+        for batch in tokens():
+            loss_of(model, batch).backward()
+            probe.end_step()
+    assert violations(probe) == []
+    held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
+    assert held & {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"} == verified
 
 
 GENERATOR = torch.Generator()
@@ -498,6 +593,15 @@ def number_loss(
         return function(*(pair[0].T, pair[1][:, None]) if target_first else pair)
 
 
+def column_loss(model: nn.Module, batch: Any, low: float = 0.0, scale: float = 1.0) -> Tensor:
+    """Return the squared error of targets from 0 to 5, or of other ones in an interval."""
+    return F.mse_loss(model(batch[0]), low + scale * batch[1][:, None].float())
+
+
+def likelihood(model: nn.Module, batch: Any) -> Tensor:
+    return F.nll_loss(model(batch[0]), batch[1])
+
+
 def number_losses(model: nn.Module, batch: Any) -> Tensor:
     """Return losses with targets of the same shape, one target of all samples, and pairs on purpose."""
     output, targets = model(batch[0]), batch[1].float()
@@ -516,6 +620,13 @@ LOSS_FAULTS = [
     ("double_softmax", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), logit_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), probability_loss, 6),
     ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), probability_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU(), outputs=1), logit_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.ReLU()), class_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Tanh(), outputs=1), column_loss, 6),
+    ("wrong_range_of_loss", "3", 0, lambda: classifier(nn.Sigmoid(), outputs=1), column_loss, 6),
+    ("wrong_range_of_loss", "", 0, classifier, likelihood, 6),
+    ("wrong_range_of_loss", "", 0, lambda: classifier(nn.Softmax(1)), likelihood, 6),
+    ("wrong_range_of_loss", "", 0, lambda: classifier(nn.LogSoftmax(0)), likelihood, 6),
     *(
         (
             "loss_broadcasts",
@@ -561,6 +672,21 @@ HEALTHY_CLASSIFIERS = [
     (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(outputs=1), number_losses, 6, {"loss_broadcasts", "dropout_keeps_units"}),
     (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
+    (
+        lambda: classifier(nn.LogSoftmax(1)),
+        likelihood,
+        6,
+        {"wrong_range_of_loss", "unused_outputs", "dropout_keeps_units"},
+    ),
+    *(
+        (
+            lambda last=last: classifier(last, outputs=1),
+            partial(column_loss, low=low, scale=scale),
+            6,
+            {"wrong_range_of_loss", "loss_broadcasts", "dropout_keeps_units"},
+        )
+        for last, low, scale in ((nn.ReLU(), 0, 1), (nn.Tanh(), -1, 0.4), (nn.Sigmoid(), 0, 0.2))
+    ),
 ]
 
 
@@ -574,7 +700,7 @@ def test_healthy_classifier_is_not_reported(
             probe.end_step()
     assert violations(probe) == []
     held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
-    assert held - {"mode_of_phase"} == verified
+    assert held - {"mode_of_phase", "constant_prediction"} == verified
 
 
 def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs() -> None:
@@ -584,6 +710,81 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
             F.cross_entropy(model(x[:20]), y[:20]).backward()
             probe.end_step()
     assert rows_of(probe, "unused_outputs") == []
+
+
+@pytest.mark.parametrize(
+    ("order", "steps"),
+    [
+        ([0] * 2 + [1] * 2 + [2] * 2, [4]),
+        ([0] * 6, []),  # as of a contrastive loss, whose positive sample is the first one
+        ([0, 0, 1, 1, None, None], []),
+    ],
+)
+def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
+    batches = [(torch.randn(8, 5), torch.arange(8) % 6 if kind is None else torch.full((8,), kind)) for kind in order]
+    optimizer = torch.optim.SGD((model := classifier()).parameters(), lr=0.01)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for batch in batches:
+            optimizer.zero_grad()
+            class_loss(model, batch).backward()
+            optimizer.step()
+            probe.end_step()
+    assert violations(probe) == [("samples_vary", step) for step in steps]
+
+
+def large_logits(model: nn.Module, batch: Any, *, scale: float = 100.0) -> Tensor:
+    return F.cross_entropy(scale * model(batch[0]), batch[1])
+
+
+def test_first_loss_of_large_logits_is_reported() -> None:
+    hooks = {"outputs": {"layers": "**", "kind": "forward", "action": "record"}}
+    for scale, count in ((100.0, 1), (2.0, 0)):
+        torch.manual_seed(0)
+        model = classifier(dropped=0.0)
+        x, y = classes(6)[0]
+        expected = F.cross_entropy(scale * model(x), y).item() / np.log(6)
+        with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks) as probe:
+            large_logits(model, (x, y), scale=scale).backward()
+            probe.end_step()
+        events = probe.events[probe.events["rule"] == "poor_initialization"]
+        assert len(events) == count
+        assert events["value"].tolist() == pytest.approx([expected] * count)
+        assert "uniform prediction of 6 classes 1.79" in " ".join(events["message"]) or not count
+
+
+@pytest.mark.parametrize(("scale", "is_learned"), [(1.0, False), (0.25, False), (1.0, True)])
+def test_loss_of_a_constant_prediction_is_reported(scale: float, is_learned: bool) -> None:
+    """After a start with a higher loss, a model of random classes predicts their frequencies."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4)
+    nn.init.normal_(model.bias, std=2.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2 / scale)
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}, optimizer=optimizer) as probe:
+        for _ in range(200):
+            x = torch.randn(128, 5)
+            y = x[:, :4].argmax(1) if is_learned else torch.randint(4, (128,))
+            loss = scale * F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    events = probe.events[probe.events["rule"] == "loss_not_decreasing"].to_dict("records")
+    if is_learned:
+        assert events == []
+    else:
+        ((step, value, text),) = [(event["step"], event["value"], event["message"]) for event in events]
+        assert (step, value) == (199, pytest.approx(scale * np.log(4), rel=0.02))
+        assert "as of a constant prediction" in text
+
+
+def test_loss_of_a_constant_number_is_the_variance_of_the_targets() -> None:
+    model = nn.Linear(5, 1)
+    x, y = torch.randn(64, 5), 3 * torch.randn(64, 1)
+    with instrument.attach(model, {}) as probe:
+        (loss := F.mse_loss(model(x), y)).backward()
+        probe.end_step()
+    (row,) = rows_of(probe, "constant_prediction")
+    assert row["value"] * loss.item() == pytest.approx(y.numpy().var(ddof=1), rel=1e-5)
 
 
 class Images(Dataset[Tensor]):

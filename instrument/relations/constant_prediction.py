@@ -1,0 +1,71 @@
+"""Relation: the first loss is not far above that of a uniform prediction. Also the loss of the best constant prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .loader_batches import is_readable
+from .loss_calls import LossCall, PairLossCall
+from .relation import RELATIONS, Checked, Relation, Training
+
+FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
+MIN_TARGETS, PER_CLASS, MIN_PAIRS = 200, 16, 16
+MIN_ENTROPY = 0.5  # of that of equally frequent classes; the loss of rare classes is small from the start
+
+
+@RELATIONS.register("constant_prediction")
+class ConstantPrediction(Relation):
+    """Reads the targets of means of cross-entropy without weights, and of `mse_loss`, in checked steps.
+
+    The uniform prediction of K classes has the loss log(K). The best constant prediction is the distribution of the targets, with their
+    entropy as its loss, or their mean, with their variance. The value of the row that holds is this loss, relative to the loss of
+    the step.
+    """
+
+    sources = ("losses",)
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._counts = torch.zeros(0)  # targets by class
+
+    def check(self) -> Iterator[Checked]:
+        classes = {call.shape[min(1, len(call.shape) - 1)] for call in self.training.losses}
+        if len(classes) == 1 and all(call.is_mean and call.weight is None for call in self.training.losses):
+            yield from self._check_classes(self.training.losses, *classes)
+        pairs = self.training.pair_losses
+        if pairs and not self.training.losses and all(_is_comparable(call) for call in pairs):
+            loss = _mean([call.result for call in pairs])
+            variance = _mean([call.targets.detach().float().var(0).mean() for call in pairs])
+            if variance > 0 and loss > 0:
+                yield Checked(True, variance / loss, f"the variance of the targets is {variance:.4g}")
+
+    def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:
+        loss, uniform = _mean([call.result for call in calls]), math.log(classes)
+        is_first = self.training.clock.moment.step == 0 and all(call.has_probabilities() for call in calls)
+        if is_first and loss > max(FACTOR * uniform, uniform + DIFFERENCE):
+            text = f"the first loss is {loss:.3g}, and that of a uniform prediction of {classes} classes {uniform:.3g}"
+            yield Checked(False, loss / uniform, text)
+        for call in calls:
+            targets = call.targets[call.targets != call.ignore_index].flatten().cpu()
+            counts = torch.bincount(targets, minlength=classes)
+            self._counts = counts if len(self._counts) != len(counts) else self._counts + counts
+        seen = self._counts[self._counts > 0].double()
+        total = float(seen.sum())
+        entropy = float(-(seen / total * (seen / total).log()).sum()) if total else 0.0
+        is_known = total >= max(MIN_TARGETS, PER_CLASS * len(seen)) and entropy > MIN_ENTROPY * math.log(len(seen))
+        if is_known and loss > 0 and entropy > 0:
+            yield Checked(True, entropy / loss, f"the entropy of {int(total)} targets is {entropy:.4g}")
+
+
+def _is_comparable(call: PairLossCall) -> bool:
+    """Return whether a loss is the mean squared error of targets that can be read, [samples, ...]."""
+    is_batch = is_readable(call.targets) and call.targets.ndim > 0 and len(call.targets) >= MIN_PAIRS
+    return call.name == "mse_loss" and call.result.ndim == 0 and is_batch and not call.broadcasts
+
+
+def _mean(numbers: Sequence[Tensor]) -> float:
+    return float(torch.stack([number.detach().float().mean() for number in numbers]).mean())
