@@ -15,7 +15,7 @@ from ..tables.statistics import STATISTICS
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
-from .rule import CatalogueRule, LocatedRule, RelationRule
+from .rule import CatalogueRule, LocatedRule
 from .rule_set import make_rule
 from .step_rows import Location
 
@@ -149,7 +149,9 @@ def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | No
     if isinstance(rule, CustomRule | ReferenceRule):  # see `check_references`
         return None
     made = make_rule(rule)
-    if not (isinstance(made, LocatedRule) or (isinstance(made, RelationRule) and made.statistics)):
+    if not isinstance(made, LocatedRule) and not (
+        isinstance(made, CatalogueRule) and made.relation and made.statistics
+    ):
         return None
     return [name for name, spec in _candidates(made, hooks).items() if {*made.statistics} <= spec.readable]
 
