@@ -69,9 +69,10 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
             yield Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):
-            return np.zeros(len(chosen.locations), np.bool_)
         values, slots = self.values(rows, chosen), chosen.slots
-        self._largest[slots] = np.where(self._counts[slots] > 0, np.fmax(self._largest[slots], values), values)
-        has_halved = (values > self.spec.above) & (values <= 0.5 * self._largest[slots])
-        return super().holds(rows, chosen) & (values > 0) & ~has_halved
+        is_outside = super().holds(rows, chosen) & (values > 0)
+        if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):
+            is_outside[:] = False
+        largest = np.where(self._counts[slots] > 0, np.fmax(self._largest[slots], values), values)
+        self._largest[slots] = np.where(is_outside, largest, 0.0)
+        return is_outside & ~((values > self.spec.above) & (values <= 0.5 * largest))
