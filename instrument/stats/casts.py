@@ -5,8 +5,8 @@ format, and divided by the scale. It underflows if it becomes zero, and overflow
 versions and formats of PyTorch return the largest number, infinity or NaN. Elements are first converted to float32, as PyTorch does. NaN
 and infinity do not count.
 
-Blocks are consecutive elements of the last dimension, and in convolutions of the channels: the dimension over which a product sums. The
-last block of a row may be smaller.
+Blocks are consecutive elements of the last dimension, in convolutions of the channels, and in a weight of its inputs: the dimension
+over which the product of the forward pass sums. The last block of a row may be smaller.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..tables.formats import FORMATS, Cast, Format
+from ..tables.kinds import KINDS
 from ..values.dtensor import Shards
 from .cpu_kernel import lost_by_cast
 from .flatten import stored_elements
@@ -61,7 +62,11 @@ class Casts:
 
     def of_call(self, tensor: Tensor, call: Call) -> Casts:  # noqa: ARG002
         """Return the measure of a call; see `Measure`."""
-        along = 1 if isinstance(call.module, torch.nn.modules.conv._ConvNd) else -1
+        along, module, of_parameter = -1, call.module, KINDS[call.kind].family != "module"
+        if isinstance(module, torch.nn.modules.conv._ConvNd):
+            along -= len(module.kernel_size) + (module.transposed and of_parameter)
+        elif type(module).__name__ == "Conv1D":  # of transformers, with a weight [in, out]
+            along -= of_parameter
         key = call.path, call.call, call.recompute
         return replace(self, along=along, amaxes=call.state.setdefault("amaxes", {}), key=key)
 
@@ -126,10 +131,17 @@ class Casts:
             x = torch.nested.to_padded_tensor(_float32(x), math.nan)
         x = x.to_dense()
         x = _float32(x.to(torch.complex128).abs() if x.is_complex() else x)
-        return x.reshape(1, -1) if x.dim() < 2 else x.movedim(self.along, -1).flatten(0, -2).contiguous()
+        if x.dim() < max(2, -self.along):
+            return x.reshape(1, -1)
+        return x.movedim(self.along, -1).flatten(0, -2).contiguous()
 
 
 def _float32(x: Tensor) -> Tensor:
+    """Return elements as float32 or bfloat16. Finite numbers of float64 that are not zero stay finite and not zero, so that they count."""
+    if x.dtype == torch.float64:
+        magnitudes = x.abs()
+        in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)
+        x = torch.where((magnitudes > 0) & (magnitudes < math.inf), in_range, magnitudes)
     return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
 
 
