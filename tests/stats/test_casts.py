@@ -311,6 +311,18 @@ def test_scale_of_the_previous_tensor(on_device: bool, monkeypatch: pytest.Monke
     assert [row["overflow_fraction"] for row in rows] == [None, 0.5, 0.0, 0.0]  # 8 * 224 is more than 448
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("cast", [{"to": "float8_e4m3fn", "scale": "amax"}, "nvfp4"])
+def test_scale_follows_from_the_statistics_of_the_hook(
+    cast: Any, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
+    monkeypatch.delattr(casts, "measure")
+    _, probe = run_step(nn.Identity(), {"h": record("forward", stats="numel", cast=cast)}, torch.tensor([1.0, -8.0]))
+    assert [row["scale"] for row in probe.sink.records("casts")] == [56.0 if cast != "nvfp4" else 336.0]
+
+
 def test_calls_of_a_shared_module_have_scales_of_their_own() -> None:
     layer = nn.Identity()
     model = Calls(lambda layer, x: layer(layer(x) * 4.0), layer=layer)
