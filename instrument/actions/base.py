@@ -112,6 +112,7 @@ class Context:
             does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
             without a condition.
         unit_dim: The dimension of the units that the hook names. None for the default.
+        measured: For a record hook with statistics: the sums of the tensor. Otherwise None.
         split: With `split_dim`: all parts of the tensor, and the index of this one. Otherwise None.
     """
 
@@ -141,6 +142,7 @@ class Context:
     state: dict[str, Any] = field(default_factory=dict)
     holds: bool | Tensor | None = None
     unit_dim: int | None = None
+    measured: Measured | None = None
     split: tuple[Parts, int] | None = None
 
     @property
@@ -176,6 +178,7 @@ class Context:
             targets=None,
             tensors=KeptTensors(),
             state={},
+            measured=None,
             holds=None,
         )
 

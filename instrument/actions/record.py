@@ -87,6 +87,7 @@ class Record(Action):
         if names:
             measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
             measured.holds = context.holds
+            context.measured = measured
             measured.exact_extremes = integer_extremes(tensor, names, measured, is_part=merges)
             if merges:
                 self.rows.add_part(context, names, measured, self.measurement.dead_units(tensor, context))

@@ -14,7 +14,7 @@
 #endif
 #define INFINITE 0x7f800000u
 
-enum { FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, AMAX, SCALE, NUMBERS };
+enum { FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, NUMBERS };
 enum { ONE_SCALE, POWERS_OF_TWO, FLOAT8_SCALES }; /* the scales of blocks */
 
 /* A format with `23 - shift` bits of the mantissa. Below the smallest normal number, whose bits are `normal`, adding and subtracting
@@ -122,7 +122,6 @@ static INLINE float scale_of_block(float amax, int scales, Format f, float scale
     return stored > 0.0f ? scale / stored : 0.0f;
 }
 
-/* With a scale of 0, only the largest magnitude is computed. Without scales of blocks, there is one row. */
 FOR_EACH_PROCESSOR
 static void add_rows(const void *memory, size_t rows, size_t length, int is_bfloat16, Format f, size_t block, int scales,
                      float scale, double *numbers, double *errors) {
@@ -132,15 +131,11 @@ static void add_rows(const void *memory, size_t rows, size_t length, int is_bflo
         for (size_t at = 0; at < length; at += block) {
             const size_t size = length - at < block ? length - at : block, whole = (size + LANES - 1) / LANES * LANES;
             const float *x = tile_of(memory, row * length + at, size, is_bfloat16, tile);
-            const float amax = amax_of(x, whole);
-            numbers[AMAX] = (double)amax > numbers[AMAX] ? (double)amax : numbers[AMAX];
-            if (scale == 0.0f)
-                continue;
-            const float factor = scales ? scale_of_block(amax, scales, f, scale, &inverse) : scale;
+            const float factor = scales ? scale_of_block(amax_of(x, whole), scales, f, scale, &inverse) : scale;
             double lost[NUMBERS] = {0};
             add_lost(x, whole, factor, inverse, f, lost);
             lost[FINITE] -= (double)(whole - size);
-            for (int i = 0; i < AMAX; i++)
+            for (int i = 0; i < NUMBERS; i++)
                 numbers[i] += lost[i];
             if (scales)
                 *errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
@@ -163,19 +158,9 @@ PyObject *lost_by_cast(PyObject *self, PyObject *args) {
     const void *memory = (const void *)(uintptr_t)address;
     double *numbers = (double *)(uintptr_t)result, *errors = (double *)(uintptr_t)results;
     const Format f = format_of(mantissa, least, largest);
-    const size_t all = (size_t)(rows * length);
     memset(numbers, 0, NUMBERS * sizeof *numbers);
     Py_BEGIN_ALLOW_THREADS
-    if (scale == 0.0) {
-        add_rows(memory, 1, all, is_bfloat16, f, TILE, ONE_SCALE, 0.0f, numbers, NULL);
-        const double top = scales == FLOAT8_SCALES ? largest * 448.0 : largest;
-        scale = numbers[AMAX] > 0.0 ? fmin(top / numbers[AMAX], 0x1.fffffep127) : 1.0;
-    }
-    numbers[SCALE] = (double)(float)scale;
-    if (scales)
-        add_rows(memory, (size_t)rows, (size_t)length, is_bfloat16, f, (size_t)block, scales, (float)scale, numbers, errors);
-    else
-        add_rows(memory, 1, all, is_bfloat16, f, TILE, ONE_SCALE, (float)scale, numbers, NULL);
+    add_rows(memory, (size_t)rows, (size_t)length, is_bfloat16, f, block ? (size_t)block : TILE, scales, (float)scale, numbers, errors);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

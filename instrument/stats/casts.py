@@ -5,8 +5,8 @@ format, and divided by the scale. It underflows if it becomes zero, and overflow
 versions and formats of PyTorch return the largest number, infinity or NaN. Elements are first converted to float32, as PyTorch does. NaN
 and infinity do not count.
 
-Blocks are consecutive elements of the last dimension, and in convolutions of the channels: the dimension over which a product sums. The
-last block of a row may be smaller.
+Blocks are consecutive elements of the last dimension, in convolutions of the channels, and in a weight of its inputs: the dimension
+over which the product of the forward pass sums. The last block of a row may be smaller.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from ..tables.formats import FORMATS, Cast, Format
+from ..tables.kinds import KINDS
 from ..values.dtensor import Shards
 from .cpu_kernel import lost_by_cast
 from .flatten import stored_elements
+from .measure import Measured, measure
 from .merge import Array
 from .portable import parts_of, widest
 from .table_rows import Call, Distributions
 
 _BLOCKS = Distributions((0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99))  # of the errors of blocks
-FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, AMAX, SCALE, NUMBERS = range(8)
-"""The numbers of a tensor: counts, sums of squared errors and of squares, the largest magnitude, and the scale; how many these are."""
+FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, SCALE, NUMBERS = range(7)
+"""The numbers of a tensor: counts, sums of squared errors and of squares, and the scale; how many these are."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,15 @@ class Casts:
     Attributes:
         cast: The format and the scale.
         along: The dimension of the blocks.
+        measured: The sums of the tensor; None to measure it.
         amaxes: The largest magnitude of the previous tensor of the site, by key; a tensor on a device stays there.
         key: The path, the call, and whether it is recomputed.
     """
 
     cast: Cast
     along: int = -1
-    amaxes: dict[Any, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    measured: Measured | None = field(default=None, repr=False, compare=False)
+    amaxes: dict[Any, float | Tensor] = field(default_factory=dict, repr=False, compare=False)
     key: tuple[str, int, bool] = field(default=("", 0, False), repr=False, compare=False)
 
     @property
@@ -61,9 +65,14 @@ class Casts:
 
     def of_call(self, tensor: Tensor, call: Call) -> Casts:  # noqa: ARG002
         """Return the measure of a call; see `Measure`."""
-        along = 1 if isinstance(call.module, torch.nn.modules.conv._ConvNd) else -1
+        along, module, of_parameter = -1, call.module, KINDS[call.kind].family != "module"
+        if isinstance(module, torch.nn.modules.conv._ConvNd):
+            along -= len(module.kernel_size) + (module.transposed and of_parameter)
+        elif type(module).__name__ == "Conv1D":  # of transformers, with a weight [in, out]
+            along -= of_parameter
         key = call.path, call.call, call.recompute
-        return replace(self, along=along, amaxes=call.state.setdefault("amaxes", {}), key=key)
+        amaxes = call.state.setdefault("amaxes", {})
+        return replace(self, along=along, measured=call.measured, amaxes=amaxes, key=key)
 
     def values(self, tensor: Tensor) -> Tensor:
         """Return the numbers of a tensor, and with blocks the quantiles of their errors."""
@@ -82,7 +91,7 @@ class Casts:
         return (*self._cells(np.array(known), blocks), None if shape is None else list(shape))
 
     def _cells(self, numbers: Array, blocks: list[float] | None) -> tuple[Any, ...]:
-        finite, underflows, overflows, errors, squares, _, scale = numbers.tolist()
+        finite, underflows, overflows, errors, squares, scale = numbers.tolist()
         if not math.isfinite(scale):
             return self.cast.to, None, None, None, None, None
         fractions = (underflows / finite, overflows / finite) if finite else (None, None)
@@ -109,15 +118,23 @@ class Casts:
         else:
             vector, zeros = stored_elements(tensor)
             x = _float32(vector)[None]
-        amax, scale = self.amaxes.get(self.key), self.cast.scale or ("amax" if form.scales == 2 else 1.0)
-        of_tensor = scale if scale != "previous" else 1.0 if amax is None else scale_of(amax, form)
-        numbers, errors = lost_by_cast(x, form, of_tensor) or lost_by_operations(x, form, of_tensor)
+        scale = self._scale(tensor)
+        known = 1.0 if scale is None else scale
+        numbers, errors = lost_by_cast(x, form, known) or lost_by_operations(x, form, known)
         numbers[FINITE] += zeros
-        if scale == "previous":
-            self.amaxes[self.key] = numbers[AMAX]
-            if amax is None:
-                numbers[SCALE] = math.nan
+        numbers[SCALE] = math.nan if scale is None else scale
         return numbers, errors if form.block else None
+
+    def _scale(self, tensor: Tensor) -> Tensor | float | None:
+        """Return the scale of a tensor as float32, or a given number; None without a previous tensor."""
+        scale = self.cast.scale or ("amax" if self.format.scales == 2 else 1.0)
+        if not isinstance(scale, str):
+            return scale
+        amax = (self.measured or measure(tensor)).amax
+        if scale == "amax":
+            return scale_of(amax, self.format)
+        previous, self.amaxes[self.key] = self.amaxes.get(self.key), amax
+        return None if previous is None else scale_of(previous, self.format)
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return the elements as rows that are divided into blocks, float32 or bfloat16, contiguous [rows, length]."""
@@ -126,42 +143,50 @@ class Casts:
             x = torch.nested.to_padded_tensor(_float32(x), math.nan)
         x = x.to_dense()
         x = _float32(x.to(torch.complex128).abs() if x.is_complex() else x)
-        return x.reshape(1, -1) if x.dim() < 2 else x.movedim(self.along, -1).flatten(0, -2).contiguous()
+        if x.dim() < max(2, -self.along):
+            return x.reshape(1, -1)
+        return x.movedim(self.along, -1).flatten(0, -2).contiguous()
 
 
 def _float32(x: Tensor) -> Tensor:
+    """Return elements as float32 or bfloat16. Finite numbers of float64 that are not zero stay finite and not zero, so that they count."""
+    if x.dtype == torch.float64:
+        magnitudes = x.abs()
+        in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)
+        x = torch.where((magnitudes > 0) & (magnitudes < math.inf), in_range, magnitudes)
     return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
 
 
-def scale_of(amax: Tensor, form: Format) -> Tensor:
-    """Return the scale for the largest magnitude of a tensor, as float32; 1 for a tensor of zeros."""
-    scale = (form.top / amax.to(widest(amax.device))).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(amax > 0, scale, 1.0).to(torch.float32)
+def scale_of(amax: float | Tensor, form: Format) -> float | Tensor:
+    """Return the scale for the largest magnitude of a tensor, as float32; 1 for a tensor without finite elements other than 0."""
+    if not isinstance(amax, Tensor):
+        return float(np.float32(min(form.top / amax, torch.finfo(torch.float32).max))) if 0 < amax < math.inf else 1.0
+    scale = (form.top / amax).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where((amax > 0) & (amax < math.inf), scale, 1.0).to(torch.float32)
 
 
-def lost_by_operations(x: Tensor, form: Format, scale: Tensor | float | str) -> tuple[Tensor, Tensor]:
+def lost_by_operations(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, Tensor]:
     """Return what a cast loses by operations on any device, without waiting for it. Same computation as `casts.c`.
 
     Args:
         x: float32 or bfloat16, [rows, length].
         form: The format.
-        scale: The scale of the tensor; `amax` to scale its largest magnitude to the largest number.
+        scale: The scale of the tensor.
 
     Returns:
-        The numbers from `FINITE` to `SCALE`, in the widest dtype of the device, and the error of each block, [blocks].
+        The numbers, in the widest dtype of the device, with 0 for the scale, and the error of each block, [blocks].
     """
     x = x if x.numel() else x.new_full((1, 1), math.nan)
     parts = parts_of(x if form.block else x.flatten())
-    amax = torch.stack([_magnitudes(part).amax() for part in parts]).amax()
     if not isinstance(scale, Tensor):
-        scale = scale_of(amax, form) if isinstance(scale, str) else torch.full_like(amax, scale)
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
     lost = [_lost(part, form, scale) for part in parts]
     numbers = torch.stack([each for each, _ in lost]).sum(0)
-    return torch.cat([numbers, torch.stack([amax, scale]).to(numbers.dtype)]), torch.cat([each for _, each in lost])
+    return torch.nn.functional.pad(numbers, (0, 1)), torch.cat([each for _, each in lost])
 
 
 def _lost(part: Tensor, form: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers from `FINITE` to `SQUARES` of a part, and the errors of its blocks."""
+    """Return the numbers of a part, without the scale, and the errors of its blocks."""
     dtype, magnitudes = widest(part.device), _magnitudes(part)
     factor, inverse = scale, 1.0 / scale.to(dtype)
     if form.block:

@@ -267,15 +267,14 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
     return True
 
 
-def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float | str) -> tuple[Tensor, Tensor] | None:
+def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, Tensor] | None:
     """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
     if native is None or not x.is_cpu:
         return None
     rows, length = x.shape
     numbers, errors = (
-        torch.empty(n, dtype=torch.float64) for n in (7, rows * -(-length // form.block) if form.block else 0)
+        torch.empty(n, dtype=torch.float64) for n in (6, rows * -(-length // form.block) if form.block else 0)
     )
-    given = 0.0 if isinstance(scale, str) else float(scale)
     addresses = numbers.data_ptr(), errors.data_ptr()
-    native.lost_by_cast(x.data_ptr(), rows, length, x.dtype == torch.bfloat16, given, *addresses, *form)
+    native.lost_by_cast(x.data_ptr(), rows, length, x.dtype == torch.bfloat16, float(scale), *addresses, *form)
     return numbers, errors

@@ -52,6 +52,14 @@ class Measured:
         else:
             self.row[INDEX[sum_.name]] = np.nan if number is None else float(number)
 
+    @property
+    def amax(self) -> float | Tensor:
+        """The largest magnitude of the finite elements, a number or a scalar tensor; NaN or infinity without a finite element."""
+        low, high = INDEX["low"], INDEX["high"]
+        if self.on_device is None:
+            return max(abs(self.row.item(low)), abs(self.row.item(high)))
+        return self.on_device.row[low : high + 1].abs().amax()
+
     def statistics(self, names: Sequence[str]) -> list[float | None]:
         """Return statistics, None for no value. Waits for a device."""
         row = self.row if self.on_device is None else on_host([self], self.on_device.row[None].numpy(force=True))[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..values.dtensor import Shards
 from .distribution import distribution
+from .measure import Measured
 from .merge import Array, merge_distributions, sketch
 
 Values = Sequence[float | None] | Tensor
@@ -30,6 +31,7 @@ class Call(Protocol):
     unit_dim: int | None
     targets: Tensor | None
     shards: Shards
+    measured: Measured | None
 
 
 class Measure(Protocol):

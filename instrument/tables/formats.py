@@ -16,9 +16,7 @@ class Format(NamedTuple):
     least: int  # exponent of the smallest normal number; smaller numbers are subnormal
     largest: float
     block: int = 0  # elements
-    scales: int = (
-        0  # of blocks: 1 for 2^(floor(log2(amax)) - floor(log2(largest))), 2 for amax / largest as float8_e4m3fn
-    )
+    scales: int = 0  # of blocks: 1 for powers of two (MX), 2 for amax / largest as float8_e4m3fn (NVFP4)
 
     @property
     def top(self) -> float:

@@ -8,10 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import torchvision
 import transformers
 from architectures import Architecture
 from conftest import Answer
-from hook_runs import refused
+from hook_runs import refused, run_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformer_zoo import (
@@ -202,6 +203,14 @@ def test_low_precision_set_records_the_operands_of_products() -> None:
         cast = (weight * scale).to(torch.float8_e4m3fn).double() / scale
         error = (cast - weight).square().sum() / weight.double().square().sum()
         assert row.quantization_error == pytest.approx(error.item(), rel=1e-5)
+
+
+def test_low_precision_set_ignores_blocks_that_contain_products() -> None:
+    model = nn.Sequential(torchvision.ops.Conv2dNormActivation(3, 4), nn.ConvTranspose2d(4, 3, 3))
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    _, probe = run_step(model, "low_precision", x, loss=torch.sum, optimizer=torch.optim.SGD(model.parameters()))
+    layers = {row["layer"] for row in probe.sink.records("casts")}
+    assert layers == {"0.0", "1"}
 
 
 @pytest.mark.parametrize(("name", "part"), [("transformer", "attention"), ("moe", "router")])

@@ -18,6 +18,7 @@ import torch
 from device_statistics import use_device_statistics
 from hook_runs import Calls, record, refused, run_step, run_steps
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from instrument.stats import casts
 from instrument.stats.casts import Casts
@@ -93,6 +94,18 @@ def test_float32_near_the_ties_is_cast_as_by_torch(to: str) -> None:
         kept = torch.where(over, x.double().sign() * form.largest, cast)
         error = (kept - x.double()).square().sum() / x.double().square().sum()
         assert row["quantization_error"] == pytest.approx(error.item(), rel=1e-9)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("to", FORMATS)
+def test_numbers_outside_float32_count(to: str) -> None:
+    x = torch.tensor([[1e-50], [-1e-50], [1e39], [1.0], [0.0], [math.inf]], dtype=torch.float64)
+    row = lost(x, to, 1.0 if to in TORCH_FORMATS else None)
+    assert row["finite"] == 5
+    if to in TORCH_FORMATS:
+        cast = x.to(getattr(torch, to)).double()
+        assert row["underflows"] == ((cast == 0) & (x != 0)).sum()
+        assert row["overflows"] == (x.isfinite() & overflows(x, cast, to)).sum()
 
 
 @cache
@@ -254,21 +267,34 @@ def test_layouts() -> None:
         assert [row[name] for name in COLUMNS] == pytest.approx([expected[name] for name in COLUMNS])
 
 
-def test_convolution_and_linear_have_blocks_along_their_inputs() -> None:
+@pytest.mark.parametrize(
+    ("module", "shape", "of_input", "of_weight"),
+    [
+        (nn.Linear(32, 4), (2, 3, 32), 2, 1),
+        (nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1, 1),
+        (nn.Conv2d(32, 4, 1), (32, 2, 3), 0, 1),  # without a batch
+        (nn.ConvTranspose1d(32, 4, 3), (2, 32, 5), 1, 0),
+        (Conv1D(4, 32), (2, 3, 32), 2, 0),  # type: ignore[no-untyped-call]
+    ],
+)
+def test_blocks_are_along_the_inputs_of_a_product(
+    module: nn.Module, shape: tuple[int, ...], of_input: int, of_weight: int
+) -> None:
     torch.manual_seed(0)
-    for module, shape, along in ((nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1), (nn.Linear(32, 4), (2, 3, 32), -1)):
-        x = torch.randn(shape) * torch.randn(32).exp().view(
-            [32 if dim == along % len(shape) else 1 for dim in range(len(shape))]
-        )
-        _, probe = run_step(module, {"h": record("forward_pre", stats="none", cast="mxfp4_e2m1")}, x)
-        (row,) = probe.sink.records("casts")
-        errors = [
-            expected_of(block, FORMATS["mxfp4_e2m1"], 1.0)
-            for block in blocks_of(x.movedim(along, -1).flatten(0, -2), 32)
-        ]
+    x, weight = torch.randn(shape), module.get_parameter("weight")
+    with torch.no_grad():
+        for tensor, along in ((x, of_input), (weight, of_weight)):
+            tensor.movedim(along, -1).mul_(torch.randn(32).exp())
+    fields = {"stats": "none", "cast": "mxfp4_e2m1"}
+    hooks = {"x": record("forward_pre", **fields), "w": record("step_pre", role="param", params="weight", **fields)}
+    _, probe = run_step(module, hooks, x, optimizer=torch.optim.SGD(module.parameters(), lr=0.0))
+    rows = {row["hook"]: row for row in probe.sink.records("casts")}
+    for name, tensor, along in (("x", x, of_input), ("w", weight, of_weight)):
+        lines = tensor.detach().movedim(along, -1).flatten(0, -2)
+        errors = [expected_of(block, FORMATS["mxfp4_e2m1"], 1.0) for block in blocks_of(lines, 32)]
         error = sum(each.error for each in errors) / sum(each.squares for each in errors)
-        assert row["quantization_error"] == pytest.approx(float(error), rel=1e-6)
-        assert (row["format"], row["shape"]) == ("mxfp4_e2m1", list(shape))
+        assert rows[name]["quantization_error"] == pytest.approx(float(error), rel=1e-6)
+        assert (rows[name]["format"], rows[name]["shape"]) == ("mxfp4_e2m1", list(tensor.shape))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -283,6 +309,18 @@ def test_scale_of_the_previous_tensor(on_device: bool, monkeypatch: pytest.Monke
     rows = probe.sink.records("casts")
     assert [row["scale"] for row in rows] == [None, 224.0, 56.0, 1.0]
     assert [row["overflow_fraction"] for row in rows] == [None, 0.5, 0.0, 0.0]  # 8 * 224 is more than 448
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("cast", [{"to": "float8_e4m3fn", "scale": "amax"}, "nvfp4"])
+def test_scale_follows_from_the_statistics_of_the_hook(
+    cast: Any, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
+    monkeypatch.delattr(casts, "measure")
+    _, probe = run_step(nn.Identity(), {"h": record("forward", stats="numel", cast=cast)}, torch.tensor([1.0, -8.0]))
+    assert [row["scale"] for row in probe.sink.records("casts")] == [56.0 if cast != "nvfp4" else 336.0]
 
 
 def test_calls_of_a_shared_module_have_scales_of_their_own() -> None:
