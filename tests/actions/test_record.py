@@ -51,7 +51,7 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
             "all",
             [
                 *(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs)),
-                *("softmax_entropy", "z_loss"),
+                *("fingerprint", "softmax_entropy", "z_loss"),
             ],
         ),
         (["mean", "l2"], ("mean", "l2")),
@@ -72,7 +72,7 @@ def test_counts_are_integers_and_undefined_values_are_none() -> None:
     (row,) = recorded(torch.tensor([math.nan, math.inf, math.nan]), stats="all").records("stats")
     assert (row["numel"], row["nan_count"], row["inf_count"]) == (3, 2, 1)
     assert all(type(row[name]) is int for name in ("numel", "nan_count", "inf_count"))
-    assert all(row[name] is None for name in ALL if name not in ("numel", "nan_count", "inf_count"))
+    assert all(row[name] is None for name in ALL if name not in (*COUNTS, "fingerprint"))
 
 
 def test_quantiles_and_histogram_are_one_distribution_row() -> None:
