@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..values.nested import iter_tensors, number_of_samples, structure
-from .base import IGNORED, Outcome, pair_of
-from .loss_terms import HasLoss, Loss, number_of_terms
+from .base import IGNORED, HasLoss, Loss, Outcome, number_of_terms, pair_of
 
 _DEFAULT_LOSS = nn.CrossEntropyLoss()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gzip
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,31 +75,13 @@ def mnist(split: str, root: str, download: bool = True) -> Images:
 
 
 def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
-    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28].
-
-    Args:
-        split: `train` or `test`.
-        root: The folder of the torchvision datasets.
-        download: Whether to download the dataset if it is not in `root`. Default: True.
-
-    Raises:
-        DatasetMissingError: The dataset is not in `root` and is not downloaded.
-    """
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28]. See `mnist`."""
     dataset = _torchvision("FashionMNIST", split, root, download)
     return Images(dataset.data.unsqueeze(1), dataset.targets, FASHION_MNIST_STATS)
 
 
 def cifar10(split: str, root: str, download: bool = True) -> Images:
-    """Load CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32].
-
-    Args:
-        split: `train` or `test`.
-        root: The folder of the torchvision datasets.
-        download: Whether to download the dataset if it is not in `root`. Default: True.
-
-    Raises:
-        DatasetMissingError: The dataset is not in `root` and is not downloaded.
-    """
+    """Load CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32]. See `mnist`."""
     dataset = _torchvision("CIFAR10", split, root, download)
     return Images(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), torch.tensor(dataset.targets), CIFAR10_STATS)
 
@@ -356,23 +338,15 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
         if not download:
             raise DatasetMissingError(f"{reason}, and download is false") from None
     new_folders = [path for path in (folder / name / "raw", folder / name, folder) if not path.exists()]
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
-        with _timeout(DOWNLOAD_TIMEOUT):
-            return dataset(folder, train=_is_train(split), download=True)
+        return dataset(folder, train=_is_train(split), download=True)
     except (OSError, RuntimeError) as error:
         for path in new_folders:
             with suppress(OSError):  # not created, or not empty
                 path.rmdir()
         cause = " ".join(str(error).split()).rstrip(":")
         raise DatasetMissingError(f"{reason}, and the download failed: {cause}") from None
-
-
-@contextmanager
-def _timeout(seconds: float) -> Iterator[None]:
-    """Set the socket timeout of connections that are opened inside the block, in seconds."""
-    previous_timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
     finally:
-        socket.setdefaulttimeout(previous_timeout)
+        socket.setdefaulttimeout(timeout)

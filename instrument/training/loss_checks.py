@@ -14,12 +14,9 @@ from ..config.experiment import RunConfig
 from ..errors import ConfigError, Problem
 from ..plan.shape_inference import without_side_effects
 from ..tasks import CountsTerms, KLDivergence, NextToken, Task, WassersteinGAN
-from ..tasks.base import batch_weight, is_sum, weighted
-from ..tasks.loss_terms import is_pytorch_loss
+from ..tasks.base import batch_weight, is_pytorch_loss, is_sum, weighted
 from ..values.nested import to_device
-from .data import first_batch
-from .distributed.batch_sharding import BatchShard
-from .loader import LoaderOptions
+from .loader import BatchShard, LoaderOptions, first_batch
 
 _TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently
 _ABSOLUTE = 1e-5

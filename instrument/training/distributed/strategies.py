@@ -22,8 +22,8 @@ from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...probe.collectives import Ranks
 from ...tasks.base import WeightedMean
-from ...tasks.forward_and_loss import Forward
-from .batch_sharding import FULL_BATCH, BatchShard
+from ...tasks.model_output import Forward
+from ..loader import FULL_BATCH, BatchShard
 from .torchrun import check_processes
 from .unsupported import reduce_problems, shard_problems
 
@@ -56,7 +56,11 @@ class Strategy:
         return []
 
     def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced."""
+        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
+
+        Raises:
+            ConfigError: The model has no parameters.
+        """
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
@@ -85,6 +89,9 @@ class Strategy:
         Args:
             trained: Module returned by `wrap`.
             last: Whether this is the last micro-step of the step.
+
+        Raises:
+            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
         """
         yield
 
@@ -132,30 +139,26 @@ class DataParallel(Strategy):
         return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
-        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes."""
         find_unused = any(self.processes.exchange(has_unused))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
         wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         return wrapped
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
         self._all_reduced |= bucket.is_last()  # Buckets arrive in order.
-        return _sum(bucket)
+        arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return arrived.then(lambda future: future.value()[0])
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
-        """Context manager for one forward and backward pass. Only the last pass of a step synchronizes gradients.
-
-        Raises:
-            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
-        """
         assert isinstance(trained, DistributedDataParallel)
         self._all_reduced = False
         with nullcontext() if last else trained.no_sync():
             yield
         if last and not self._all_reduced:  # PyTorch would raise only in the next step.
             problem = (
-                "the loss of this step does not depend on all trainable parameters, but the loss of the first batch did"
+                "the loss of this step does not depend on all trainable parameters, but that of the first batch did"
             )
             raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
@@ -177,11 +180,9 @@ class DataParallel(Strategy):
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
     def total(self, number: Number) -> Number:
-        """Return a number summed over all processes. Blocks until all processes have called it."""
         return self.processes.sum(number)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast all buffers from rank 0."""
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -198,8 +199,7 @@ class FullySharded(DataParallel):
 
     @property
     def saves_state(self) -> bool:
-        """True: each process has a different shard."""
-        return True
+        return True  # Each process has a different shard.
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
         problems = super().config_problems(config)
@@ -209,11 +209,6 @@ class FullySharded(DataParallel):
         return problems + shard_problems(config.hooks)
 
     def shard(self, model: nn.Module) -> bool:
-        """Replace the parameters of a model by the shards of this process.
-
-        Raises:
-            ConfigError: The model has no parameters.
-        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -232,11 +227,6 @@ class FullySharded(DataParallel):
         return True
 
     def check_model_call(self, *, calls_model: bool) -> None:
-        """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
-
-        Raises:
-            ConfigError: The task calls only submodules of the model.
-        """
         if not calls_model:
             message = (
                 "the task calls submodules of the model, but fsdp2 gathers shards only when the full model is called"
@@ -244,12 +234,10 @@ class FullySharded(DataParallel):
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
-        return forward
+        return forward  # FSDP2 reduces the gradients of the shards itself, after each pass.
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Context manager for one forward and backward pass. FSDP2 reduces gradients after each pass."""
         yield
 
 
@@ -267,12 +255,6 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
         return Strategy()
     made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
     return made(processes, reduces=config.reduce == "global")
-
-
-def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
-    arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return arrived.then(lambda future: future.value()[0])
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

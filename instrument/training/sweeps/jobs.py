@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,14 +56,11 @@ class Jobs:
 
     Attributes:
         has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
+        swept: The keys whose values differ between jobs, each with its values. Values that are calculated are left out.
     """
 
     has_known_jobs = False
-
-    @property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
-        raise NotImplementedError
+    swept: Mapping[str, Sequence[Any]]
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number."""
@@ -101,18 +98,12 @@ class Sweep(Jobs):
         self.folder = folder
         self.record = read_sweep(folder)
         self.hydra = self.record.hydra
+        overrides = sweep_overrides(self.hydra)
+        self.swept = values_of(overrides)
         subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        self.has_known_jobs = bool(self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
-
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values."""
-        return values_of(sweep_overrides(self.hydra))
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
-        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
+        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER
+        # Each expansion of `shuffle(...)` has another order.
+        self.has_known_jobs = is_numbered and not any(getattr(each.value(), "shuffle", False) for each in overrides)
 
     @property
     def address(self) -> str | None:
@@ -130,7 +121,8 @@ class Sweep(Jobs):
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
         with suppress_warnings():
             jobs = self._existing()
-        for name, overrides in (self._planned(jobs) if self.has_known_jobs else {}).items():
+        for number, overrides in enumerate(expand_sweep(self.hydra) if self.has_known_jobs else ()):
+            name = str(number)
             if name not in jobs:
                 jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
             elif not jobs[name].overrides:
@@ -138,32 +130,29 @@ class Sweep(Jobs):
         return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
 
     def _existing(self) -> dict[str, SweepJob]:
-        """Return the jobs with a folder, by name."""
-        names = [str(folder.relative_to(self.folder)) for folder in _jobs_below(self.folder)]
-        return {name: self._job(name, recorded_overrides(self.folder / name)) for name in names}
+        """Return the jobs with a folder, by name. Jobs and hidden folders are not searched further."""
+        jobs = {}
+        for above, folders, files in os.walk(self.folder):
+            if "run.json" in files or ".hydra" in folders:
+                folders.clear()
+                job = _job(Path(above), self.folder)
+                jobs[job.name] = job
+            folders[:] = [name for name in folders if not name.startswith(".")]
+        return jobs
 
-    def _planned(self, existing: Mapping[str, SweepJob]) -> dict[str, tuple[str, ...]]:
-        """Return the overrides of the planned jobs by number."""
-        jobs = expand_sweep(self.hydra)
-        if not self.is_shuffled:
-            return {str(number): overrides for number, overrides in enumerate(jobs)}
-        # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
-        recorded = {name: job.overrides for name, job in existing.items() if job.overrides}
-        unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
-        numbers = [str(number) for number in range(len(jobs)) if str(number) not in recorded]
-        return dict(zip(numbers, unrecorded, strict=False))
 
-    def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
-        from ...storage.run_files import RunFiles
+def _job(folder: Path, sweep: Path) -> SweepJob:
+    """Return the job in a folder."""
+    from ...storage.run_files import RunFiles
 
-        folder = self.folder / name
-        if not (folder / "run.json").exists():
-            refused = _first_line_of(folder / REFUSED)
-            return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
-        files = RunFiles(folder)
-        info = files.info()
-        unreadable = files.problems if info["status"] == UNKNOWN else []
-        return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+    name, overrides = str(folder.relative_to(sweep)), recorded_overrides(folder)
+    if not (folder / "run.json").exists():
+        refused = (folder / REFUSED).read_text().partition("\n")[0] if (folder / REFUSED).exists() else None
+        return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
+    files = RunFiles(folder)
+    info = files.info()
+    unreadable = files.problems if info["status"] == UNKNOWN else []
+    return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
 
 
 @contextmanager
@@ -216,21 +205,18 @@ def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
         ConfigError: The values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
-    overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
+    overrides = []
+    for written in arguments_of(hydra):
+        try:
+            overrides += parser.parse_overrides([written])
+            if overrides[-1].is_sweep_override():
+                list(overrides[-1].sweep_string_iterator())
+        except (ValueError, OmegaConfBaseException) as error:
+            reason = str(error).partition("\n")[0]
+            allowed = "comma-separated values, range(...), glob(...) or choice(...)"
+            message = f"cannot expand the values of this sweep override: {reason}"
+            raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
     return [tuple(job) for job in split_sweep(overrides)]
-
-
-def _parse_override(parser: OverridesParser, written: str) -> Override:
-    try:
-        (override,) = parser.parse_overrides([written])
-        if override.is_sweep_override():
-            list(override.sweep_string_iterator())
-    except (ValueError, OmegaConfBaseException) as error:
-        reason = str(error).partition("\n")[0]
-        allowed = "comma-separated values, range(...), glob(...) or choice(...)"
-        message = f"cannot expand the values of this sweep override: {reason}"
-        raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
-    return override
 
 
 def count_by_status(jobs: Sequence[SweepJob]) -> str:
@@ -277,15 +263,6 @@ def natural_sort_key(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _jobs_below(sweep: Path) -> Iterator[Path]:
-    """Find the folders of jobs, with a `run.json` or a `.hydra` folder. Jobs and hidden folders are not searched further."""
-    for above, folders, files in os.walk(sweep):
-        if "run.json" in files or ".hydra" in folders:
-            folders.clear()
-            yield Path(above)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-
-
 def recorded_overrides(folder: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
     try:
@@ -293,13 +270,6 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
     except (OSError, yaml.YAMLError):
         return ()
     return tuple(str(override) for override in overrides or ())
-
-
-def _first_line_of(file: Path) -> str | None:
-    try:
-        return file.read_text().partition("\n")[0]
-    except OSError:
-        return None
 
 
 def folder_override(key: str, folder: Path) -> str:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ...analysis.config_comparison import differing_overrides
 from ...analysis.config_fields import to_yaml
@@ -26,11 +23,7 @@ class Runs(Jobs):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose command-line values differ between runs, each with its values."""
-        return {key: [info["overrides"].get(key) for info in self.run.infos] for key in differing_overrides(self.run)}
+        self.swept = {key: [info["overrides"].get(key) for info in run.infos] for key in differing_overrides(run)}
 
     def jobs(self) -> list[SweepJob]:
         """Return all runs, sorted by number."""
@@ -58,7 +51,6 @@ class RemoteSweep(Sweep):
     def __init__(self, run: Run) -> None:
         super().__init__(run.path)
         self.runs = Runs(run)
-        self.has_known_jobs &= not self.is_shuffled  # the numbers of shuffled jobs are not known here
 
     def _existing(self) -> dict[str, SweepJob]:
         return {job.name: job for job in self.runs.jobs()}

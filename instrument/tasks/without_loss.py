@@ -1,4 +1,4 @@
-"""Task for language models that continue prompts, token by token. It computes no loss."""
+"""Tasks without a loss for `mode: forward`: calls of the model, and language models that continue prompts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..values.nested import structure
+from ..probe.samples import TARGET_KEYS
+from ..values.nested import number_of_samples, structure
 from .base import Generated, Outcome
 from .model_output import main_output
+
+
+class ForwardOnly:
+    """Call the model with the inputs of each batch, without a loss. For `mode: forward`.
+
+    The model is called with the first element of a tuple or list, whose other elements are targets; with the entries of
+    a mapping by keyword, except `target`, `targets`, `label`, `labels` and `y`; or with any other batch as it is.
+    `forward.of` selects a part of the output for gradients.
+    """
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Call the model.
+
+        Returns:
+            An outcome without a loss. The number of samples is the size of dimension 0 of the inputs, or the length of
+            a list of inputs.
+        """
+        inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        if isinstance(inputs, Mapping):
+            inputs = {name: value for name, value in inputs.items() if name not in TARGET_KEYS}
+            model(**inputs)
+        else:
+            model(inputs)
+        return Outcome(None, len(inputs) if isinstance(inputs, list | tuple) else number_of_samples(inputs))
 
 
 class Generate:
