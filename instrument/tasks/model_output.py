@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,16 +127,20 @@ class OutputUnit:
     text: str
     where: str = WHERE
 
-    def sum_in(self, output: Any) -> Tensor:
+    def sum_in(self, outputs: Sequence[Any]) -> Tensor:
         """Return the sum of the part over all of its elements: a scalar.
 
         Args:
-            output: The output of the model: a tensor, or nested tensors.
+            outputs: The outputs of the calls of the model, of which the last one is used.
 
         Raises:
-            ConfigError: The output has no tensor at this path, or the slice is outside of its shape or empty.
+            ConfigError: The model was not called, its output has no tensor at this path, or the slice is outside of its shape or
+                empty.
         """
-        part = self.part_of(output)
+        if not outputs:
+            message = "the task does not call the model itself, but only submodules of it"
+            raise ConfigError(Problem(WHERE, message, fix="remove forward.of to compute the gradients of the loss"))
+        part = self.part_of(outputs[-1])
         if not part.requires_grad:
             message = "this part of the output depends on no floating-point input and on no trainable parameter"
             raise ConfigError(Problem(self.where, message, self.text))
@@ -179,18 +183,6 @@ def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
         yield outputs
     finally:
         handle.remove()
-
-
-def last_output(outputs: list[Any]) -> Any:
-    """Return the output of the last call of a model.
-
-    Raises:
-        ConfigError: The model was not called.
-    """
-    if not outputs:
-        message = "the task does not call the model itself, but only submodules of it"
-        raise ConfigError(Problem(WHERE, message, fix="remove forward.of to compute the gradients of the loss"))
-    return outputs[-1]
 
 
 class Forward(nn.Module):
@@ -241,7 +233,7 @@ class Forward(nn.Module):
             return outcome, None if outcome.loss is None else loss_hook(outcome.loss)
         with captured_outputs(self.model) as outputs, self.precision():
             outcome = call_task(self.task, self.model, batch)
-        return outcome, loss_hook(self.unit.sum_in(last_output(outputs)))
+        return outcome, loss_hook(self.unit.sum_in(outputs))
 
 
 def with_input_gradients(batch: Any) -> Any:

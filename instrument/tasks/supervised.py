@@ -220,7 +220,6 @@ def _tokens_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
-    """Check that the logits of each position have one target."""
     if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
         raise ValueError(
             f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "

@@ -92,7 +92,9 @@ class Generate:
         """
         if model.training:
             raise ValueError("this task computes no loss, so it cannot train a model")
-        prompts = [self._tokens(prompt, batch) for prompt in _prompts(batch)]
+        if not isinstance(batch, list | tuple) or not batch:
+            raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")
+        prompts = [self._tokens(prompt, batch) for prompt in batch]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.no_grad():
             has_generate = callable(getattr(model, "generate", None)) and hasattr(model, "generation_config")
@@ -112,7 +114,6 @@ class Generate:
         """Return None, because prompts have no targets."""
 
     def _tokens(self, prompt: Any, batch: Any) -> list[int]:
-        """Return the token ids of a prompt."""
         if isinstance(prompt, Tensor) and prompt.dim() == 1 and prompt.numel() and not prompt.is_floating_point():
             return prompt.tolist()
         if not isinstance(prompt, str):
@@ -162,13 +163,6 @@ class Generate:
             best = torch.multinomial(logits.softmax(-1), 1) if self.sample else logits.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, best], dim=1)
         return tokens[:, len(prompts[0]) :].tolist()
-
-
-def _prompts(batch: Any) -> Sequence[Any]:
-    """Return the prompts of a batch."""
-    if isinstance(batch, list | tuple) and batch:
-        return batch
-    raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

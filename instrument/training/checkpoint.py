@@ -131,7 +131,6 @@ class Checkpoints:
         return state
 
     def _file(self, step: int, rank: int) -> Path:
-        """Return the path of a checkpoint file."""
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_old(self, step: int) -> None:
@@ -206,7 +205,6 @@ def _load(path: Path) -> Any:
 
 
 def _read(path: Path, where: str) -> dict[str, Any]:
-    """Read a checkpoint file."""
     try:
         state = _load(path)
     except InstrumentError as error:

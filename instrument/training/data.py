@@ -17,6 +17,10 @@ from ..probe.samples import TARGET_KEYS
 from .datasets import DatasetMissingError
 from .loader import LoaderOptions, Slice, Stream, preserved_random_states, seed_random_states
 
+FIXES_OF_MISSING_DATASET = """\
+    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER
+    2. run once with a network connection and data.dataset.download=true
+    3. use a dataset that requires no download: data=digits, or data.fallback=digits as a fallback"""
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datasets.digits", "size": 28})
 USUAL_SPLITS = {"data.slice": ("train", "trainval"), "data.eval_slice": ("test", "val", "validation", "valid")}
 """The splits that are tried in this order if a slice names none. The names are those of torchvision and Hugging Face."""
@@ -62,7 +66,8 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         loaded = [load_split(target, which.split, where) for where, which in slices.items()]
     except DatasetMissingError as missing:
         if config.fallback is None:
-            raise ConfigError(_missing_dataset_problem(config, missing)) from None
+            message = f"{target.target} is missing: {missing}. Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
+            raise ConfigError(Problem("data.dataset", message)) from None
         fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
         loaded = [load_split(target, which.split, where) for where, which in slices.items()]
@@ -115,7 +120,6 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
 
 
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
-    """Return a slice of a dataset."""
     if not is_iterable(dataset):
         return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
@@ -125,7 +129,6 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
 
 
 def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
-    """Check the loader options for an iterable dataset."""
     if config.num_workers > 1:
         message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
         raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
@@ -171,17 +174,6 @@ def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
     return sampler  # type: ignore[no-any-return]
 
 
-def _missing_dataset_problem(config: DataConfig, missing: DatasetMissingError) -> Problem:
-    """Return the error for a missing dataset, with the ways to fix it."""
-    return Problem(
-        "data.dataset",
-        f"{config.dataset.target} is missing: {missing}. Do one of the following:\n"
-        "    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER\n"
-        "    2. run once with a network connection and data.dataset.download=true\n"
-        "    3. use a dataset that requires no download: data=digits, or data.fallback=digits as a fallback",
-    )
-
-
 def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[Any], str | None]:
     """Build the dataset of a slice.
 
@@ -201,17 +193,16 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
     """
     parameters = argument_names(target.target, "data.dataset")
     parameter = next((name for name in ("train", "split") if name in parameters), None)
-    names = (split,) if split is not None else USUAL_SPLITS[where]
-    if parameter in (target.model_extra or {}):
-        if split is not None:
-            message = f"data.dataset.{parameter} selects the same samples for all slices"
-            raise ConfigError(Problem(f"{where}.split", message, split, fix=f"remove data.dataset.{parameter}"))
-        return _build(target), None
-    if parameter is None and split is not None:
+    is_fixed = parameter in (target.model_extra or {})
+    if split is not None and (is_fixed or parameter is None):
         message = f"{target.target} takes neither 'split' nor 'train'"
-        raise ConfigError(Problem(f"{where}.split", message, split, fix=f"remove {where}.split"))
-    if parameter is None:
+        if is_fixed:
+            message = f"data.dataset.{parameter} selects the same samples for all slices"
+        fix = f"remove {f'data.dataset.{parameter}' if is_fixed else f'{where}.split'}"
+        raise ConfigError(Problem(f"{where}.split", message, split, fix=fix))
+    if is_fixed or parameter is None:
         return _build(target), None
+    names = (split,) if split is not None else USUAL_SPLITS[where]
     if parameter == "train":
         if names[0] not in ("train", "test"):
             message = f"{target.target} takes train=True or False, not the name of a split"
@@ -227,7 +218,9 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
         try:
             return _build(target, split=name), name
         except ConfigError as error:
-            if not _refuses_split(error, name):
+            causes = (str(each) for each in _causes(error.__cause__) if isinstance(each, ValueError | KeyError))
+            failure = next(causes, "")
+            if "split" not in failure.lower() and name not in failure:
                 raise
             refusals.append(error)
     *others, last = map(repr, names)
@@ -237,14 +230,7 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
     raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
 
 
-def _refuses_split(error: ConfigError, name: str) -> bool:
-    """Return whether the target failed because it has no split of this name."""
-    failure = next((cause for cause in _causes(error.__cause__) if isinstance(cause, ValueError | KeyError)), None)
-    return failure is not None and ("split" in str(failure).lower() or name in str(failure))
-
-
 def _build(target: Target, **split: Any) -> Dataset[Any]:
-    """Build the dataset and check that it is one."""
     try:
         dataset = build(target, "data.dataset", **split)
     except ConfigError as error:
@@ -252,13 +238,10 @@ def _build(target: Target, **split: Any) -> Dataset[Any]:
             if isinstance(cause, DatasetMissingError):
                 raise cause from None
         raise
-    if is_iterable(dataset) and not hasattr(dataset, "__iter__"):
+    if is_iterable(dataset) and (not hasattr(dataset, "__iter__") or hasattr(dataset, "__next__")):
         message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
-        allowed = "an object with __len__ and __getitem__, or without a length an object with __iter__"
-        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
-    if is_iterable(dataset) and hasattr(dataset, "__next__"):
-        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
-        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
+        message += ", an iterator, which can be read only once" if hasattr(dataset, "__next__") else ""
+        allowed = "an object with __len__ and __getitem__, or one whose __iter__ starts from the beginning"
         raise ConfigError(Problem("data.dataset", message, allowed=allowed))
     return dataset  # type: ignore[no-any-return]
 
@@ -270,7 +253,6 @@ def is_iterable(dataset: Any) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the chain of its causes."""
     while error is not None:
         yield error
         error = error.__cause__
@@ -323,19 +305,17 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
 
 
 def _targets(dataset: Dataset[Any], where: str) -> list[int]:
-    """Return the class of each sample."""
     targets = getattr(dataset, "targets", None)
     try:
         if targets is None:
+            targets = []
             with preserved_random_states():
                 seed_random_states(0)
-                targets = [_target_of(dataset[i]) for i in range(len(dataset))]  # type: ignore[arg-type]
+                for i in range(len(dataset)):  # type: ignore[arg-type]
+                    item = dataset[i]
+                    key = next(name for name in TARGET_KEYS if name in item) if isinstance(item, Mapping) else 1
+                    targets.append(item[key])
         return [int(target) for target in targets]
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         message = f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}"
         raise ConfigError(Problem(where, message)) from None
-
-
-def _target_of(item: Any) -> Any:
-    """Return the target of an item: its second part, or the entry of a mapping that is named in `TARGET_KEYS`."""
-    return item[next(key for key in TARGET_KEYS if key in item)] if isinstance(item, Mapping) else item[1]

@@ -79,7 +79,6 @@ def dry_run(experiment: Experiment) -> Forecast:
 
 
 def _failure(where: str, message: str, error: Exception) -> Problem:
-    """Return the error for a step that failed."""
     description = str(error).strip()
     if not isinstance(error, InstrumentError):
         description = f"{type(error).__name__}: {description.splitlines()[0] if description else ''}"
@@ -277,7 +276,6 @@ class _Profile:
 def _forecast(
     experiment: Experiment, profile: _Profile, baseline: Sequence[float], loading: float, folder: Path
 ) -> Forecast:
-    """Compute the estimated cost of the run."""
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
@@ -388,7 +386,6 @@ def _bytes_on_disk(
 
 
 def _size_of_part(table: Table, batch: pa.RecordBatch) -> int:
-    """Return the size of a part with these rows, in bytes."""
     with TemporaryDirectory(prefix="instrument-dry-run-") as folder:
         writer = TableWriter(Path(folder), table, journal_bytes=2**62)
         writer.append(batch)

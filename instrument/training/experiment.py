@@ -38,7 +38,6 @@ from ..tasks.model_output import (
     OutputNotice,
     OutputUnit,
     captured_outputs,
-    last_output,
     with_input_gradients,
 )
 from ..values.nested import structure, to_device
@@ -419,7 +418,7 @@ def _forward(
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
     if unit is not None:
-        return unit.sum_in(last_output(outputs)), None
+        return unit.sum_in(outputs), None
     choice = getattr(task, "output", None)
     if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
         return outcome.loss, None
@@ -435,7 +434,6 @@ def _targets(task: Task, batch: Any) -> Tensor | None:
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:
-    """Check that a task can select the targets of a batch."""
     try:
         batch_with_targets(task, batch)
     except Exception as error:
@@ -445,7 +443,6 @@ def _check_target_selection(task: Task, batch: Any) -> None:
 
 
 def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
-    """Build the optimizer from its target."""
     bypass_compiler_in_methods()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = argument_names(target.target, "optimizer")
@@ -473,7 +470,6 @@ def _uses_closure(config: RunConfig, optimizer: Optimizer, strategy: Strategy) -
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Build the scheduler from its target."""
     arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **arguments)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

@@ -16,7 +16,7 @@ from ..tasks.model_output import with_input_gradients
 from ..values.nested import to_device
 from .experiment import Experiment
 from .loader import LoadedBatch
-from .loop import Progress, StepObserver, batch_weights, mean_over_processes
+from .loop import Progress, StepObserver, batch_weights, mean_over_processes, progress_reporter
 
 WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
@@ -39,17 +39,14 @@ def run_forward(
         and `samples_per_second`.
     """
     sums = _Sums(last or {}, adds_losses=is_sum(experiment.task))
-    earlier_warnings = len(probe.warnings)
+    report = progress_reporter(experiment, probe, on_progress)
     probe.phase = "forward"
     with without_side_effects(experiment.model, training=False):
         for epoch, (loaded,) in experiment.batches:
             probe.epoch = epoch
             row, weight, classified = forward_step(experiment, probe, loaded)
             sums.add(row, weight, classified, loaded.total)
-            if probe.step == experiment.steps:
-                probe.recorder.flush()  # to report the warnings of the last steps
-            rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
-            on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
+            report(row, "forward")
             if on_step_end is not None:
                 on_step_end(sums)
             if probe.should_stop:

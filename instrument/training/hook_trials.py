@@ -107,7 +107,9 @@ class HookTrials:
             moments = self._moments[spec.name]
             if spec.phase == phase and (is_first or total in moments):
                 moment = moments.get(total, moments.get(ANY_SIZE))
-                attached.clock.moment = moment or _first(spec)
+                schedule = spec.schedule
+                first = schedule.start if schedule.steps is None else min(schedule.steps)
+                attached.clock.moment = moment or StepContext(first, 0, 0, phase)
                 attached.clock.name_samples(ids, targets)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
                 self._active[attached] = _runs_in_trials(spec) and (has_tensors or not _is_of_run(spec))
@@ -243,7 +245,6 @@ class HookTrials:
 
 
 def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
-    """Return the problem of a spec whose action failed."""
     where, message = f"hooks.{spec.name}", f"the trial call on a copy before the run failed: {error}"
     if isinstance(spec, FunctionSpec):
         allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
@@ -288,12 +289,6 @@ def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepCont
             for micro_step, size in enumerate(sizes(step)):
                 moments.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
     return moments
-
-
-def _first(spec: HookSpec) -> StepContext:
-    """Return the first step of the schedule of a spec."""
-    schedule = spec.schedule
-    return StepContext(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
 
 
 def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:

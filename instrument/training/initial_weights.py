@@ -102,8 +102,8 @@ class InitialWeights:
     def compare(self, model: nn.Module) -> None:
         """Find the loaded tensors that are not in a model any more, and release them."""
         own = model.state_dict()
-        loaded = {name: self._state[name] for name in self._state.keys() - {*self.unexpected}}
-        tensors = {name: value for name, value in sorted(loaded.items()) if isinstance(value, Tensor)}
+        ignored, state = {*self.unexpected}, self._state.items()
+        tensors = {name: value for name, value in state if name not in ignored and isinstance(value, Tensor)}
         self.tensors = len(tensors)
         self.changed = [name for name, value in tensors.items() if not _is_in(own.get(name), value)]
         self._state = {}
@@ -157,7 +157,6 @@ def _state_dict(file: Path) -> Mapping[str, Any] | None:
 
 
 def _content(file: Path) -> Any:
-    """Read a file, with all tensors on the CPU."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.schedule import Evaluations
 from ..errors import InstrumentError
 from ..plan.shape_inference import without_side_effects
 from ..probe.probe import Probe
@@ -49,6 +48,21 @@ class Progress:
     warnings: Sequence[str] = ()
 
 
+def progress_reporter(
+    experiment: Experiment, probe: Probe, on_progress: Callable[[Progress], None]
+) -> Callable[[Mapping[str, float | None], str], None]:
+    """Return a function that reports the progress of a run, given the metrics and the phase of a step or evaluation."""
+    earlier_warnings = len(probe.warnings)
+
+    def report(metrics: Mapping[str, float | None], phase: str) -> None:
+        if probe.step == experiment.steps:
+            probe.recorder.flush()  # to report the warnings of the last steps
+        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
+        on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
+
+    return report
+
+
 def train(
     experiment: Experiment,
     probe: Probe,
@@ -64,16 +78,8 @@ def train(
             Checkpoints are saved here. Default: None.
         last: The metrics of the last evaluation before a resume. Default: None.
     """
-    evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
-    earlier_warnings = len(probe.warnings)
-
-    def report(metrics: Mapping[str, float | None], phase: str) -> None:
-        if probe.step == experiment.steps:
-            probe.recorder.flush()  # to report the warnings of the last steps
-        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
-        on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
-
+    report = progress_reporter(experiment, probe, on_progress)
     experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
@@ -81,7 +87,7 @@ def train(
             run_probe_batch(experiment, probe)
         metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
-        if probe.step in evaluations:
+        if probe.step in experiment.length.evaluations:
             last = evaluate(experiment, probe)
             report(last, "eval")
         if on_step_end is not None:
@@ -319,15 +325,11 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     Returns:
         A scalar; None if no parameter has a gradient.
     """
-    gradients = [_entries(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
     if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
         norms = [
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
         return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
     return full_tensor(torch.nn.utils.get_total_norm(gradients)) if gradients else None
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse gradient, with duplicate indices summed; any other gradient unchanged."""
-    return coalesce(gradient).values() if is_sparse(gradient) else gradient

@@ -192,6 +192,5 @@ def _text(location: Place) -> str:
 
 
 def _batches(sizes: Sequence[int | None]) -> str:
-    """Describe the number of batches and their sizes."""
     many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
     return many if None in sizes or not sizes else f"{many} of {shorten([*map(str, sizes)], 6)} samples"

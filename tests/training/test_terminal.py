@@ -17,17 +17,17 @@ from rich.console import Console
 from training_runs import failing_after
 
 import instrument
-from instrument.training import progress
+from instrument.training import terminal as progress
 from instrument.training.loop import Progress
-from instrument.training.progress import (
+from instrument.training.terminal import (
     Speed,
+    Terminal,
     bar_with_texts,
     metric_texts,
     progress_bar,
     progress_lines,
     progress_texts,
 )
-from instrument.training.terminal import Terminal
 
 Cli = Callable[..., Any]
 METRICS = {"loss": 0.25, "accuracy": 0.984, "seconds": 0.01, "samples_per_second": 6400.0}
@@ -88,7 +88,7 @@ def pace_of(clock: Clock, seconds: float = 0.02, steps: int = 50) -> Speed:
 def test_facts_include_all_known_values(clock: Clock) -> None:
     expected = progress_texts(progress_at(overhead=0.031), pace_of(clock), 1_234_567)
     assert list(expected.values()) == [
-        *("step  50/100", "loss 0.2500", "accuracy 98.4%", "0:01 left"),
+        *("step  50/100", "loss 0.2500", "accuracy 98.4%", "0:00:01 left"),
         "3,200 samples/s",  # 64 samples in 20 ms of wall time per step
         "overhead +3.1%",
         "1,234 rows",

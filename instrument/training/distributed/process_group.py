@@ -198,7 +198,6 @@ class Processes:
             raise RankError(message, first.rank) from error
 
     def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
-        """Determine which process failed first."""
         own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None

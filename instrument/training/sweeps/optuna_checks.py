@@ -1,24 +1,17 @@
-"""Hyperparameter search with Optuna: checks before the first trial, and the best trial."""
+"""Hyperparameter search with Optuna: checks before the first trial, and the objective value of a pruned trial."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from ...errors import ConfigError, Problem, similar_names
-from .jobs import SweepJob
-from .objective import OBJECTIVE_KEY
 
 SWEEPER = "OptunaSweeper"
-RESULTS = "optimization_results.yaml"  # written by the sweeper to the folder of the sweep
 WHERE = "hydra.sweeper"
 DIRECTIONS = ("minimize", "maximize")
 
@@ -64,34 +57,6 @@ def check_search(hydra: DictConfig) -> None:
         _check_storage(sweeper)
 
 
-def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Describe the best trial of a search.
-
-    Returns:
-        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
-        Empty if the folder has no readable results file, or if every trial was pruned.
-    """
-    file = folder / RESULTS
-    try:
-        results = yaml.safe_load(file.read_text())
-        best, value = results["best_params"], float(results["best_value"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return {}
-    if not math.isfinite(value):  # every trial was pruned
-        return {}
-    chosen = [f"{name}={setting}" for name, setting in best.items()]
-    name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"
-    for job in jobs:
-        if (
-            set(chosen) <= set(job.overrides)
-            and (objective := _objective_value(job.folder))
-            and math.isclose(objective[1], value)
-        ):
-            name, source = objective[0], str(job.folder)
-            break
-    return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
-
-
 def _directions(written: Any) -> list[str]:
     """Return the names of one direction or a list of directions, each a string or an enum member of the sweeper."""
     directions = written if OmegaConf.is_list(written) else [written]
@@ -99,7 +64,6 @@ def _directions(written: Any) -> list[str]:
 
 
 def _check_storage(sweeper: DictConfig) -> None:
-    """Check the storage of a study."""
     where = f"{WHERE}.storage"
     plain: Any = OmegaConf.to_container(sweeper, resolve=False)
     if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
@@ -121,14 +85,3 @@ def _check_storage(sweeper: DictConfig) -> None:
     if before not in ([], now):
         message = f"the study {sweeper.study_name} already exists with another direction"
         raise ConfigError(Problem(f"{WHERE}.direction", message, ", ".join(now), before))
-
-
-def _objective_value(folder: Path) -> tuple[str, float] | None:
-    """Return the objective of a job and its value; None if the job has no value."""
-    try:
-        record = json.loads((folder / "run.json").read_text())
-        name = record["config"].get(OBJECTIVE_KEY, "")
-        numbers: Mapping[str, Any] = record if OBJECTIVE_KEY in record else {OBJECTIVE_KEY: record["metrics"].get(name)}
-        return name, float(numbers[OBJECTIVE_KEY])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
