@@ -68,7 +68,7 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
     """Return the selected layers in the order in which `nn.Module.apply` visits them."""
     layers, visited = {id(layer.module): layer for layer in chosen}, list[nn.Module]()
-    model.apply(visited.append)  # type: ignore[arg-type]
+    model.apply(visited.append)
     return [layers[key] for key in dict.fromkeys(map(id, visited)) if key in layers]
 
 

@@ -185,7 +185,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
-    trials = HookTrials(plan, config.seed, archive, length, {phase: each.sizes for phase, each in phases.items()})
+    trials = HookTrials(plan, config.seed, archive, length, phases)
     inferred_by_phase, has_unused, output_notice = _infer_shapes(
         config,
         task,
@@ -313,7 +313,8 @@ def _load_batches(
     batches = Batches(data.train, config.train, config.seed, shard, options=options, sampler=sampler, passes=passes)
     check_batch_size(batches.length, size, shard, "train.batch_size")
     of_steps = of_phase(data.train, size, batches.sizes, batches.samples_at, where="data.slice", split="train_split")
-    phases, eval_loader = {config.mode: of_steps}, None
+    phases: dict[str, PhaseBatches] = {config.mode: of_steps}
+    eval_loader = None
     if data.test is not None:
         eval_loader = Loader(data.test, eval_size, shard, options)
         eval_sizes = batch_sizes(eval_loader.length, eval_size)
@@ -387,7 +388,7 @@ def _infer_shapes(
 
     def infer(phase: str, loaded: LoadedBatch, *, is_first: bool = True) -> InferredCalls:
         targets = _targets(task, loaded.batch)
-        with trials.on_batch(phase, loaded.total, loaded.indices, is_first=is_first, targets=targets):
+        with trials.on_batch(phase, loaded, is_first=is_first, targets=targets):
             return infer_shapes(
                 model,
                 partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),

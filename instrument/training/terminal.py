@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow.dataset as ds
 from rich.console import Console, Group, RenderableType
@@ -46,8 +45,6 @@ SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 t
 SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
 BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
-# Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
-ONCE_PER_SWEEP = frozenset({"fallback", "coverage", "data", "output"})
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
@@ -71,12 +68,7 @@ class Terminal:
         quiet: Whether to show only warnings. Default: False.
         brief: Whether to show one line at the end instead of tables, for the jobs of a sweep. Default: False.
         job: The overrides that identify a job of a sweep, for this line. Default: empty.
-
-    Attributes:
-        shown_by_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
     """
-
-    shown_by_jobs: ClassVar[set[tuple[Path, str]]] = set()
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
@@ -121,7 +113,7 @@ class Terminal:
         )
 
     def _show_fallback(self, fallback: str | None) -> None:
-        if fallback and self._is_new(fallback):
+        if fallback:
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
             if self.brief:
                 self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
@@ -186,14 +178,6 @@ class Terminal:
         self._warned.add(message)
         self.warn(message)
 
-    def _is_new(self, message: str) -> bool:
-        """Return whether a message is new. For the jobs of a sweep, a message is new only once per sweep."""
-        key = (self.folder.resolve().parent, message)
-        if self.brief and key in Terminal.shown_by_jobs:
-            return False
-        Terminal.shown_by_jobs.add(key)
-        return True
-
     def end(
         self,
         experiment: Experiment,
@@ -215,22 +199,10 @@ class Terminal:
         in_findings = () if self.quiet or self.brief else (*experiment.config.rules, "coverage")
         shown_rules = {"hidden_module", *in_findings}
         warnings = run.scan("events", ["message", "rule"], ds.field("severity") == "warning")
-        left = {
-            row["message"]: row["rule"]
-            for batch in warnings
-            for row in batch.to_pylist()
-            if row["rule"] not in shown_rules and row["message"] not in self._warned
-        }
-        new_messages = [
-            message for message, rule in left.items() if rule not in ONCE_PER_SWEEP or self._is_new(message)
-        ]
+        rows = [row for batch in warnings for row in batch.to_pylist() if row["rule"] not in shown_rules]
         if self.brief:
-            hidden = len(left) - len(new_messages)
-            verb = "warning is" if hidden == 1 else "warnings are"
-            repeated = f"({hidden} repeated {verb} not shown)" if hidden else ""
-            self.console.print(
-                "  ".join(filter(None, [str(folder), self.job, evaluation, repeated])), soft_wrap=True, markup=False
-            )
+            line = "  ".join(filter(None, [str(folder), self.job, evaluation]))
+            self.console.print(line, soft_wrap=True, markup=False)
         elif not self.quiet:
             self.console.print()
             entries = findings(run)
@@ -244,7 +216,7 @@ class Terminal:
                 if diagnosis.lead.advice:
                     self.console.print(Text(diagnosis.lead.advice, style="bold"), soft_wrap=True)
                 self.console.print()
-        for message in new_messages:
+        for message in dict.fromkeys(row["message"] for row in rows if row["message"] not in self._warned):
             self._warn_at_once(message)
         if stop_reason is not None:
             self.console.print(f"[bold yellow]stopped[/]     {escape(stop_reason)}", soft_wrap=True)
