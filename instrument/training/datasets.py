@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -335,11 +336,15 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     except RuntimeError:
         if not download:
             raise DatasetMissingError(f"{reason}, and download is false") from None
+    new_folders = [path for path in (folder / name / "raw", folder / name, folder) if not path.exists()]
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
         return dataset(folder, train=_is_train(split), download=True)
     except (OSError, RuntimeError) as error:
+        for path in new_folders:
+            with suppress(OSError):  # not created, or not empty
+                path.rmdir()
         cause = " ".join(str(error).split()).rstrip(":")
         raise DatasetMissingError(f"{reason}, and the download failed: {cause}") from None
     finally:

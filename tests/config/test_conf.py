@@ -163,7 +163,7 @@ def test_dataset_root_comes_from_the_environment(name: str, monkeypatch: pytest.
     assert config_with_option("data", name).data.dataset.to_config()["root"] == "/some/where"
     monkeypatch.delenv("INSTRUMENT_DATA")
     assert config_with_option("data", name).data.dataset.to_config()["root"] == "data"
-    assert config_of(f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
+    assert config_of("model=mnist_cnn", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
 
 
 def losses(layer: nn.Module, input: Any, targets: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:

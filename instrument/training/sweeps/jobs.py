@@ -29,7 +29,6 @@ from ...config.search_path import config_loader
 from ...errors import ConfigError, InstrumentWarning, Problem
 from ...storage.folder_snapshot import REFUSED, SUBMITTED
 from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
-from ...storage.run_search import NoRunError
 from .objective import OBJECTIVE_KEY
 
 if TYPE_CHECKING:
@@ -218,7 +217,8 @@ def jobs_in(folder: str) -> Jobs:
     """
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))
-    from ...analysis.load import load  # Imported late: it imports pyarrow.
+    from ...analysis.load import load  # Imported late: they import pyarrow.
+    from ...storage.run_search import NoRunError
 
     try:
         run = load(folder)
