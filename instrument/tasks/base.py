@@ -175,12 +175,8 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
 
 
 def _other_task(batch: Any) -> str:
-    """Return which task accepts a batch."""
-    if isinstance(batch, Mapping):
-        return (
-            "set task=huggingface, which passes the entries of a dict to the model by keyword, or write a custom task"
-        )
-    return "write a custom task for this batch"
+    keyword_task = "set task=huggingface, which passes the entries of a dict to the model by keyword, or "
+    return f"{keyword_task if isinstance(batch, Mapping) else ''}write a custom task for this batch"
 
 
 def check_outcome(outcome: object, *, differentiable: bool = True) -> None:

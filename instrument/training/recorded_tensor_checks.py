@@ -1,7 +1,4 @@
-"""Checks before a run that another run recorded the tensors that `replace` and `patch` use, in batches of the same size.
-
-A trial of the hook (`instrument.training.hook_trials`) compares the shapes of the tensors.
-"""
+"""Checks before a run that another run recorded the tensors that `replace` and `patch` use, in batches of the same size."""
 
 from __future__ import annotations
 

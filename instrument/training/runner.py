@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from .control import Control
 from .device_and_seed import process_state
 from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
-from .distributed.torchrun import process_group, stop_together, synced_errors
+from .distributed.torchrun import process_group, synced_errors
 from .environment import code_hashes, content_hash, hardware
 from .experiment import Experiment, prepare
 from .forward import run_forward
@@ -174,7 +174,9 @@ def run(
                 has_started=lambda: training is not None and training.has_started,
                 stop_reason=lambda: None if training is None else training.probe.stop_reason,
             ),
-            stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
+            nullcontext()
+            if processes is None
+            else processes.stop_together(folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
             if source is not None and (threads := (source.record.get("hardware") or {}).get("threads")) is not None:

@@ -125,11 +125,6 @@ class Processes:
             dist.broadcast_object_list(received, src=0, group=self.control)
         return received
 
-    def sum(self, number: Number) -> Number:
-        """Return the sum of a number over all processes."""
-        total: Number = sum(self.exchange(number))
-        return total
-
     def wait(self) -> None:
         """Block until all processes have reached this call."""
         dist.barrier(group=self.control)

@@ -8,7 +8,7 @@ averaged. A gradient inside the model therefore has the same scale as in a run w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...config.base import ObservationSpec
+from ...config.budget import BudgetConfig
 from ...config.experiment import RunConfig
+from ...config.hook_specs import HookSpec
+from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...probe.collectives import Ranks
@@ -25,7 +29,6 @@ from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
 from ..loader import FULL_BATCH, BatchShard
 from .torchrun import check_processes
-from .unsupported import reduce_problems, shard_problems
 
 if TYPE_CHECKING:
     from .process_group import Number, Processes
@@ -180,7 +183,7 @@ class DataParallel(Strategy):
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
     def total(self, number: Number) -> Number:
-        return self.processes.sum(number)
+        return sum(self.processes.exchange(number))  # type: ignore[no-any-return]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
@@ -255,6 +258,56 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
         return Strategy()
     made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
     return made(processes, reduces=config.reduce == "global")
+
+
+def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
+    sample, and custom statistics.
+
+    Args:
+        budget: Budget of the run; None for no budget.
+    """
+    problems = []
+    if budget is not None and (budget.time is not None or budget.bytes is not None):
+        message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
+        problems.append(Problem("budget", message, fix="set reduce=none"))
+    for name, spec in hooks.items():
+        if isinstance(spec, RecordSpec) and spec.condition is not None:
+            message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
+            problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and spec.split_dim == 0:
+            message = "dimension 0 has other samples in each process, but reduce=global merges rows of the same index"
+            problems.append(Problem(f"hooks.{name}.split_dim", message, 0, fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and spec.custom_statistics:
+            message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
+            given = spec.custom_statistics[0].target
+            problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
+    return problems
+
+
+def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards.
+
+    Returns:
+        The problems found. `allowed` names a kind that works, if one does.
+    """
+    problems = []
+    for name, spec in hooks.items():
+        if spec.kind == "parameter_grad_micro":
+            message = "Tensor.register_hook never fires on parameters sharded by fsdp2"
+            allowed = ("post_accumulate_grad", "parameter_grad")
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, allowed))
+        if isinstance(spec, ObservationSpec) and spec.definition.family != "module":
+            message = "a process has a shard of this tensor, whose indices differ from those of the full tensor"
+            problems += [
+                Problem(f"hooks.{name}.{field}", message, getattr(spec, field), fix="record the complete tensor")
+                for field in spec.selection
+                if field != "slice"
+            ]
+        if spec.uses_parameters and spec.kind == "loss":
+            message = "a penalty on the loss has no effect on parameters sharded by fsdp2"
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad"))
+    return problems
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
