@@ -248,7 +248,7 @@ def fresh_workers() -> Iterator[None]:
 @pytest.fixture
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the dry run of a plan to a few passes."""
-    from instrument.training.dry_run import profiling
+    from instrument.training import dry_run as profiling
 
     monkeypatch.setattr(profiling, "MIN_REPEATS", 4)
     monkeypatch.setattr(profiling, "MAX_REPEATS", 4)

@@ -85,7 +85,7 @@ def last_override(value: object) -> str | None:
     [
         (["+exp=mnist_hoks"], ["exp:", "given    mnist_hoks", "mnist_hooks, mnist_record", "similar  mnist_hooks"]),
         (["exp=mnist_hooks"], ["exp", "+exp=mnist_hooks"]),
-        ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "lenet, mlp, mnist_cnn", "similar  mnist_cnn"]),
+        ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
         ([*HOOKS, "init_from=[1]"], ["init_from: must be a mapping", "given    [1]"]),

@@ -23,7 +23,7 @@ from ..config.packaged import conf_folder
 from ..config.search_path import WorkingDirectoryConf
 from ..errors import ConfigError, InstrumentError
 from ..training.distributed.torchrun import is_rank_zero, process_group, synced_errors
-from ..training.sweeps.summary import print_summary
+from ..training.sweeps.jobs import print_summary
 from .job import JobFailedError, as_instrument_error, print_error
 from .validation_callback import HydraCallback
 

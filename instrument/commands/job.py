@@ -227,7 +227,7 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder; None for no folder."""
     with importing():
         from ..training.device_and_seed import process_state
-        from ..training.dry_run.cost_of_run import dry_run
+        from ..training.dry_run import dry_run
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 

@@ -40,7 +40,7 @@ from instrument.storage.run_folder import check_process_count
 from instrument.training.distributed.torchrun import is_rank_zero
 
 if TYPE_CHECKING:
-    from instrument.training.replay_source import ReplaySource
+    from instrument.training.runner import ReplaySource
     from instrument.training.verification.replay_certificate import ReplayCertificate
 
 CERTIFICATE = "certificate.json"
@@ -108,7 +108,7 @@ def _replay(
         hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
         with importing():
             from instrument.training import runner
-            from instrument.training.replay_source import ReplaySource
+            from instrument.training.runner import ReplaySource
             from instrument.training.terminal import Terminal
             from instrument.training.verification.replay_certificate import certify_replay
 

@@ -81,7 +81,8 @@ def _check_rerunnable(sweep: Sweep) -> None:
         study = "hydra.sweeper.storage=sqlite:///study.db and hydra.sweeper.study_name=NAME"
         fix = f"run the command of the sweep again; with {study} it continues the existing study"
         raise ConfigError(Problem(WHERE, message, given=sweeper.rpartition(".")[2], fix=fix))
-    raise ConfigError(Problem(WHERE, "the folders of the jobs are not named by job number; see hydra.sweep.subdir"))
+    message = "the folders of the jobs are not named by job number (hydra.sweep.subdir), or their values are shuffled"
+    raise ConfigError(Problem(WHERE, message))
 
 
 @contextmanager

@@ -18,9 +18,16 @@ from instrument.commands.job import as_instrument_error
 from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
 from instrument.errors import InstrumentError
 from instrument.storage.remote_folder import check_is_local, is_address
-from instrument.training.sweeps.jobs import DONE, Sweep, count_by_status
-from instrument.training.sweeps.lookup import Runs, jobs_in
-from instrument.training.sweeps.summary import grouped_lines, outcome, print_summary
+from instrument.training.sweeps.jobs import (
+    DONE,
+    Runs,
+    Sweep,
+    count_by_status,
+    grouped_lines,
+    jobs_in,
+    outcome,
+    print_summary,
+)
 
 COLOURS = {
     "done": "green",

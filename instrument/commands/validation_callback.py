@@ -23,10 +23,9 @@ from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
 from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
-from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override
+from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override, job_lines, outcome
 from ..training.sweeps.objective import read_objective
 from ..training.sweeps.optuna_checks import check_search, is_search
-from ..training.sweeps.summary import job_lines, outcome
 from .job import as_instrument_error, print_error, show_plan
 from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
 from .validated_config import read_config

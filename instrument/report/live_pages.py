@@ -85,7 +85,7 @@ class LiveSweepPage(_ChangingPage):
         link: Returns the address of the page of a job, given its name.
 
     Raises:
-        ConfigError: See `instrument.training.sweeps.lookup.jobs_in`.
+        ConfigError: See `instrument.training.sweeps.jobs.jobs_in`.
     """
 
     def __init__(self, folder: str, link: Callable[[str], str]) -> None:

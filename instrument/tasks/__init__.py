@@ -13,13 +13,11 @@ from .base import (
     mean_loss,
     mean_metrics,
 )
-from .forward_only import ForwardOnly
 from .gan import WassersteinGAN
-from .generation import Generate
 from .keywords import HuggingFace, LossDict
-from .language_model import NextToken
 from .model_output import main_output
-from .supervised import KLDivergence, Reconstruction, Supervised, soft_targets
+from .supervised import KLDivergence, NextToken, Reconstruction, Supervised, soft_targets
+from .without_loss import ForwardOnly, Generate
 
 __all__ = [
     "CountsTerms",

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..values.nested import iter_tensors, number_of_samples, structure
-from .base import IGNORED, Outcome, pair_of
-from .loss_terms import HasLoss, Loss, number_of_terms
+from .base import IGNORED, HasLoss, Loss, Outcome, number_of_terms, pair_of
 
 _DEFAULT_LOSS = nn.CrossEntropyLoss()
 
@@ -79,7 +78,6 @@ class HuggingFace(HasLoss):
         return Outcome(loss, samples, correct, classified=classified)
 
     def _computed_loss(self, logits: Any, labels: Any, output: Any, batch: Any) -> Tensor:
-        """Return the loss of logits and labels."""
         if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
             missing = "output has no logits" if isinstance(labels, Tensor) else f"batch has no entry {self.labels!r}"
             fields = f"{type(output).__name__} with {structure(output)}"
@@ -166,7 +164,6 @@ class LossDict:
 
 
 def _entries(batch: Any) -> dict[str, Any]:
-    """Return the entries of a batch."""
     if isinstance(batch, Mapping):
         return dict(batch)
     raise TypeError(

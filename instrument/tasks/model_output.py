@@ -1,9 +1,9 @@
-"""A part of a model's output: the tensor from which a task computes its loss, or the part whose gradients are computed."""
+"""The forward pass and the loss of a batch, and the part of a model's output that gives the loss or the gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from ..config.base import parse_slice
 from ..config.experiment import OUTPUT_UNIT, output_unit_text
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from ..values.nested import iter_tensors, shape_of
+from ..values.nested import iter_tensors, map_tensors, shape_of
+from .base import Outcome, Task, call_task
 
 MAX_PATHS = 8  # in a message
 WHERE = "forward.of"
@@ -126,16 +127,20 @@ class OutputUnit:
     text: str
     where: str = WHERE
 
-    def sum_in(self, output: Any) -> Tensor:
+    def sum_in(self, outputs: Sequence[Any]) -> Tensor:
         """Return the sum of the part over all of its elements: a scalar.
 
         Args:
-            output: The output of the model: a tensor, or nested tensors.
+            outputs: The outputs of the calls of the model, of which the last one is used.
 
         Raises:
-            ConfigError: The output has no tensor at this path, or the slice is outside of its shape or empty.
+            ConfigError: The model was not called, its output has no tensor at this path, or the slice is outside of its shape or
+                empty.
         """
-        part = self.part_of(output)
+        if not outputs:
+            message = "the task does not call the model itself, but only submodules of it"
+            raise ConfigError(Problem(WHERE, message, fix="remove forward.of to compute the gradients of the loss"))
+        part = self.part_of(outputs[-1])
         if not part.requires_grad:
             message = "this part of the output depends on no floating-point input and on no trainable parameter"
             raise ConfigError(Problem(self.where, message, self.text))
@@ -180,13 +185,72 @@ def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def last_output(outputs: list[Any]) -> Any:
-    """Return the output of the last call of a model.
+class Forward(nn.Module):
+    """A module that runs a task on a model and applies the loss hooks.
 
-    Raises:
-        ConfigError: The model was not called.
+    The wrappers that reduce gradients over processes need one module that computes the complete loss. It includes
+    submodules that the task calls directly, and penalties that hooks add to the loss.
+
+    Args:
+        model: The model that the task gets.
+        task: Computes the loss of a batch. It is not registered as a submodule.
+        precision: Returns the autocast context of the task.
+        unit: The part of the output of the model's last call that replaces the loss in the backward pass. Default: None,
+            the loss.
     """
-    if not outputs:
-        message = "the task does not call the model itself, but only submodules of it"
-        raise ConfigError(Problem(WHERE, message, fix="remove forward.of to compute the gradients of the loss"))
-    return outputs[-1]
+
+    task: Task
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        precision: Callable[[], AbstractContextManager[Any]],
+        unit: OutputUnit | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        object.__setattr__(self, "task", task)  # Not registered, because the parameters of a task are not trained.
+        self.precision = precision
+        self.unit = unit
+
+    def forward(self, batch: Any, loss_hook: Callable[[Tensor], Tensor]) -> tuple[Outcome, Tensor | None]:
+        """Compute the outcome of a batch and the loss for the backward pass.
+
+        Args:
+            batch: The batch, on the device of the model.
+            loss_hook: Called with the loss, or the sum of the output unit; returns the scalar that replaces it.
+
+        Returns:
+            The outcome of the task, and the scalar that `loss_hook` returned; None if the outcome has no loss.
+
+        Raises:
+            ConfigError: The output has no such unit.
+        """
+        if self.unit is None:
+            with self.precision():
+                outcome = call_task(self.task, self.model, batch)
+            return outcome, None if outcome.loss is None else loss_hook(outcome.loss)
+        with captured_outputs(self.model) as outputs, self.precision():
+            outcome = call_task(self.task, self.model, batch)
+        return outcome, loss_hook(self.unit.sum_in(outputs))
+
+
+def with_input_gradients(batch: Any) -> Any:
+    """Return a batch whose floating-point tensors require a gradient. The last item of a tuple or list, the targets, is unchanged.
+
+    The tensors are copies, and no leaves of the graph, so that a model may change them in place.
+
+    Args:
+        batch: A batch of the data loader, on the device of the model.
+    """
+    if isinstance(batch, tuple | list) and not hasattr(batch, "_fields") and len(batch) > 1:
+        *inputs, targets = batch
+        return type(batch)([*(map_tensors(each, _requiring_gradient) for each in inputs), targets])
+    return map_tensors(batch, _requiring_gradient)
+
+
+def _requiring_gradient(path: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach().requires_grad_().clone()

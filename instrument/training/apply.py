@@ -67,21 +67,16 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
 def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
     """Return the selected layers in the order in which `nn.Module.apply` visits them."""
-    modules = {id(layer.module): layer for layer in chosen}
-    order: dict[int, Layer] = {}
-
-    def visit(module: nn.Module) -> None:
-        if id(module) in modules:
-            order[id(module)] = modules[id(module)]
-
-    model.apply(visit)
-    return list(order.values())
+    layers, visited = {id(layer.module): layer for layer in chosen}, list[nn.Module]()
+    model.apply(visited.append)
+    return [layers[key] for key in dict.fromkeys(map(id, visited)) if key in layers]
 
 
 def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
     """Return the error for a spec whose modules have no matching parameter."""
-    own_names = (name for layer in layers for own, _ in layer.own_parameters() for name in layer.names_of(own))
-    owns = list(dict.fromkeys(own_names))
+    owns = [
+        *dict.fromkeys(name for layer in layers for own, _ in layer.own_parameters() for name in layer.names_of(own))
+    ]
     if spec.params and owns:
         close = [name for written in spec.params for name in similar_names(written, owns)]
         return Problem(f"{where}.params", "this pattern matches no parameter", list(spec.params), owns, close)
@@ -154,7 +149,6 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
 
 
 def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
-    """Replace a module under all of its names."""
     if not layer.name:
         raise ConfigError(Problem(where, "the root module cannot be replaced", fix="set 'model' instead"))
     for parent in layers:
@@ -170,7 +164,6 @@ def _labelled(label: str, original_repr: Callable[[], str]) -> str:
 
 
 def _set(spec: SetSpec, layer: Layer, where: str) -> None:
-    """Set an existing attribute of a module."""
     if not hasattr(layer.module, spec.attribute):
         close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
         message = f"layer {layer.label!r} ({layer.type}) has no such attribute"

@@ -18,8 +18,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +80,9 @@ class Checkpoints:
         """
         with deferred_signals():
             with probe.saving_checkpoint():
-                states = _states(_own(experiment))
+                states = {name: part.state_dict() for name, part in _own(experiment).items()}
                 if experiment.optimizer is not None and experiment.strategy.saves_state:
-                    states |= pack_shards(_states(_shared(experiment)))
+                    states |= pack_shards({name: part.state_dict() for name, part in _shared(experiment).items()})
                     states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
             probe.recorder.flush()
             ends = sink.finish_parts()
@@ -96,21 +96,16 @@ class Checkpoints:
             "random": _random_state(experiment.device),
             **states,
         }
-        path = self._file(probe.step, own_rank())
-        try:
+        with _written_file(self._file(probe.step, own_rank())) as (temporary, path):
             with synced_errors(self.processes):
-                _write(state, path.with_suffix(TEMPORARY_SUFFIX))
+                _write(state, temporary)
             if own_rank():
-                _replace_final(path)
+                os.replace(temporary, path)
             if self.processes is not None:
                 self.processes.wait()
             if not own_rank():
-                _replace_final(path)
+                os.replace(temporary, path)
                 self._remove_old(probe.step)
-        except BaseException:
-            with suppress(OSError):
-                path.with_suffix(TEMPORARY_SUFFIX).unlink()
-            raise
 
     def load(self, rank: int = 0, step: int | None = None) -> dict[str, Any]:
         """Load a checkpoint.
@@ -130,18 +125,12 @@ class Checkpoints:
         if not steps:
             reasons = "train.checkpoint.every was 0, or the run ended before the first checkpoint"
             raise ConfigError(Problem("resume", f"the run has no checkpoint: {reasons}", given=str(self.folder)))
-        state: dict[str, Any] = {}
-        for saved_rank in (rank,) if rank == 0 else (rank, 0):
-            if "model" not in state:  # If the model is replicated, at most the file of rank 0 contains it.
-                path = self._file(steps[-1], saved_rank)
-                try:
-                    state = _read(path) | state
-                except InstrumentError as error:
-                    raise ConfigError(Problem(where, str(error), given=str(path))) from None
+        state = _read(self._file(steps[-1], rank), where)
+        if rank and "model" not in state:  # If the model is replicated, at most the file of rank 0 contains it.
+            state = _read(self._file(steps[-1], 0), where) | state
         return state
 
     def _file(self, step: int, rank: int) -> Path:
-        """Return the path of a checkpoint file."""
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_old(self, step: int) -> None:
@@ -154,6 +143,20 @@ class Checkpoints:
                     file.unlink()
 
 
+@contextmanager
+def _written_file(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the path of a temporary file, which is removed if the block fails, and the final path."""
+    temporary = path.with_suffix(TEMPORARY_SUFFIX)
+    try:
+        yield temporary, path
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
+        raise
+
+
 def _write(state: Mapping[str, Any], temporary: Path) -> None:
     """Write a state to a temporary file next to its final path."""
     path = temporary.with_suffix(".pt")
@@ -164,21 +167,11 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         _load(temporary)  # Report a file that cannot be read back now, not when the run is resumed.
-    except OSError as error:
-        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+    except (OSError, pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         # If the disk is full, PyTorch raises its own error and the OSError is the context.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
         raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
-
-
-def _replace_final(path: Path) -> None:
-    """Rename a temporary file to its final path."""
-    try:
-        os.replace(path.with_suffix(TEMPORARY_SUFFIX), path)
-    except OSError as error:
-        raise InstrumentError(f"the checkpoint {path} cannot be written: {error.strerror}") from error
 
 
 def save_weights(experiment: Experiment, folder: Path) -> None:
@@ -197,14 +190,9 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
             state[name] = full.cpu() if isinstance(full, Tensor) else full
     with synced_errors(experiment.strategy.processes):
         if own_rank() == 0:
-            path = folder / WEIGHTS
-            try:
-                _write(state, path.with_suffix(TEMPORARY_SUFFIX))
-                _replace_final(path)
-            except BaseException:
-                with suppress(OSError):
-                    path.with_suffix(TEMPORARY_SUFFIX).unlink()
-                raise
+            with _written_file(folder / WEIGHTS) as (temporary, path):
+                _write(state, temporary)
+                os.replace(temporary, path)
 
 
 def _load(path: Path) -> Any:
@@ -216,14 +204,16 @@ def _load(path: Path) -> Any:
         raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file."""
-    state = _load(path)
+def _read(path: Path, where: str) -> dict[str, Any]:
+    try:
+        state = _load(path)
+    except InstrumentError as error:
+        raise ConfigError(Problem(where, str(error), given=str(path))) from None
     version = state.get("version") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or version != VERSION:
-        version_text = "no version number" if version is None else f"version {version}"
-        raise InstrumentError(f"the checkpoint must have version {VERSION}, but has {version_text}")
-    return state
+    if version != VERSION:
+        message = f"the checkpoint must have version {VERSION}, but has version {version}"
+        raise ConfigError(Problem(where, message, given=str(path)))
+    return state  # type: ignore[no-any-return]
 
 
 def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resumes: bool = True) -> None:
@@ -302,11 +292,6 @@ def _shared(experiment: Experiment) -> dict[str, Any]:
 def _own(experiment: Experiment) -> dict[str, Any]:
     """Return the stateful objects of which each process has a separate state: a custom task with a `state_dict`."""
     return {"task": experiment.task} if hasattr(experiment.task, "state_dict") else {}
-
-
-def _states(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state dict of each object, by name."""
-    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, Tensor]]:

@@ -82,7 +82,12 @@ class Control:
         """Read, log and answer the new messages."""
         requests: list[Request] = []
         step = self.probe.step
-        for message in self._messages():
+        try:
+            messages = [] if self._is_closed else self._folder.messages()
+        except MessageError as error:
+            self._report(f"messages are not read: {error}")
+            return []
+        for message in messages:
             try:
                 texts = self._folder.read(message)
                 request = parse_changes(texts, requests[-1].settings if requests else self.settings)
@@ -97,13 +102,6 @@ class Control:
             requests.append(request)
             self._answer(message, Answer(step, [*(str(change) for change in request.changes), *request.commands]))
         return requests
-
-    def _messages(self) -> list[Path]:
-        try:
-            return [] if self._is_closed else self._folder.messages()
-        except MessageError as error:
-            self._report(f"messages are not read: {error}")
-            return []
 
     def _answer(self, message: Path, answer: Answer) -> None:
         """Answer a message. If this fails, the message would be read again at each step, so no more messages are read."""

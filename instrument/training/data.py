@@ -1,34 +1,29 @@
-"""Datasets of a run: the training slice, the evaluation slice, and their batches."""
+"""The data of a run: datasets, the slices for training and evaluation, and the options and the sampler of their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
-from ..config.experiment import DataConfig, SliceSpec, TrainConfig
-from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..config.experiment import DataConfig, SliceSpec
+from ..errors import ConfigError, Problem
 from ..fields.field_types import Target
-from ..fields.targets import build, build_callable
-from .dataset_slices import is_iterable, load_split, slice_indices
+from ..fields.targets import argument_names, build, build_callable
+from ..probe.samples import TARGET_KEYS
 from .datasets import DatasetMissingError
-from .distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
-from .loader import (
-    DEFAULT_OPTIONS,
-    LoadedBatch,
-    Loader,
-    LoaderOptions,
-    Slice,
-    Stream,
-    preserved_random_states,
-    seed_random_states,
-)
+from .loader import LoaderOptions, Slice, Stream, preserved_random_states, seed_random_states
 
+FIXES_OF_MISSING_DATASET = """\
+    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER
+    2. run once with a network connection and data.dataset.download=true
+    3. use a dataset that requires no download: data=digits, or data.fallback=digits as a fallback"""
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datasets.digits", "size": 28})
+USUAL_SPLITS = {"data.slice": ("train", "trainval"), "data.eval_slice": ("test", "val", "validation", "valid")}
+"""The splits that are tried in this order if a slice names none. The names are those of torchvision and Hugging Face."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,8 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         loaded = [load_split(target, which.split, where) for where, which in slices.items()]
     except DatasetMissingError as missing:
         if config.fallback is None:
-            raise ConfigError(_missing_dataset_problem(config, missing)) from None
+            message = f"{target.target} is missing: {missing}. Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
+            raise ConfigError(Problem("data.dataset", message)) from None
         fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
         loaded = [load_split(target, which.split, where) for where, which in slices.items()]
@@ -124,7 +120,6 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
 
 
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
-    """Return a slice of a dataset."""
     if not is_iterable(dataset):
         return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
@@ -134,7 +129,6 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
 
 
 def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
-    """Check the loader options for an iterable dataset."""
     if config.num_workers > 1:
         message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
         raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
@@ -180,220 +174,148 @@ def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
     return sampler  # type: ignore[no-any-return]
 
 
-def _missing_dataset_problem(config: DataConfig, missing: DatasetMissingError) -> Problem:
-    """Return the error for a missing dataset, with the ways to fix it."""
-    return Problem(
-        "data.dataset",
-        f"{config.dataset.target} is missing: {missing}. Do one of the following:\n"
-        "    1. store it in the layout of torchvision, and set data.root=FOLDER or the environment variable INSTRUMENT_DATA=FOLDER\n"
-        "    2. run once with a network connection and data.dataset.download=true\n"
-        "    3. use a dataset that requires no download: data=digits, or data.fallback=digits as a fallback",
-    )
+def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[Any], str | None]:
+    """Build the dataset of a slice.
 
-
-class Batches:
-    """An iterator over the steps of a run.
-
-    In each epoch of a training, the samples are shuffled again, or the sampler gives a new order. A stream starts from the
-    beginning.
+    The split is passed as `train=True` or `False`, or else as `split=`, if the target has this parameter and its configuration
+    does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
 
     Args:
-        dataset: The slice `data.slice`.
-        config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
-        shard: The part of each batch that this process gets. Default: the full batch.
-        sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
-            the seed and the epoch. Default: None, all samples in random order.
-        passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
-            None, a training.
+        split: The split of the slice; None if the configuration names none.
+        where: The key of the slice: `data.slice` or `data.eval_slice`.
 
-    Attributes:
-        length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
-            last for all steps, and in `mode: forward` up to the end of the slice.
-        micro_batches_per_epoch: The number of micro-batches per epoch.
-        steps: The number of steps of the run.
-        stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
+    Returns:
+        The dataset, and the split that it was built with; None if it was built without one.
 
     Raises:
-        ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
+        ConfigError: The target does not exist or fails, does not accept the split, or returns something else than a dataset.
+        DatasetMissingError: The files of the dataset are missing.
     """
-
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        config: TrainConfig,
-        seed: int,
-        shard: BatchShard = FULL_BATCH,
-        *,
-        options: LoaderOptions = DEFAULT_OPTIONS,
-        sampler: Iterable[int] | None = None,
-        passes: int | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.sampler = sampler
-        self.passes = passes
-        self.batch_size = config.batch_size
-        self.accumulate = config.accumulate
-        self._loader = Loader(dataset, config.batch_size, shard, options)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._before_epoch = self._generator.get_state()
-        self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
-        self.length = self._length_of_epoch(config)
-        self.micro_batches_per_epoch = -(-self.length // config.batch_size)
-        per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
-        epochs = config.epochs if passes is None else passes
-        self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
-        self.stop = self.steps
-        if sampler is not None:
-            self._order_of_epoch()
-            self._generator.set_state(self._before_epoch)
-
-    def _length_of_epoch(self, config: TrainConfig) -> int:
-        """Return the number of samples per epoch; of a stream, the largest number that the run can use."""
-        if not isinstance(self.dataset, Stream):
-            return len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
-        message = "the dataset is iterable and has no length, so the number of steps per epoch is unknown"
-        if self.passes is not None:
-            if self.dataset.stop is None:
-                raise ConfigError(Problem("data.slice.stop", message, given=None, fix="set data.slice.stop=N"))
-            return self.dataset.stop - self.dataset.start
-        if config.steps is None:
-            fix = "set train.steps=N and train.epochs=null"
-            raise ConfigError(Problem("train.epochs", message, given=config.epochs, fix=fix))
-        return config.steps * config.accumulate * config.batch_size
-
-    def __iter__(self) -> Iterator[tuple[int, StepBatches]]:
-        """Yield the epoch and the micro-batches of each remaining step.
-
-        The last step of an epoch may have fewer micro-batches.
-        """
-        while self._done < self.stop and (self.passes is None or self._epoch < self.passes):
-            for group in self._groups_of_epoch():
-                self._taken += len(group)
-                self._done += 1
-                yield self._epoch, group
-                if self._done == self.stop:
-                    return
-            if not self._taken:
-                raise InstrumentError(f"the dataset has no samples for step {self._done}, in epoch {self._epoch}")
-            self._epoch, self._taken = self._epoch + 1, 0
-
-    def _order_of_epoch(self) -> list[int] | None:
-        """Return the indices of the samples in this epoch; None for a stream."""
-        if isinstance(self.dataset, Stream):
-            return None
-        size = len(self.dataset)  # type: ignore[arg-type]
-        if self.sampler is None:
-            is_shuffled = self.passes is None
-            return torch.randperm(size, generator=self._generator).tolist() if is_shuffled else list(range(size))
-        seed = int(torch.randint(2**32, (), generator=self._generator))
-        with preserved_random_states():
-            seed_random_states(seed)
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(self._epoch)
-            order = list(self.sampler)
-        invalid = [i for i in order if not (hasattr(i, "__index__") and 0 <= i < size)]
-        if invalid or len(order) != self.length:
-            given = f"index {invalid[0]!r}" if invalid else f"{len(order)} indices"
-            allowed = f"{self.length} integers from 0 to {size - 1}, according to the lengths of sampler and slice"
-            message = f"the sampler returned invalid indices in epoch {self._epoch}"
-            raise ConfigError(Problem("data.sampler", message, given, allowed))
-        return [*map(index, order)]
-
-    def _groups_of_epoch(self) -> Iterator[StepBatches]:
-        """Yield the micro-batches of each remaining step in this epoch."""
-        self._before_epoch = self._generator.get_state()
-        group = StepBatches()
-        for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
-            group.add(*loaded)
-            if len(group) == self.accumulate:
-                yield group
-                group = StepBatches()
-        if group:
-            yield group
-
-    def sizes(self, step: int) -> list[int]:
-        """Return the number of samples in each micro-batch of a step, summed over all processes."""
-        first = step % -(-self.micro_batches_per_epoch // self.accumulate) * self.accumulate
-        return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
-
-    def samples_at(self, steps: Collection[int]) -> set[int] | None:
-        """Return the dataset indices of the samples of some steps, over all processes; None for a stream."""
-        dataset = self.dataset
-        if not isinstance(dataset, Slice):
-            return None
-        per_epoch = -(-self.micro_batches_per_epoch // self.accumulate)
-        size = self.batch_size * self.accumulate
-        epoch, state = self._epoch, self._generator.get_state()
-        indices: set[int] = set()
-        for self._epoch in range(max(steps, default=-1) // per_epoch + 1):
-            order = self._order_of_epoch() or []
-            first = self._epoch * per_epoch
-            for step in steps if len(indices) < len(dataset) else ():
-                if first <= step < first + per_epoch:
-                    indices.update(order[(step - first) * size : (step - first + 1) * size])
-        self._epoch = epoch
-        self._generator.set_state(state)
-        return {dataset.index_in_dataset(index) for index in indices}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data. It is valid between two steps."""
-        return {"done": self._done, "epoch": self._epoch, "taken": self._taken, "generator": self._before_epoch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned."""
-        self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
-        self._generator.set_state(state["generator"])
+    parameters = argument_names(target.target, "data.dataset")
+    parameter = next((name for name in ("train", "split") if name in parameters), None)
+    is_fixed = parameter in (target.model_extra or {})
+    if split is not None and (is_fixed or parameter is None):
+        message = f"{target.target} takes neither 'split' nor 'train'"
+        if is_fixed:
+            message = f"data.dataset.{parameter} selects the same samples for all slices"
+        fix = f"remove {f'data.dataset.{parameter}' if is_fixed else f'{where}.split'}"
+        raise ConfigError(Problem(f"{where}.split", message, split, fix=fix))
+    if is_fixed or parameter is None:
+        return _build(target), None
+    names = (split,) if split is not None else USUAL_SPLITS[where]
+    if parameter == "train":
+        if names[0] not in ("train", "test"):
+            message = f"{target.target} takes train=True or False, not the name of a split"
+            raise ConfigError(Problem(f"{where}.split", message, names[0], "train, test"))
+        return _build(target, train=names[0] == "train"), names[0]
+    return _first_accepted(target, names, where)
 
 
-def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
-    """Return the number of samples in each batch of a dataset, summed over all processes.
+def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
+    """Build the dataset with the first split that it accepts."""
+    refusals: list[ConfigError] = []
+    for name in names:
+        try:
+            return _build(target, split=name), name
+        except ConfigError as error:
+            causes = (str(each) for each in _causes(error.__cause__) if isinstance(each, ValueError | KeyError))
+            failure = next(causes, "")
+            if "split" not in failure.lower() and name not in failure:
+                raise
+            refusals.append(error)
+    *others, last = map(repr, names)
+    listed = f"the split {last}" if not others else f"a split {', '.join(others)} or {last}"
+    reason = refusals[0].problems[0].message.partition("could not be built: ")[2]
+    message = f"{target.target} does not accept {listed} ({reason})"
+    raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
 
-    Args:
-        batch_size: The number of samples per batch. The last batch may be smaller.
-        first: The index of the first batch in the result. Default: 0.
-        stop: The index after the last batch in the result. Default: None, all remaining batches.
-    """
-    return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
-
-def first_batch(
-    dataset: Dataset[Any],
-    batch_size: int,
-    shard: BatchShard = FULL_BATCH,
-    options: LoaderOptions = DEFAULT_OPTIONS,
-    where: str = "data.slice",
-) -> LoadedBatch:
-    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
-
-    Args:
-        batch_size: The number of samples per batch, over all processes.
-        shard: The part of the batch that this process gets. Default: the full batch.
-        where: The configuration key of the slice, for error messages. Default: `data.slice`.
-
-    Raises:
-        ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
-    """
-    loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
+def _build(target: Target, **split: Any) -> Dataset[Any]:
     try:
-        loaded = next(loader.load("first batch"), None)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
-        location = user_code_location(error) or user_code_location(error.__cause__ or error)
-        message, allowed, fix = f"its items cannot be collated into a batch{location}", "", ""
-        if default and location:  # PyTorch's own function collates, so the error is one of the dataset
-            message = f"its samples cannot be loaded{location}"
-        elif default:
-            allowed = "tuples, dicts and lists of tensors of equal shape, arrays and numbers"
-            fix = "set data.collate_fn to a function that joins a list of items"
-        key = "data.dataset" if default else "data.collate_fn"
-        raise ConfigError(Problem(key, message, reason, allowed, fix=fix)) from error
-    if loaded is None:
-        message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
-        raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))
-    return loaded
+        dataset = build(target, "data.dataset", **split)
+    except ConfigError as error:
+        for cause in _causes(error):
+            if isinstance(cause, DatasetMissingError):
+                raise cause from None
+        raise
+    if is_iterable(dataset) and (not hasattr(dataset, "__iter__") or hasattr(dataset, "__next__")):
+        message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
+        message += ", an iterator, which can be read only once" if hasattr(dataset, "__next__") else ""
+        allowed = "an object with __len__ and __getitem__, or one whose __iter__ starts from the beginning"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
+    return dataset  # type: ignore[no-any-return]
 
 
-def samples_of(dataset: Dataset[Any] | None) -> set[int] | None:
-    """Return the dataset indices of all samples of a slice; None for a stream."""
-    return {*map(dataset.index_in_dataset, range(len(dataset)))} if isinstance(dataset, Slice) else None
+def is_iterable(dataset: Any) -> bool:
+    """Return whether a dataset gives its samples one after the other, without a length and an index."""
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or not has_items
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
+    """Return the indices of the samples in a slice.
+
+    The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
+    `per_class`.
+
+    Args:
+        dataset: The dataset, with a length.
+        where: The configuration key of the slice, for error messages.
+
+    Returns:
+        Indices into the dataset; at least one.
+
+    Raises:
+        ConfigError: The slice is empty, an index is out of range, or the dataset has no integer classes.
+    """
+    size = len(dataset)  # type: ignore[arg-type]
+    indices = list(range(size))
+    if which.classes is not None:
+        targets = _targets(dataset, f"{where}.classes")
+        indices = [i for i in indices if targets[i] in which.classes]
+    if which.shuffle:
+        order = torch.randperm(len(indices), generator=torch.Generator().manual_seed(which.seed)).tolist()
+        indices = [indices[i] for i in order]
+    if which.indices is not None:
+        out_of_range = [i for i in which.indices if i >= len(indices)]
+        if out_of_range:
+            allowed = f"0 to {len(indices) - 1}"
+            raise ConfigError(Problem(f"{where}.indices", "out of range", out_of_range, allowed))
+        indices = [indices[i] for i in which.indices]
+    else:
+        indices = indices[which.start : which.stop : which.stride]
+    if which.per_class is not None:
+        targets, counts = _targets(dataset, f"{where}.per_class"), dict[Any, int]()
+        selected = []
+        for i in indices:
+            counts[targets[i]] = counts.get(targets[i], 0) + 1
+            if counts[targets[i]] <= which.per_class:
+                selected.append(i)
+        indices = selected
+    if not indices:
+        written = which.model_dump(exclude_defaults=True)
+        raise ConfigError(Problem(where, f"the slice is empty: the split has {size} samples", given=written))
+    return indices
+
+
+def _targets(dataset: Dataset[Any], where: str) -> list[int]:
+    targets = getattr(dataset, "targets", None)
+    try:
+        if targets is None:
+            targets = []
+            with preserved_random_states():
+                seed_random_states(0)
+                for i in range(len(dataset)):  # type: ignore[arg-type]
+                    item = dataset[i]
+                    key = next(name for name in TARGET_KEYS if name in item) if isinstance(item, Mapping) else 1
+                    targets.append(item[key])
+        return [int(target) for target in targets]
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        message = f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(where, message)) from None

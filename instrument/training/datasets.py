@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import gzip
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -337,7 +337,6 @@ def _scikit_learn(name: str) -> Path:
 
 
 def _is_train(split: str) -> bool:
-    """Return whether a split is the training split."""
     if split not in ("train", "test"):
         raise ValueError(f"there is no split {split!r}; the splits are train and test")
     return split == "train"
@@ -356,23 +355,15 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
         if not download:
             raise DatasetMissingError(f"{reason}, and download is false") from None
     new_folders = [path for path in (folder / name / "raw", folder / name, folder) if not path.exists()]
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT)
     try:
-        with _timeout(DOWNLOAD_TIMEOUT):
-            return dataset(folder, train=_is_train(split), download=True)
+        return dataset(folder, train=_is_train(split), download=True)
     except (OSError, RuntimeError) as error:
         for path in new_folders:
             with suppress(OSError):  # not created, or not empty
                 path.rmdir()
         cause = " ".join(str(error).split()).rstrip(":")
         raise DatasetMissingError(f"{reason}, and the download failed: {cause}") from None
-
-
-@contextmanager
-def _timeout(seconds: float) -> Iterator[None]:
-    """Set the socket timeout of connections that are opened inside the block, in seconds."""
-    previous_timeout = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
     finally:
-        socket.setdefaulttimeout(previous_timeout)
+        socket.setdefaulttimeout(timeout)

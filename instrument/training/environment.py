@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .data import Data
 from .loader import Slice, preserved_random_states, seed_random_states
 
 PACKAGE = Path(__file__).parents[1]
@@ -40,7 +39,6 @@ def hardware(device: torch.device) -> dict[str, str | int | None]:
 
 
 def _processor() -> str:
-    """Return the model name of the CPU."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -83,19 +81,13 @@ def _targets(value: Any) -> Iterator[str]:
             yield from _targets(item)
 
 
-def dataset_hashes(data: Data) -> dict[str, str | None]:
-    """Return the hash of each slice of a run: `train` and `eval`.
-
-    Returns:
-        The hashes; None for a slice that is iterable or missing, or whose samples cannot be hashed.
-    """
-    return {"train": content_hash(data.train), "eval": content_hash(data.test)}
-
-
 def content_hash(dataset: Dataset[Any] | None) -> str | None:
     """Return the first 16 hexadecimal digits of the SHA-256 of some samples of a slice.
 
     Random numbers of a transform are the same in each call, and the random states are restored.
+
+    Returns:
+        The hash; None for a slice that is iterable or missing, or whose samples cannot be hashed.
     """
     if not isinstance(dataset, Slice):
         return None

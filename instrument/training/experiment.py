@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Dataset
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import RunConfig
@@ -31,23 +32,38 @@ from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
-from ..tasks.forward_and_loss import Forward
-from ..tasks.model_output import LossOutput, OutputNotice, OutputUnit, captured_outputs, last_output
+from ..tasks.model_output import (
+    Forward,
+    LossOutput,
+    OutputNotice,
+    OutputUnit,
+    captured_outputs,
+    with_input_gradients,
+)
 from ..values.nested import structure, to_device
 from .apply import apply_specs, build_module
 from .compiled_models import compile_model
-from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
+from .data import Data, build_sampler, load_data, loader_options
 from .device_and_seed import choose_device
-from .distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
 from .distributed.strategies import Strategy, has_unused_parameters
-from .hook_trials import HookTrials, Sizes
+from .hook_trials import HookTrials
 from .initial_weights import InitialWeights
-from .input_gradients import with_input_gradients
-from .loader import LoadedBatch, Loader, LoaderOptions
+from .loader import (
+    Batches,
+    BatchShard,
+    LoadedBatch,
+    Loader,
+    LoaderOptions,
+    PhaseBatches,
+    batch_sizes,
+    check_batch_size,
+    first_batch,
+    samples_of,
+)
 from .loss_checks import check_loss_of_parts
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
-from .recorded_tensor_checks import PhaseBatches, recording_problems
+from .recorded_tensor_checks import recording_problems
 from .schedulers import LearningRateScale
 
 _TRIED_STEPS = 1000  # of a scheduler, before the run
@@ -64,7 +80,7 @@ class Experiment:
         data: The slices of the dataset.
         batches: The batches of the steps.
         eval_loader: The batches of an evaluation; None in `mode: forward`.
-        probe_batch: The probe batch as one micro-batch; None without one.
+        probe_batch: The probe batch; None without one.
         length: The length of the run.
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
@@ -89,7 +105,7 @@ class Experiment:
     data: Data
     batches: Batches
     eval_loader: Loader | None
-    probe_batch: StepBatches | None
+    probe_batch: LoadedBatch | None
     length: Length
     task: Task
     model: nn.Module
@@ -150,48 +166,51 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     trains = config.mode == "train"
     data = load_data(config.data, evaluates=trains)
     shard = strategy.batch_shard
-    loaders = _Loaders.of(config, data, shard, pins_memory=device.type == "cuda")
-    length = loaders.length
+    options = loader_options(config.data, config.seed, pins_memory=device.type == "cuda")
+    batches, eval_loader, phases = _load_batches(config, data, shard, options)
+    length = Length(
+        batches.steps,
+        config.train.accumulate,
+        batches.micro_batches_per_epoch,
+        Evaluations(batches.steps, config.train.eval_every),
+        0 if eval_loader is None else len(eval_loader),
+    )
 
     model.to(device)
-    first = to_device(loaders.first_batches[config.mode].batch, device)
+    first = to_device(phases[config.mode].first.batch, device)
     materialize(model, partial(_forward, task, model, first, differentiable=trains))
     weights = _load_and_apply(config, model)
-    if trains:
-        _check_trainable(config, model)
 
     plan = make_plan(config.hooks, model)
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
-    trials = HookTrials(plan, config.seed, archive, length, loaders.sizes())
+    trials = HookTrials(plan, config.seed, archive, length, phases)
     inferred_by_phase, has_unused, output_notice = _infer_shapes(
         config,
         task,
         model,
         plan,
-        loaders,
+        phases,
         device,
         trials=trials,
         find_unused=trains and strategy.needs_all_gradients and find_unused is None,
     )
     check_functions(plan, inferred_by_phase)
     check_paths(plan, inferred_by_phase)
-    recordings = recording_problems(plan, archive, loaders.by_phase(inferred_by_phase), length)
+    recordings = recording_problems(plan, archive, phases, inferred_by_phase, length)
     if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
         raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
     _check_conditions(plan, length)
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
-        check_loss_of_parts(config, task, model, data.train, shard, loaders.options)
+        check_loss_of_parts(config, task, model, data.train, shard, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None
-    uses_closure = optimizer is not None and requires_closure(optimizer)
-    if uses_closure:
-        _check_closure(config, optimizer, strategy)
+    uses_closure = optimizer is not None and _uses_closure(config, optimizer, strategy)
     check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))
     scheduler = None
     if optimizer is not None and config.scheduler is not None:
@@ -204,9 +223,9 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         config=config,
         device=device,
         data=data,
-        batches=loaders.batches,
-        eval_loader=loaders.eval_loader,
-        probe_batch=loaders.probe_batch,
+        batches=batches,
+        eval_loader=eval_loader,
+        probe_batch=phases["probe"].first if "probe" in phases else None,
         length=length,
         task=task,
         model=model,
@@ -268,92 +287,62 @@ def _check_loss(config: RunConfig, task: Task) -> None:
         raise ConfigError(Problem("forward.grad", message, given=True, fix=fix))
 
 
-@dataclass(frozen=True)
-class _Loaders:
-    """The batches of a run. `first_batches`: the batch for shape inference in each phase; the phase of steps is the first one."""
+def _load_batches(
+    config: RunConfig, data: Data, shard: BatchShard, options: LoaderOptions
+) -> tuple[Batches, Loader | None, dict[str, PhaseBatches]]:
+    """Return the batches of the steps, those of an evaluation, and those by phase, that of the steps first.
 
-    data: Data
-    batches: Batches
-    eval_loader: Loader | None
-    probe_batch: StepBatches | None
-    length: Length
-    first_batches: dict[str, LoadedBatch]
-    options: LoaderOptions
-    shard: BatchShard
+    Each process must get samples of every batch.
+    """
 
-    @classmethod
-    def of(cls, config: RunConfig, data: Data, shard: BatchShard, *, pins_memory: bool) -> _Loaders:
-        """Create the loaders, and check that each process gets samples of every batch."""
-        options = loader_options(config.data, config.seed, pins_memory=pins_memory)
-        sampler = None if config.data.sampler is None else build_sampler(config.data.sampler, data.train)
-        passes = config.forward.passes if config.mode == "forward" else None
-        batches = Batches(data.train, config.train, config.seed, shard, options=options, sampler=sampler, passes=passes)
-        check_batch_size(batches.length, config.train.batch_size, shard, "train.batch_size")
-        first: dict[str, LoadedBatch] = {config.mode: first_batch(data.train, config.train.batch_size, shard, options)}
-        eval_loader = probe_batch = None
-        if data.test is not None:
-            eval_loader = Loader(data.test, config.train.eval_batch_size, shard, options)
-            check_batch_size(eval_loader.length, config.train.eval_batch_size, shard, "train.eval_batch_size")
-            first["eval"] = first_batch(data.test, config.train.eval_batch_size, shard, options, "data.eval_slice")
-        if data.probe is not None:
-            samples = len(data.probe)  # type: ignore[arg-type]
-            check_batch_size(samples, samples, shard, "data.probe_batch")
-            first["probe"] = first_batch(data.probe, samples, shard, options)
-            probe_batch = StepBatches()
-            probe_batch.add(*first["probe"])
-        evaluations = Evaluations(batches.steps, config.train.eval_every)
-        eval_batches = 0 if eval_loader is None else len(eval_loader)
-        of_epoch = batches.micro_batches_per_epoch
-        length = Length(batches.steps, config.train.accumulate, of_epoch, evaluations, eval_batches)
-        return cls(data, batches, eval_loader, probe_batch, length, first, options, shard)
+    def of_phase(
+        dataset: Dataset[Any],
+        size: int,
+        sizes: Callable[[int], Sequence[int]],
+        ids: Callable[[Collection[int]], set[int] | None] | None = None,
+        *,
+        where: str = "data.eval_slice",
+        split: str = "eval_split",
+    ) -> PhaseBatches:
+        load = partial(first_batch, dataset, shard=shard, options=options, where=where)
+        return PhaseBatches(load(size), load, sizes, ids or (lambda _: samples_of(dataset)), data.source[split])
 
-    def first_batch(self, phase: str, size: int) -> LoadedBatch:
-        """Load a batch with the first samples of a phase."""
-        dataset = {"eval": self.data.test, "probe": self.data.probe}.get(phase) or self.data.train
-        return first_batch(dataset, size, self.shard, self.options)
-
-    def sizes(self) -> dict[str, Sizes]:
-        """Return the sizes of the batches of each phase."""
-        mode, *_ = self.first_batches
-        sizes: dict[str, Sizes] = {mode: self.batches.sizes}
-        if self.eval_loader is not None:
-            eval_sizes = batch_sizes(self.eval_loader.length, self.eval_loader.batch_size)
-            sizes["eval"] = lambda _: eval_sizes
-        if self.data.probe is not None:
-            probe_sizes = [len(self.data.probe)]  # type: ignore[arg-type]
-            sizes["probe"] = lambda _: probe_sizes
-        return sizes
-
-    def by_phase(self, inferred_by_phase: Mapping[str, InferredCalls]) -> dict[str, PhaseBatches]:
-        """Return the batches of each phase, given the results of shape inference."""
-        mode, *_ = self.first_batches
-        ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
-            mode: self.batches.samples_at,
-            "eval": lambda _: samples_of(self.data.test),
-            "probe": lambda _: samples_of(self.data.probe),
-        }
-        sizes, batches = self.sizes(), {}
-        for phase, inferred in inferred_by_phase.items():
-            split = self.data.source["train_split" if phase == mode else "eval_split"]
-            samples = self.first_batches[phase].samples
-            batches[phase] = PhaseBatches(inferred, samples, sizes[phase], ids[phase], split)
-        return batches
+    sampler = None if config.data.sampler is None else build_sampler(config.data.sampler, data.train)
+    passes = config.forward.passes if config.mode == "forward" else None
+    size, eval_size = config.train.batch_size, config.train.eval_batch_size
+    batches = Batches(data.train, config.train, config.seed, shard, options=options, sampler=sampler, passes=passes)
+    check_batch_size(batches.length, size, shard, "train.batch_size")
+    of_steps = of_phase(data.train, size, batches.sizes, batches.samples_at, where="data.slice", split="train_split")
+    phases: dict[str, PhaseBatches] = {config.mode: of_steps}
+    eval_loader = None
+    if data.test is not None:
+        eval_loader = Loader(data.test, eval_size, shard, options)
+        eval_sizes = batch_sizes(eval_loader.length, eval_size)
+        check_batch_size(eval_loader.length, eval_size, shard, "train.eval_batch_size")
+        phases["eval"] = of_phase(data.test, eval_size, lambda _: eval_sizes)
+    if data.probe is not None:
+        samples = len(data.probe)  # type: ignore[arg-type]
+        check_batch_size(samples, samples, shard, "data.probe_batch")
+        phases["probe"] = of_phase(data.probe, samples, lambda _: [samples])
+    return batches, eval_loader, phases
 
 
 def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | None:
-    """Load the initial weights, and apply the changes of the `apply` section."""
+    """Load the initial weights, and apply the changes of the `apply` section, which must leave a parameter to train."""
     # The checkpoint of a resumed training contains the weights.
     path = config.init_from.path if config.mode == "forward" or config.resume is None else None
-    if path is None:
-        apply_specs(config.apply, model)
-        return None
-    weights = InitialWeights(path, strict=config.init_from.strict)
-    if not weights.is_of_run:
+    weights = None if path is None else InitialWeights(path, strict=config.init_from.strict)
+    if weights is not None and not weights.is_of_run:
         weights.load(model)
     apply_specs(config.apply, model)
-    if weights.is_of_run:
-        weights.load(model)
-    weights.compare(model)
+    if weights is not None:
+        if weights.is_of_run:
+            weights.load(model)
+        weights.compare(model)
+    if config.mode == "train" and not any(parameter.requires_grad for parameter in model.parameters()):
+        message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
+        fix = "to run it without training, set mode=forward"
+        raise ConfigError(Problem("model", message, given=config.model.target, fix=fix))
     return weights
 
 
@@ -368,7 +357,7 @@ def _infer_shapes(
     task: Task,
     model: nn.Module,
     plan: HookPlan,
-    loaders: _Loaders,
+    phases: Mapping[str, PhaseBatches],
     device: torch.device,
     *,
     trials: HookTrials,
@@ -399,7 +388,7 @@ def _infer_shapes(
 
     def infer(phase: str, loaded: LoadedBatch, *, is_first: bool = True) -> InferredCalls:
         targets = _targets(task, loaded.batch)
-        with trials.on_batch(phase, loaded.total, loaded.indices, is_first=is_first, targets=targets):
+        with trials.on_batch(phase, loaded, is_first=is_first, targets=targets):
             return infer_shapes(
                 model,
                 partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),
@@ -409,11 +398,11 @@ def _infer_shapes(
                 observe_function=trials.on_function,
             )
 
-    inferred = {phase: infer(phase, loaded) for phase, loaded in loaders.first_batches.items()}
-    for phase, loaded in loaders.first_batches.items():
+    inferred = {phase: infer(phase, batches.first) for phase, batches in phases.items()}
+    for phase, batches in phases.items():
         smallest = trials.smallest_batch_size(phase)
-        if smallest is not None and smallest < loaded.total:
-            infer(phase, loaders.first_batch(phase, smallest), is_first=False)
+        if smallest is not None and smallest < batches.first.total:
+            infer(phase, batches.load(smallest), is_first=False)
     return inferred, has_unused, notice
 
 
@@ -430,7 +419,7 @@ def _forward(
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
     if unit is not None:
-        return unit.sum_in(last_output(outputs)), None
+        return unit.sum_in(outputs), None
     choice = getattr(task, "output", None)
     if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
         return outcome.loss, None
@@ -446,7 +435,6 @@ def _targets(task: Task, batch: Any) -> Tensor | None:
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:
-    """Check that a task can select the targets of a batch."""
     try:
         batch_with_targets(task, batch)
     except Exception as error:
@@ -455,16 +443,7 @@ def _check_target_selection(task: Task, batch: Any) -> None:
         raise ConfigError(Problem("task", message, given=given)) from error
 
 
-def _check_trainable(config: RunConfig, model: nn.Module) -> None:
-    """Check that the model has a trainable parameter."""
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
-        fix = "to run it without training, set mode=forward"
-        raise ConfigError(Problem("model", message, given=config.model.target, fix=fix))
-
-
 def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
-    """Build the optimizer from its target."""
     bypass_compiler_in_methods()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = argument_names(target.target, "optimizer")
@@ -477,8 +456,10 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Strategy) -> None:
-    """Check that the training supports an optimizer whose step requires a closure."""
+def _uses_closure(config: RunConfig, optimizer: Optimizer, strategy: Strategy) -> bool:
+    """Return whether the step of an optimizer requires a closure, and check that the training supports that."""
+    if not requires_closure(optimizer):
+        return False
     what = f"the step of {type(optimizer).__name__} requires a closure"
     if config.train.precision == "fp16":
         message = f"{what}, which the gradient scaler of PyTorch does not support"
@@ -486,10 +467,10 @@ def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Str
     if strategy.processes is not None:
         message = f"{what}, which works in a single process only"
         raise ConfigError(Problem("optimizer", message, config.optimizer.target, fix="choose another optimizer"))
+    return True
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Build the scheduler from its target."""
     arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **arguments)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):

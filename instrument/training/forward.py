@@ -12,12 +12,11 @@ from ..plan.shape_inference import without_side_effects
 from ..probe.metrics import custom_metrics_in
 from ..probe.probe import Probe
 from ..tasks.base import is_sum, weighted
+from ..tasks.model_output import with_input_gradients
 from ..values.nested import to_device
-from .batch_means import batch_weights, means_over_processes
-from .distributed.batch_sharding import StepBatches
 from .experiment import Experiment
-from .input_gradients import with_input_gradients
-from .loop import Progress, StepObserver
+from .loader import LoadedBatch
+from .loop import Progress, StepObserver, batch_weights, mean_over_processes, progress_reporter
 
 WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
@@ -40,18 +39,15 @@ def run_forward(
         and `samples_per_second`.
     """
     sums = _Sums(last or {}, adds_losses=is_sum(experiment.task))
-    earlier_warnings = len(probe.warnings)
+    report = progress_reporter(experiment, probe, on_progress)
     probe.phase = "forward"
     with without_side_effects(experiment.model, training=False):
-        for epoch, batches in experiment.batches:
+        for epoch, (loaded,) in experiment.batches:
             probe.epoch = epoch
             with probe.operators_of_step():
-                row, weight, classified = forward_step(experiment, probe, batches)
-            sums.add(row, weight, classified, batches.samples)
-            if probe.step == experiment.steps:
-                probe.recorder.flush()  # to report the warnings of the last steps
-            rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
-            on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
+                row, weight, classified = forward_step(experiment, probe, loaded)
+            sums.add(row, weight, classified, loaded.total)
+            report(row, "forward")
             if on_step_end is not None:
                 on_step_end(sums)
             if probe.should_stop:
@@ -62,7 +58,7 @@ def run_forward(
 
 
 def forward_step(
-    experiment: Experiment, observer: StepObserver, batches: StepBatches
+    experiment: Experiment, observer: StepObserver, loaded: LoadedBatch
 ) -> tuple[Mapping[str, float | None], float, Tensor | float]:
     """Run the model on one batch, with `forward.grad` also its backward pass.
 
@@ -75,9 +71,9 @@ def forward_step(
         over all processes, or 1 if losses are added; and the number of targets in its accuracy.
     """
     config = experiment.config.forward
-    weights, total = batch_weights(experiment, batches)
-    observer.begin_micro_step(batches.indices[0], experiment.batch_with_targets(batches[0]))
-    batch = to_device(batches[0], experiment.device)
+    weights, total = batch_weights(experiment, [loaded])
+    observer.begin_micro_step(loaded.indices, experiment.batch_with_targets(loaded.batch))
+    batch = to_device(loaded.batch, experiment.device)
     with torch.set_grad_enabled(config.grad):
         outcome, objective = experiment.train_module(
             with_input_gradients(batch) if config.grad else batch, observer.loss
@@ -89,9 +85,8 @@ def forward_step(
             experiment.model.zero_grad()
     observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()
-    means = means_over_processes(experiment, [outcome], weights)
-    row = observer.end_step(loss=means.loss, **means.metrics, samples=batches.samples)
-    return row, total, means.classified
+    metrics, classified = mean_over_processes(experiment, [outcome], weights)
+    return observer.end_step(**metrics, samples=loaded.total), total, classified
 
 
 class _Sums(Mapping[str, "float | None"]):

@@ -28,9 +28,7 @@ from ..plan.dimension_checks import misfit, stand_in
 from ..plan.hook_plan import HookPlan, Site
 from ..stats.flatten import unreadable
 from ..values.nested import iter_tensors
-
-Sizes = Callable[[int], Sequence[int]]
-"""Gets a step. Returns the number of samples in each of its batches, over all processes."""
+from .loader import LoadedBatch, PhaseBatches
 
 ANY_SIZE = 0
 SMALLER_BATCH_FIX = (
@@ -48,7 +46,7 @@ class HookTrials:
     yet, so only its shape is checked.
 
     Args:
-        sizes: The sizes of the batches, by phase.
+        phases: The batches, by phase.
 
     Attributes:
         misfits: By name of the spec, the problem of the first field that does not fit a tensor.
@@ -59,7 +57,7 @@ class HookTrials:
     """
 
     def __init__(
-        self, plan: HookPlan, seed: int, archive: RunArchive, length: Length, sizes: Mapping[str, Sizes]
+        self, plan: HookPlan, seed: int, archive: RunArchive, length: Length, phases: Mapping[str, PhaseBatches]
     ) -> None:
         self.misfits: dict[str, Problem] = {}
         self.failures: dict[str, Problem] = {}
@@ -69,8 +67,8 @@ class HookTrials:
             action = spec.build(_NoRows(), archive)
             clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
             self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
-        self._length, self._sizes = length, sizes
-        self._moments = {name: _moments(spec, length, sizes[spec.phase]) for name, spec in plan.specs.items()}
+        self._length, self._phases = length, phases
+        self._moments = {name: _moments(spec, length, phases[spec.phase].sizes) for name, spec in plan.specs.items()}
         self._at: dict[int, list[AttachedHook]] = {}  # by the `id` of the module
         for attached in self._hooks:
             self._at.setdefault(id(attached.site.layer.module), []).append(attached)
@@ -86,29 +84,29 @@ class HookTrials:
         It does not depend on hooks, so that a model or a dataset that counts its calls trains in the same way without them.
         """
         steps = range(min(self._length.steps, self._length.epoch_steps)) if phase in STEP_PHASES else range(1)
-        return min((size for step in steps for size in self._sizes[phase](step)), default=None)
+        return min((size for step in steps for size in self._phases[phase].sizes(step)), default=None)
 
     @contextmanager
     def on_batch(
-        self, phase: str, total: int, ids: Sequence[int], *, is_first: bool, targets: Tensor | None = None
+        self, phase: str, batch: LoadedBatch, *, is_first: bool, targets: Tensor | None = None
     ) -> Iterator[None]:
         """Run hooks in the forward pass of a block.
 
         Args:
-            total: The number of samples of the batch, over all processes.
-            ids: The indices in the dataset of the samples of this process.
             is_first: Whether it is the first batch of shape inference, on which all hooks of the phase run. On another batch, those
                 run that are scheduled for its size.
             targets: The targets of the samples. Default: None, unknown.
         """
-        self._samples, self._is_first = len(ids), is_first
+        self._samples, self._is_first = batch.samples, is_first
         for attached in self._hooks:
             spec = attached.site.spec
             moments = self._moments[spec.name]
-            if spec.phase == phase and (is_first or total in moments):
-                moment = moments.get(total, moments.get(ANY_SIZE))
-                attached.clock.moment = moment or _first(spec)
-                attached.clock.name_samples(ids, targets)
+            if spec.phase == phase and (is_first or batch.total in moments):
+                moment = moments.get(batch.total, moments.get(ANY_SIZE))
+                schedule = spec.schedule
+                first = schedule.start if schedule.steps is None else min(schedule.steps)
+                attached.clock.moment = moment or StepContext(first, 0, 0, phase)
+                attached.clock.name_samples(batch.indices, targets)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
                 self._active[attached] = _runs_in_trials(spec) and (has_tensors or not _is_of_run(spec))
         self._archive.substitutes_samples = True  # the samples are not those of the step
@@ -243,7 +241,6 @@ class HookTrials:
 
 
 def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
-    """Return the problem of a spec whose action failed."""
     where, message = f"hooks.{spec.name}", f"the trial call on a copy before the run failed: {error}"
     if isinstance(spec, FunctionSpec):
         allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
@@ -269,7 +266,7 @@ def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
     return isinstance(spec, RecordedSpec) and spec.run is not None
 
 
-def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepContext]:
+def _moments(spec: HookSpec, length: Length, sizes: Callable[[int], Sequence[int]]) -> dict[int, StepContext]:
     """Return the first time at which a hook sees a batch of each size. If it sees no batches, the size is `ANY_SIZE`."""
     steps = firings_of(spec, length).steps
     if not (_runs_in_trials(spec) or spec.selection):
@@ -288,12 +285,6 @@ def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepCont
             for micro_step, size in enumerate(sizes(step)):
                 moments.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
     return moments
-
-
-def _first(spec: HookSpec) -> StepContext:
-    """Return the first step of the schedule of a spec."""
-    schedule = spec.schedule
-    return StepContext(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
 
 
 def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:

@@ -85,27 +85,25 @@ class InitialWeights:
             raise ConfigError(Problem(WHERE, message, given=names, allowed=shorten([*own], MAX_NAMES)))
         problems: list[Problem] = []
         try:
-            missing, unexpected = model.load_state_dict(self._state, strict=False)
+            missing, unexpected = map(sorted, model.load_state_dict(self._state, strict=False))
         except RuntimeError as error:
-            problems = [*_shape_problems(self._state, own)] or [Problem(WHERE, str(error).strip(), given=self.path)]
-            missing, unexpected = [*own.keys() - self._state.keys()], [*self._state.keys() - own.keys()]
+            problems = [Problem(WHERE, str(error).strip(), given=self.path)]
+            missing, unexpected = sorted(own.keys() - self._state.keys()), sorted(self._state.keys() - own.keys())
         if self.strict:
             loaded = {_address(own[name]) for name in own.keys() & self._state.keys()}
             missing = [name for name in missing if name not in own or _address(own[name]) not in loaded]  # tied
-            problems += _name_problems("the state dict lacks names of the model", sorted(missing), unexpected)
-            problems += _name_problems("the state dict has names that the model lacks", sorted(unexpected), missing)
+            problems += _name_problems("the state dict lacks names of the model", missing, unexpected)
+            problems += _name_problems("the state dict has names that the model lacks", unexpected, missing)
         else:
-            self.missing, self.unexpected = sorted(missing), sorted(unexpected)
+            self.missing, self.unexpected = missing, unexpected
         if problems:
             raise ConfigError(*problems)
 
     def compare(self, model: nn.Module) -> None:
         """Find the loaded tensors that are not in a model any more, and release them."""
         own = model.state_dict()
-        ignored = {*self.unexpected}
-        tensors = {
-            name: value for name, value in self._state.items() if name not in ignored and isinstance(value, Tensor)
-        }
+        ignored, state = {*self.unexpected}, self._state.items()
+        tensors = {name: value for name, value in state if name not in ignored and isinstance(value, Tensor)}
         self.tensors = len(tensors)
         self.changed = [name for name, value in tensors.items() if not _is_in(own.get(name), value)]
         self._state = {}
@@ -113,18 +111,13 @@ class InitialWeights:
     @property
     def changes(self) -> str | None:
         """A message about the tensors that `apply` changed, and the names that were ignored; None without any."""
-        changed, missing, unexpected = (
-            shorten(names, MAX_NAMES) for names in (self.changed, self.missing, self.unexpected)
-        )
-        texts = []
-        if changed:
-            count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
-            texts.append(f"apply changed {count}: {changed}")
-        if missing:
-            texts.append(f"init_from has no values for {missing}; they keep their initial values")
-        if unexpected:
-            texts.append(f"init_from ignored names that the model lacks: {unexpected}")
-        return "; ".join(texts) or None
+        count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
+        texts = {
+            f"apply changed {count}: {{}}": self.changed,
+            "init_from has no values for {}; they keep their initial values": self.missing,
+            "init_from ignored names that the model lacks: {}": self.unexpected,
+        }
+        return "; ".join(text.format(shorten(names, MAX_NAMES)) for text, names in texts.items() if names) or None
 
     def entry(self) -> dict[str, Any]:
         """Return the entry `init_from` of run.json."""
@@ -164,7 +157,6 @@ def _state_dict(file: Path) -> Mapping[str, Any] | None:
 
 
 def _content(file: Path) -> Any:
-    """Read a file, with all tensors on the CPU."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -190,17 +182,6 @@ def _plain_name(name: str) -> str:
     while segments[:1] == ["module"] and len(segments) > 1:
         segments = segments[1:]
     return ".".join(segments)
-
-
-def _shape_problems(state: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield one problem with all tensors whose shapes differ."""
-    differences = [
-        f"{name} {[*state[name].shape]} (the model has {[*own[name].shape]})"
-        for name in own
-        if isinstance(state.get(name), Tensor) and state[name].shape != own[name].shape
-    ]
-    if differences:
-        yield Problem(WHERE, f"the shapes of some tensors differ: {shorten(differences, MAX_NAMES)}")
 
 
 def _name_problems(message: str, names: Sequence[str], others: Sequence[str]) -> Iterator[Problem]:

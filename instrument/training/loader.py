@@ -1,4 +1,4 @@
-"""Loading of batches, in this process or in worker processes that load ahead.
+"""Batches of a run, their batch shards, and their loading in this process or in worker processes that load ahead.
 
 Each batch is loaded with random states that depend only on the seed of the run, the pass over the dataset, the index of
 the batch and the rank. A dataset or a `collate_fn` that draws random numbers therefore gives the same batches with any
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -21,7 +22,48 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from .distributed.batch_sharding import FULL_BATCH, BatchShard
+from ..config.experiment import TrainConfig
+from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+
+
+@dataclass(frozen=True)
+class BatchShard:
+    """The shard of each batch that one process receives. The shard sizes of a batch differ by at most one sample.
+
+    Attributes:
+        rank: Rank of the process, from 0. Default: 0.
+        size: Number of processes. Default: 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def indices_of(self, batch: range) -> range:
+        """Return the contiguous part of a batch that belongs to this process."""
+        return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
+
+
+FULL_BATCH = BatchShard()
+"""The shard of a single process: the full batch."""
+
+
+def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str) -> None:
+    """Check that every process receives at least one sample of every batch.
+
+    Args:
+        batch_size: Number of samples in a full batch, over all processes.
+
+    Raises:
+        ConfigError: A batch has fewer samples than there are processes.
+    """
+    last = length % batch_size or batch_size
+    if batch_size < shard.size:
+        message = f"every batch requires at least one sample for each of the {shard.size} processes"
+        raise ConfigError(Problem(where, message, given=batch_size, allowed=f"{shard.size} or more"))
+    if last < shard.size:
+        message = f"the last batch has {last} of the {length} samples, but there are {shard.size} processes"
+        allowed = f"a batch size and a slice whose last batch has {shard.size} or more samples"
+        raise ConfigError(Problem(where, message, given=batch_size, allowed=allowed))
 
 
 class LoadedBatch(NamedTuple):
@@ -248,6 +290,233 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
                 first = loader.dataset.start + index * loader.batch_size  # type: ignore[attr-defined]
                 collated = loader.options.collate_fn([batch[i] for i in own])
                 yield LoadedBatch(collated, [first + i for i in own], len(batch))
+
+
+class Batches:
+    """An iterator over the steps of a run.
+
+    In each epoch of a training, the samples are shuffled again, or the sampler gives a new order. A stream starts from the
+    beginning.
+
+    Args:
+        dataset: The slice `data.slice`.
+        config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
+        shard: The part of each batch that this process gets. Default: the full batch.
+        sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
+            the seed and the epoch. Default: None, all samples in random order.
+        passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
+            None, a training.
+
+    Attributes:
+        length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
+            last for all steps, and in `mode: forward` up to the end of the slice.
+        micro_batches_per_epoch: The number of micro-batches per epoch.
+        steps: The number of steps of the run.
+        stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
+
+    Raises:
+        ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        config: TrainConfig,
+        seed: int,
+        shard: BatchShard = FULL_BATCH,
+        *,
+        options: LoaderOptions = DEFAULT_OPTIONS,
+        sampler: Iterable[int] | None = None,
+        passes: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.passes = passes
+        self.batch_size = config.batch_size
+        self.accumulate = config.accumulate
+        self._loader = Loader(dataset, config.batch_size, shard, options)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._before_epoch = self._generator.get_state()
+        self._done = self._epoch = self._taken = 0  # Steps, epochs, and micro-batches of this epoch.
+        self.length = self._length_of_epoch(config)
+        self.micro_batches_per_epoch = -(-self.length // config.batch_size)
+        per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
+        epochs = config.epochs if passes is None else passes
+        self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
+        self.stop = self.steps
+        if sampler is not None:
+            self._order_of_epoch()
+            self._generator.set_state(self._before_epoch)
+
+    def _length_of_epoch(self, config: TrainConfig) -> int:
+        """Return the number of samples per epoch; of a stream, the largest number that the run can use."""
+        if not isinstance(self.dataset, Stream):
+            return len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        message = "the dataset is iterable and has no length, so the number of steps per epoch is unknown"
+        if self.passes is not None:
+            if self.dataset.stop is None:
+                raise ConfigError(Problem("data.slice.stop", message, given=None, fix="set data.slice.stop=N"))
+            return self.dataset.stop - self.dataset.start
+        if config.steps is None:
+            fix = "set train.steps=N and train.epochs=null"
+            raise ConfigError(Problem("train.epochs", message, given=config.epochs, fix=fix))
+        return config.steps * config.accumulate * config.batch_size
+
+    def __iter__(self) -> Iterator[tuple[int, list[LoadedBatch]]]:
+        """Yield the epoch and the micro-batches of each remaining step.
+
+        The last step of an epoch may have fewer micro-batches.
+        """
+        while self._done < self.stop and (self.passes is None or self._epoch < self.passes):
+            for group in self._groups_of_epoch():
+                self._taken += len(group)
+                self._done += 1
+                yield self._epoch, group
+                if self._done == self.stop:
+                    return
+            if not self._taken:
+                raise InstrumentError(f"the dataset has no samples for step {self._done}, in epoch {self._epoch}")
+            self._epoch, self._taken = self._epoch + 1, 0
+
+    def _order_of_epoch(self) -> list[int] | None:
+        """Return the indices of the samples in this epoch; None for a stream."""
+        if isinstance(self.dataset, Stream):
+            return None
+        size = len(self.dataset)  # type: ignore[arg-type]
+        if self.sampler is None:
+            is_shuffled = self.passes is None
+            return torch.randperm(size, generator=self._generator).tolist() if is_shuffled else list(range(size))
+        seed = int(torch.randint(2**32, (), generator=self._generator))
+        with preserved_random_states():
+            seed_random_states(seed)
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(self._epoch)
+            order = list(self.sampler)
+        invalid = [i for i in order if not (hasattr(i, "__index__") and 0 <= i < size)]
+        if invalid or len(order) != self.length:
+            given = f"index {invalid[0]!r}" if invalid else f"{len(order)} indices"
+            allowed = f"{self.length} integers from 0 to {size - 1}, according to the lengths of sampler and slice"
+            message = f"the sampler returned invalid indices in epoch {self._epoch}"
+            raise ConfigError(Problem("data.sampler", message, given, allowed))
+        return [*map(operator.index, order)]
+
+    def _groups_of_epoch(self) -> Iterator[list[LoadedBatch]]:
+        """Yield the micro-batches of each remaining step in this epoch."""
+        self._before_epoch = self._generator.get_state()
+        group: list[LoadedBatch] = []
+        for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
+            group.append(loaded)
+            if len(group) == self.accumulate:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def sizes(self, step: int) -> list[int]:
+        """Return the number of samples in each micro-batch of a step, summed over all processes."""
+        first = step % -(-self.micro_batches_per_epoch // self.accumulate) * self.accumulate
+        return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
+
+    def samples_at(self, steps: Collection[int]) -> set[int] | None:
+        """Return the dataset indices of the samples of some steps, over all processes; None for a stream."""
+        dataset = self.dataset
+        if not isinstance(dataset, Slice):
+            return None
+        per_epoch = -(-self.micro_batches_per_epoch // self.accumulate)
+        size = self.batch_size * self.accumulate
+        epoch, state = self._epoch, self._generator.get_state()
+        indices: set[int] = set()
+        for self._epoch in range(max(steps, default=-1) // per_epoch + 1):
+            order = self._order_of_epoch() or []
+            first = self._epoch * per_epoch
+            for step in steps if len(indices) < len(dataset) else ():
+                if first <= step < first + per_epoch:
+                    indices.update(order[(step - first) * size : (step - first + 1) * size])
+        self._epoch = epoch
+        self._generator.set_state(state)
+        return {dataset.index_in_dataset(index) for index in indices}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data. It is valid between two steps."""
+        return {"done": self._done, "epoch": self._epoch, "taken": self._taken, "generator": self._before_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned."""
+        self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
+        self._generator.set_state(state["generator"])
+
+
+def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
+    """Return the number of samples in each batch of a dataset, summed over all processes.
+
+    Args:
+        batch_size: The number of samples per batch. The last batch may be smaller.
+        first: The index of the first batch in the result. Default: 0.
+        stop: The index after the last batch in the result. Default: None, all remaining batches.
+    """
+    return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
+
+
+def first_batch(
+    dataset: Dataset[Any],
+    batch_size: int,
+    shard: BatchShard = FULL_BATCH,
+    options: LoaderOptions = DEFAULT_OPTIONS,
+    where: str = "data.slice",
+) -> LoadedBatch:
+    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
+
+    Args:
+        batch_size: The number of samples per batch, over all processes.
+        shard: The part of the batch that this process gets. Default: the full batch.
+        where: The configuration key of the slice, for error messages. Default: `data.slice`.
+
+    Raises:
+        ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
+    """
+    loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
+    try:
+        loaded = next(loader.load("first batch"), None)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
+        location = user_code_location(error) or user_code_location(error.__cause__ or error)
+        message, allowed, fix = f"its items cannot be collated into a batch{location}", "", ""
+        if default and location:  # PyTorch's own function collates, so the error is one of the dataset
+            message = f"its samples cannot be loaded{location}"
+        elif default:
+            allowed = "tuples, dicts and lists of tensors of equal shape, arrays and numbers"
+            fix = "set data.collate_fn to a function that joins a list of items"
+        key = "data.dataset" if default else "data.collate_fn"
+        raise ConfigError(Problem(key, message, reason, allowed, fix=fix)) from error
+    if loaded is None:
+        message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
+        raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))
+    return loaded
+
+
+def samples_of(dataset: Dataset[Any] | None) -> set[int] | None:
+    """Return the dataset indices of all samples of a slice; None for a stream."""
+    return {*map(dataset.index_in_dataset, range(len(dataset)))} if isinstance(dataset, Slice) else None
+
+
+@dataclass(frozen=True)
+class PhaseBatches:
+    """The batches of a phase: those of the steps or of an evaluation, or the probe batch.
+
+    Attributes:
+        first: The batch for shape inference.
+        load: Called with a number of samples, over all processes; returns a batch with the first samples.
+        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
+        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
+        split: The split of the dataset; None if it has none.
+    """
+
+    first: LoadedBatch
+    load: Callable[[int], LoadedBatch]
+    sizes: Callable[[int], Sequence[int]]
+    ids: Callable[[Collection[int]], set[int] | None]
+    split: str | None
 
 
 def seed_random_states(seed: int) -> None:

@@ -1,28 +1,29 @@
-"""The training loop: optimizer steps and evaluations."""
+"""The training loop: optimizer steps, evaluations and passes of the probe batch, and the means of their metrics."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..config.schedule import Evaluations
 from ..errors import InstrumentError
+from ..plan.shape_inference import without_side_effects
 from ..probe.probe import Probe
 from ..runtime.own_collectives import own_collectives
-from ..tasks import Outcome, call_task
-from ..tasks.base import batch_weight, weighted
-from ..values.dtensor import full_tensor
+from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
+from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
+from ..tasks.model_output import with_input_gradients
+from ..values.dtensor import full_tensor, own_rank
 from ..values.nested import to_device
 from ..values.sparse import coalesce, is_sparse
-from .batch_means import batch_weights, means_over_processes
-from .distributed.batch_sharding import StepBatches
 from .experiment import Experiment
-from .probe_batch import has_probe_pass, run_probe_batch
+from .loader import LoadedBatch
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,21 @@ class Progress:
     warnings: Sequence[str] = ()
 
 
+def progress_reporter(
+    experiment: Experiment, probe: Probe, on_progress: Callable[[Progress], None]
+) -> Callable[[Mapping[str, float | None], str], None]:
+    """Return a function that reports the progress of a run, given the metrics and the phase of a step or evaluation."""
+    earlier_warnings = len(probe.warnings)
+
+    def report(metrics: Mapping[str, float | None], phase: str) -> None:
+        if probe.step == experiment.steps:
+            probe.recorder.flush()  # to report the warnings of the last steps
+        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
+        on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
+
+    return report
+
+
 def train(
     experiment: Experiment,
     probe: Probe,
@@ -63,16 +79,8 @@ def train(
             Checkpoints are saved here. Default: None.
         last: The metrics of the last evaluation before a resume. Default: None.
     """
-    evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
-    earlier_warnings = len(probe.warnings)
-
-    def report(metrics: Mapping[str, float | None], phase: str) -> None:
-        if probe.step == experiment.steps:
-            probe.recorder.flush()  # to report the warnings of the last steps
-        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
-        on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
-
+    report = progress_reporter(experiment, probe, on_progress)
     experiment.model.train()
     for epoch, micro_batches in experiment.batches:
         probe.epoch = epoch
@@ -81,7 +89,7 @@ def train(
         with probe.operators_of_step():
             metrics = train_step(experiment, probe, micro_batches)
         report(metrics, "train")
-        if probe.step in evaluations:
+        if probe.step in experiment.length.evaluations:
             last = evaluate(experiment, probe)
             report(last, "eval")
         if on_step_end is not None:
@@ -117,8 +125,47 @@ class NoHooks:
 StepObserver = Probe | NoHooks
 
 
+def batch_weights(experiment: Experiment, micro_batches: Sequence[LoadedBatch]) -> tuple[list[float], float]:
+    """Return the weight of each micro-batch in the loss of a step, and the number by which they are divided.
+
+    The number is the sum of the weights over all processes, or 1 if losses are added. It may be 0.
+    """
+    task = experiment.task
+    weights = [batch_weight(task, each.batch, each.samples) for each in micro_batches]
+    if is_sum(task):
+        return weights, 1
+    if not isinstance(task, CountsTerms):
+        return weights, sum(each.total for each in micro_batches)
+    return weights, experiment.strategy.total(sum(weights))
+
+
+def mean_over_processes(
+    experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[float]
+) -> tuple[dict[str, Tensor | None], Tensor | float]:
+    """Return the metrics over the batches of all processes, and the number of targets in the accuracy.
+
+    Args:
+        outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
+        weights: The weight of each batch, see `batch_weight`.
+
+    Returns:
+        The loss (a mean, or the sum if the losses of the task are sums), the accuracy and the custom metrics by name: scalars; None
+        for a loss or an accuracy that the task does not compute.
+    """
+    adds_losses = is_sum(experiment.task)
+    loss = WeightedMean(mean_loss(outcomes, weights), sum(weights))
+    hits = WeightedMean(accuracy(outcomes), number_classified(outcomes))
+    custom = mean_metrics(outcomes, [outcome.samples for outcome in outcomes] if adds_losses else weights)
+    loss, hits, *means = experiment.strategy.means([loss, hits, *custom.values()])
+    value = loss.value
+    if value is not None and adds_losses:
+        value = value * (len(outcomes) * experiment.strategy.batch_shard.size)
+    others = {name: mean.value for name, mean in zip(custom, means, strict=True)}
+    return {"loss": value, "accuracy": hits.value, **others}, hits.weight
+
+
 def train_step(
-    experiment: Experiment, observer: StepObserver, micro_batches: StepBatches
+    experiment: Experiment, observer: StepObserver, micro_batches: Sequence[LoadedBatch]
 ) -> Mapping[str, float | None]:
     """Make one optimizer step, with gradient accumulation over its micro-batches.
 
@@ -154,12 +201,16 @@ def train_step(
         scaler.update()
     if scheduler is not None:
         scheduler.step()
-    means = means_over_processes(experiment, outcomes, weights)
-    return observer.end_step(loss=means.loss, **means.metrics, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+    metrics, _ = mean_over_processes(experiment, outcomes, weights)
+    return observer.end_step(**metrics, lr=lr, grad_norm=norm, samples=sum(each.total for each in micro_batches))
 
 
 def _compute_gradients(
-    experiment: Experiment, observer: StepObserver, micro_batches: StepBatches, weights: Sequence[float], total: float
+    experiment: Experiment,
+    observer: StepObserver,
+    micro_batches: Sequence[LoadedBatch],
+    weights: Sequence[float],
+    total: float,
 ) -> tuple[list[Outcome], list[Tensor]]:
     """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum."""
     strategy, train_module = experiment.strategy, experiment.train_module
@@ -167,8 +218,7 @@ def _compute_gradients(
     losses: list[Tensor] = []
     assert experiment.optimizer is not None, "mode: forward has no optimizer"
     experiment.optimizer.zero_grad()
-    of_samples = zip(micro_batches, micro_batches.indices, weights, strict=True)
-    for number, (batch, indices, weight) in enumerate(of_samples, 1):
+    for number, ((batch, indices, _), weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         observer.begin_micro_step(indices, experiment.batch_with_targets(batch))
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
             outcome, loss = train_module(to_device(batch, experiment.device), observer.loss)
@@ -211,15 +261,64 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                 weights.append(batch_weight(task, batch, len(indices)))
                 samples += len(indices)
                 probe.end_micro_step()
-            means = means_over_processes(experiment, outcomes, weights)
-            return probe.write_metrics(
-                loss=means.loss,
-                **means.metrics,
-                seconds=time.perf_counter() - started_at,
-                samples=experiment.strategy.total(samples),
-            )
+            metrics, _ = mean_over_processes(experiment, outcomes, weights)
+            seconds = time.perf_counter() - started_at
+            return probe.write_metrics(**metrics, seconds=seconds, samples=experiment.strategy.total(samples))
     finally:
         model.train(was_training)
+
+
+def has_probe_pass(experiment: Experiment, step: int) -> bool:
+    """Return whether a hook of phase `probe` is scheduled after this number of steps."""
+    return any(spec.schedule.includes(step, "probe") for spec in experiment.plan.specs.values())
+
+
+def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
+    """Run the probe batch.
+
+    The model is in eval mode. Afterwards, the training flags, buffers, gradients, random states and the state of the
+    task are those from before. Random numbers that the model draws with PyTorch are the same in each pass.
+    """
+    loaded = experiment.probe_batch
+    assert loaded is not None, "hooks of phase probe require a probe batch"
+    started_at = time.perf_counter()
+    weights, total = batch_weights(experiment, [loaded])
+    with without_side_effects(experiment.model, training=False), _kept_state(experiment), probe.in_phase("probe"):
+        probe.begin_micro_step(loaded.indices, experiment.batch_with_targets(loaded.batch))
+        seed = experiment.config.seed + own_rank()
+        torch.default_generator.manual_seed(seed)
+        if experiment.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        batch = with_input_gradients(to_device(loaded.batch, experiment.device))
+        with experiment.autocast():
+            # A compiled model is not called, because it would be compiled again, and there is a limit for that.
+            outcome = call_task(experiment.task, experiment.model, batch)
+        assert outcome.loss is not None, "shape inference checked that there is a loss"
+        loss = probe.loss(outcome.loss)
+        experiment.scaler.scale(weighted(loss, weights[0], total)).backward()
+        probe.end_micro_step()
+        metrics, _ = mean_over_processes(experiment, [outcome], weights)
+        return probe.write_metrics(**metrics, seconds=time.perf_counter() - started_at, samples=loaded.total)
+
+
+@contextmanager
+def _kept_state(experiment: Experiment) -> Iterator[None]:
+    """Set the gradients of all parameters to None inside the block, and restore them and the task's state afterwards."""
+    task: Any = experiment.task
+    task_state = copy.deepcopy(task.state_dict()) if hasattr(task, "state_dict") else None
+    # The optimizer holds the shards of FSDP2 also while the model holds full parameters.
+    optimized = (p for each in experiment.optimizers for group in each.param_groups for p in group["params"])
+    parameters = {id(parameter): parameter for parameter in (*experiment.model.parameters(), *optimized)}
+    gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if task_state is not None:
+            task.load_state_dict(task_state)
 
 
 @own_collectives()
@@ -229,15 +328,11 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     Returns:
         A scalar; None if no parameter has a gradient.
     """
-    gradients = [_entries(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
     if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
         norms = [
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
         return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
     return full_tensor(torch.nn.utils.get_total_norm(gradients)) if gradients else None
-
-
-def _entries(gradient: Tensor) -> Tensor:
-    """Return the values of a sparse gradient, with duplicate indices summed; any other gradient unchanged."""
-    return coalesce(gradient).values() if is_sparse(gradient) else gradient

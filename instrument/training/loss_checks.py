@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,9 @@ from ..config.experiment import RunConfig
 from ..errors import ConfigError, Problem
 from ..plan.shape_inference import without_side_effects
 from ..tasks import CountsTerms, KLDivergence, NextToken, Task, WassersteinGAN
-from ..tasks.base import batch_weight, is_sum, weighted
-from ..tasks.loss_terms import is_pytorch_loss
+from ..tasks.base import batch_weight, is_pytorch_loss, is_sum, weighted
 from ..values.nested import to_device
-from .data import first_batch
-from .distributed.batch_sharding import BatchShard
-from .loader import LoaderOptions
+from .loader import BatchShard, LoaderOptions, first_batch
 
 _TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently
 _ABSOLUTE = 1e-5
@@ -28,13 +25,6 @@ _FIX = (
     "micro-batch (such as a contrastive loss), its number of samples; set the attribute `reduction` of the loss or task "
     "to 'sum' if losses add up"
 )
-
-
-class _Part(NamedTuple):
-    """A batch and its number of samples."""
-
-    batch: Any
-    samples: int
 
 
 def check_loss_of_parts(
@@ -67,7 +57,7 @@ def check_loss_of_parts(
             torch.enable_grad(),
             torch.backends.cudnn.flags(enabled=False),
         ):
-            measured = [_loss_and_gradient(task, model, to_device(part.batch, device)) for part in parts]
+            measured = [_loss_and_gradient(task, model, to_device(batch, device)) for batch, _ in parts]
     except Exception:  # custom code that requires complete batches
         return
     results = [each for each in measured if each is not None]
@@ -96,15 +86,16 @@ def _has_known_terms(task: Task) -> bool:
     return is_known and type(task).__module__.startswith(package)
 
 
-def _batch_and_parts(dataset: Dataset[Any], size: int, shard: BatchShard, options: LoaderOptions) -> list[_Part]:
-    """Load the first batch twice, and two parts of it of different size."""
+def _batch_and_parts(
+    dataset: Dataset[Any], size: int, shard: BatchShard, options: LoaderOptions
+) -> list[tuple[Any, int]]:
+    """Load the first batch twice, and two parts of it of different size, with their numbers of samples."""
 
-    def collate(items: list[Any]) -> list[_Part]:
+    def collate(items: list[Any]) -> list[tuple[Any, int]]:
         split = max(1, len(items) // 3)
-        return [_Part(options.collate_fn(part), len(part)) for part in (items, items, items[:split], items[split:])]
+        return [(options.collate_fn(part), len(part)) for part in (items, items, items[:split], items[split:])]
 
-    parts: list[_Part] = first_batch(dataset, size, shard, replace(options, collate_fn=collate, pin_memory=False)).batch
-    return parts
+    return first_batch(dataset, size, shard, replace(options, collate_fn=collate, pin_memory=False)).batch  # type: ignore[no-any-return]
 
 
 def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:

@@ -106,36 +106,6 @@ class MLP(nn.Module):
         return self.layers(torch.flatten(inputs, 1))  # type: ignore[no-any-return]
 
 
-class LeNet(nn.Module):
-    """LeNet-5 with tanh and average pooling. Images of 28x28 are padded to the 32x32 of the paper.
-
-    Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition".
-
-    Args:
-        in_channels: The number of channels of the image. Default: 1.
-        classes: The number of classes. Default: 10.
-    """
-
-    def __init__(self, in_channels: int = 1, classes: int = 10) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(in_channels, 6, kernel_size=5, padding=2),
-            nn.Tanh(),
-            nn.AvgPool2d(2),
-            nn.Conv2d(6, 16, kernel_size=5),
-            nn.Tanh(),
-            nn.AvgPool2d(2),
-        )
-        self.classifier = nn.Sequential(
-            nn.Linear(400, 120), nn.Tanh(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes)
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Map images [N, C, 28, 28] to logits [N, classes]."""
-        maps = self.features(images)  # [N, 16, 5, 5]
-        return self.classifier(torch.flatten(maps, 1))  # type: ignore[no-any-return]
-
-
 class RNN(nn.Module):
     """A recurrent network with tanh and a linear classifier of its last hidden state.
 

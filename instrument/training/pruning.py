@@ -24,9 +24,7 @@ def prune(module: nn.Module, name: str, folder: str, round: int, keep: float) ->
     Args:
         module: A module with a parameter `weight`.
         name: The name of the module.
-        folder: The folder with the runs of the rounds.
-        round: The index of the round, from 0.
-        keep: The fraction of the remaining weights that each round keeps, from 0 to 1. A round has keep**round of all weights.
+        folder, round, keep: See `Pruned`.
     """
     weight = module.get_parameter("weight")
     with torch.no_grad():

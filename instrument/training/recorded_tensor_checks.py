@@ -1,12 +1,8 @@
-"""Checks before a run that another run recorded the tensors that `replace` and `patch` use, in batches of the same size.
-
-A trial of the hook (`instrument.training.hook_trials`) compares the shapes of the tensors.
-"""
+"""Checks before a run that another run recorded the tensors that `replace` and `patch` use, in batches of the same size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -20,48 +16,34 @@ from ..formatting import shorten
 from ..plan.cost import Length, firings_of
 from ..plan.hook_plan import HookPlan
 from ..plan.shape_inference import InferredCalls, calls_at
+from .loader import PhaseBatches
 
 Locations = Mapping[Place, tuple[int, ...]]
 """The shapes that tensors have in the first batch, by their location in the model."""
 
 
-@dataclass(frozen=True)
-class PhaseBatches:
-    """The batches of a phase.
-
-    Attributes:
-        inferred: The result of shape inference on the first batch.
-        samples: The number of samples in the first batch of this process.
-        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
-        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-        split: The split of the dataset; None if it has none.
-    """
-
-    inferred: InferredCalls
-    samples: int
-    sizes: Callable[[int], Sequence[int]]
-    ids: Callable[[Collection[int]], set[int] | None]
-    split: str | None
-
-
 def recording_problems(
-    plan: HookPlan, archive: RunArchive, batches_by_phase: Mapping[str, PhaseBatches], length: Length
+    plan: HookPlan,
+    archive: RunArchive,
+    phases: Mapping[str, PhaseBatches],
+    inferred_by_phase: Mapping[str, InferredCalls],
+    length: Length,
 ) -> dict[str, Problem]:
     """Return the first problem of each spec that uses tensors of another run, by the name of the spec.
 
     Args:
         archive: Reads the tensors of other runs, which are opened already.
+        inferred_by_phase: The results of shape inference on the first batches.
     """
     problems = {}
     for name, spec in plan.specs.items():
         if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
             continue
-        batches, due = batches_by_phase[spec.phase], firings_of(spec, length).steps
-        locations = _locations(plan, spec, batches.inferred)
-        if due and locations:
-            check = _sample_problems if spec.match == "id" else _batch_problems
-            if (problem := next(check(spec, archive, locations, batches, due), None)) is not None:
-                problems[name] = problem
+        due, locations = firings_of(spec, length).steps, _locations(plan, spec, inferred_by_phase[spec.phase])
+        check = _sample_problems if spec.match == "id" else _batch_problems
+        found = check(spec, archive, locations, phases[spec.phase], due) if due and locations else iter(())
+        if (problem := next(found, None)) is not None:
+            problems[name] = problem
     return problems
 
 
@@ -136,7 +118,12 @@ def _batch_problems(
     missing = [location for location in locations if location not in recorded]
     # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
     if missing and (not spec.definition.gradient or len(missing) == len(locations)):
-        yield _missing_problem(spec, rows, missing, recorded)
+        texts = shorten([*map(_text, missing)])
+        message = f"the other run recorded no tensors with role {spec.tensor_role!r} in phase {spec.phase} at {texts}"
+        similar = similar_names(_text(missing[0]), [*map(_text, recorded)])
+        allowed = shorten([f"{_text(place)} {group['shape'].iloc[0].tolist()}" for place, group in recorded.items()])
+        fix = "" if spec.hook is not None or rows.empty else "set 'hook' to use the tensors of another phase"
+        yield Problem(f"{where}.layers", message, list(spec.globs), allowed or "none", similar, fix=fix)
         return
     steps = {*usable["step"]}
     sources = {step: step if spec.step is None else spec.step for step in due}
@@ -153,29 +140,9 @@ def _batch_problems(
                 message = f"several hooks of the other run recorded {_text(location)} at step {step}"
                 yield Problem(f"{where}.hook", message, spec.hook, sorted(names))
         if spec.definition.frequency == "micro_step":
-            has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.samples,)
+            has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.first.samples,)
             more = archive.accumulate_of(spec.run) if spec.step is None and spec.phase in STEP_PHASES else 0
             yield from _size_problems(spec, location, _sizes_by_step(tensors, has_samples), sources, batches, more)
-
-
-def _missing_problem(
-    spec: RecordedSpec, rows: pd.DataFrame, missing: Sequence[Place], recorded: Mapping[Place, pd.DataFrame]
-) -> Problem:
-    """Return the problem that no tensors were recorded at locations, or only in other phases."""
-    texts = shorten([*map(_text, missing)])
-    hooks = {
-        f"{hook} (phase {phase})"
-        for *key, hook, phase in rows[[*Place._fields, "hook", "phase"]].drop_duplicates().to_numpy()
-        if Place(*key) in missing
-    }
-    if hooks:
-        message = f"the other run recorded no tensors in phase {spec.phase} at {texts}"
-        fix = f"record them in phase {spec.phase}, or set 'hook' to use those of another phase"
-        return Problem(f"hooks.{spec.name}.hook", message, spec.hook, sorted(hooks), fix=fix)
-    message = f"the other run recorded no tensors with role {spec.tensor_role!r} at {texts}"
-    similar = similar_names(_text(missing[0]), [*map(_text, recorded)])
-    allowed = shorten([f"{_text(location)} {group['shape'].iloc[0].tolist()}" for location, group in recorded.items()])
-    return Problem(f"hooks.{spec.name}.layers", message, list(spec.globs), allowed or "none", similar)
 
 
 def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int | None]]:
@@ -186,9 +153,8 @@ def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int 
     )
     sizes: dict[int, dict[int, int]] = {}
     columns = ["step", "micro_step", "rank", "shape"]
-    for step, micro_step, _, shape in (
-        rows.drop_duplicates(columns[:3]).sort_values(columns[1])[columns].itertuples(index=False)
-    ):
+    distinct = rows[columns].drop_duplicates(columns[:3]).sort_values("micro_step")
+    for step, micro_step, _, shape in distinct.itertuples(index=False):
         of_step = sizes.setdefault(step, {})
         of_step[micro_step] = of_step.get(micro_step, 0) + (int(shape[0]) if is_known else 0)
     return {step: [size if is_known else None for size in of_step.values()] for step, of_step in sizes.items()}
@@ -223,6 +189,5 @@ def _text(location: Place) -> str:
 
 
 def _batches(sizes: Sequence[int | None]) -> str:
-    """Describe the number of batches and their sizes."""
     many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
     return many if None in sizes or not sizes else f"{many} of {shorten([*map(str, sizes)], 6)} samples"

@@ -1,10 +1,10 @@
-"""Execution of a run: from the configuration to the finished folder."""
+"""Execution of a run or of a replay: from the configuration to the finished folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from ..analysis.replay import replay
 from ..config.experiment import TRACKERS, RunConfig
-from ..config.run_changes import Settings
+from ..config.run_changes import RepeatedChanges, Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
 from ..probe.probe import Probe
@@ -24,7 +24,7 @@ from ..storage.parquet import ParquetSink
 from ..storage.parts import remove_rows_after_checkpoint
 from ..storage.run_files import RunFiles
 from ..storage.run_folder import RunFolder, WorkerRunFolder
-from ..storage.run_record import config_hash
+from ..storage.run_record import config_hash, environment_differences
 from ..storage.run_upload import RemoteCopy
 from ..storage.tee import TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
@@ -35,14 +35,90 @@ from .control import Control
 from .device_and_seed import process_state
 from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
-from .distributed.torchrun import process_group, stop_together, synced_errors
-from .environment import code_hashes, dataset_hashes, hardware
+from .distributed.torchrun import process_group, synced_errors
+from .environment import code_hashes, content_hash, hardware
 from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
-from .replay_source import ReplaySource
 from .terminal import Terminal
 from .training_fingerprint import check_fingerprint, training_fingerprint
+
+
+@dataclass(frozen=True)
+class ReplaySource:
+    """A run to repeat.
+
+    Attributes:
+        folder: The folder of the run.
+        record: The content of its run.json.
+        window: The steps in which the record hooks of the replay run.
+        begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
+        changes: The changes that were made during the run.
+        force: Whether a replay that cannot be expected to be exact is allowed.
+        counterfactual: The interventions that differ from those of the run; empty for an exact replay.
+        first_step: The first step at which one of them runs or is missing; None for an exact replay.
+        operators: Whether the replay records every operator in the window.
+        notes: The decisive differences of a forced replay. Filled by `check`.
+    """
+
+    folder: Path
+    record: Mapping[str, Any]
+    window: range
+    begin: int
+    changes: RepeatedChanges
+    force: bool = False
+    counterfactual: tuple[str, ...] = ()
+    first_step: int | None = None
+    operators: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def message(self) -> str:
+        """The text of the event at the begin of the replay."""
+        start = f"its checkpoint after {self.begin} steps" if self.begin else "its start"
+        text = f"repeats {self.folder} from {start}; hooks record {steps_text(self.window)}"
+        if not self.counterfactual:
+            return text
+        names = ", ".join(self.counterfactual)
+        return f"{text}; a counterfactual from step {self.first_step} on, with other interventions: {names}"
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry `replay` of run.json."""
+        return {
+            "source": str(self.folder.resolve()),
+            "source_config_hash": self.record.get("config_hash"),
+            "begin": self.begin,
+            "steps": [self.window.start, self.window.stop],
+            "counterfactual": list(self.counterfactual),
+            "first_step": self.first_step,
+            "operators": self.operators,
+            "forced": self.notes,
+            "changes": _texts(self.changes.repeated),
+            "changes_left_out": _texts(self.changes.left_out),
+        }
+
+    def check(self, present: Mapping[str, Any]) -> None:
+        """Check that the replay can be exact in this environment.
+
+        Raises:
+            ConfigError: The environment differs, and `force` is not set.
+        """
+        differences = [each for each in environment_differences(self.record, present) if each.is_decisive]
+        if differences and not self.force:
+            message = f"the replay cannot be expected to be exact, because {differences[0]}"
+            more = f"; {', '.join(each.what for each in differences[1:])} differ too" if differences[1:] else ""
+            fix = "repeat it in the environment of the run, or pass --force; the certificate then has the difference"
+            raise ConfigError(Problem("RUN", message + more, given=str(self.folder), fix=fix))
+        self.notes.extend(map(str, differences))
+
+
+def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    return [f"{text} after {step} steps" for step, texts in changes for text in texts]
+
+
+def steps_text(steps: range) -> str:
+    """Return a text such as `step 48` or `steps 48 to 52`."""
+    return f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +178,13 @@ def run(
                 has_started=lambda: training is not None and training.has_started,
                 stop_reason=lambda: None if training is None else training.probe.stop_reason,
             ),
-            stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
+            nullcontext()
+            if processes is None
+            else processes.stop_together(folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
-            if source is not None and source.threads is not None:
-                torch.set_num_threads(source.threads)
+            if source is not None and (threads := (source.record.get("hardware") or {}).get("threads")) is not None:
+                torch.set_num_threads(threads)  # it affects the order of sums
             with synced_errors(processes):
                 experiment = prepare(config, strategy)
                 _check_same_weights(experiment, run_folder)
@@ -190,10 +268,11 @@ def _record_environment(
     run_folder: RunFolder, experiment: Experiment, raw: Mapping[str, Any], remote: str | None
 ) -> None:
     """Write to run.json on which device, hardware, data, weights and custom code the run depends."""
+    data = experiment.data
     run_folder.update(
         device=str(experiment.device),
         hardware=hardware(experiment.device),
-        data={**experiment.data.source, "hashes": dataset_hashes(experiment.data)},
+        data={**data.source, "hashes": {"train": content_hash(data.train), "eval": content_hash(data.test)}},
         code=code_hashes(raw),
         remote=remote,
     )
@@ -305,15 +384,18 @@ class _Training:
 
     def begin(self) -> None:
         """Open the trackers and the custom sink, and start the upload."""
+        config = self.experiment.config.sink
         since = None if self.state is None or self.parts is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}
-            for name in self.experiment.config.sink.trackers if not own_rank() else ():
+            for name in config.trackers if not own_rank() else ():
                 trackers[name] = open_tracker(name, TrackedRun.of(self.folder, self.raw, since), f"sink.{name}")
                 opened.callback(trackers[name].close)
-            custom = self._open_custom_sink()
-            for sink in custom.values():
+            custom: dict[str, CustomSink] = {}
+            if config.custom is not None:
+                sink = CustomSink(build(config.custom, "sink"), "sink")
                 opened.callback(sink.close)
+                custom[sink.name] = sink
             if self.parts is not None:
                 self.copy.remove_parts_after(self.parts)
                 remove_rows_after_checkpoint(self.folder, own_rank(), self.parts)
@@ -323,17 +405,9 @@ class _Training:
             opened.pop_all()
         self.several.others.update(trackers)
         self.several.others.update(custom)
-        self.has_started = True
-
-    def _open_custom_sink(self) -> dict[str, CustomSink]:
-        """Build the custom sink of the configuration, if there is one. Return it by its name."""
-        config = self.experiment.config.sink
-        if config.custom is None:
-            return {}
-        sink = CustomSink(build(config.custom, "sink"), "sink")
         if config.on_error == "stop":
-            self.several.required.add(sink.name)
-        return {sink.name: sink}
+            self.several.required.update(custom)
+        self.has_started = True
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
         """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""

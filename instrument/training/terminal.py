@@ -1,19 +1,26 @@
-"""Terminal output of a run: a header, the progress, and a summary of the recorded data."""
+"""Terminal output of a run: a header, the progress, and a summary of the recorded data.
+
+The progress is a live progress bar on a terminal, and a few plain lines in a pipe.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow.dataset as ds
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -29,13 +36,20 @@ from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
 from .compiled_models import place_of_hooks
 from .experiment import Experiment
-from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only
+from .loop import Progress
 
 PIPE_WIDTH = 120
-# Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
-ONCE_PER_SWEEP = frozenset({"fallback", "coverage", "data", "output"})
+PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
+REFRESH_SECONDS = 0.1
+SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
+SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
+BAR_WIDTH = 10  # Characters.
+NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
+
+
+Show = Callable[[Progress], None]
 
 
 class PipeSafeConsole(Console):
@@ -54,12 +68,7 @@ class Terminal:
         quiet: Whether to show only warnings. Default: False.
         brief: Whether to show one line at the end instead of tables, for the jobs of a sweep. Default: False.
         job: The overrides that identify a job of a sweep, for this line. Default: empty.
-
-    Attributes:
-        shown_by_jobs: The messages that jobs in this process have shown, with the folder of their sweep.
     """
-
-    shown_by_jobs: ClassVar[set[tuple[Path, str]]] = set()
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
         self.quiet = quiet
@@ -104,7 +113,7 @@ class Terminal:
         )
 
     def _show_fallback(self, fallback: str | None) -> None:
-        if fallback and self._is_new(fallback):
+        if fallback:
             self.console.print(f"[bold white on red] FALLBACK [/] [bold]{escape(fallback)}[/]")
             if self.brief:
                 self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
@@ -153,34 +162,21 @@ class Terminal:
         Yields:
             The function to call after each step and each evaluation.
         """
+        console = self.console
+        can_overwrite = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+        is_live = can_overwrite and not os.environ.get("CI")
         if self.quiet or self.brief:
             yield warnings_only(self._warn_at_once)
-        elif self._is_live:
+        elif is_live:
             with progress_bar(self.console, steps, self.folder) as show:
                 yield show
         else:
             yield progress_lines(self.console, steps, self.folder, self._warn_at_once)
 
-    @property
-    def _is_live(self) -> bool:
-        """Whether the output is an interactive terminal on which lines can be overwritten."""
-        console = self.console
-        return (
-            console.is_terminal and not console.is_dumb_terminal and console.file.isatty() and not os.environ.get("CI")
-        )
-
     def _warn_at_once(self, message: str) -> None:
         """Show a warning, and omit it from the summary."""
         self._warned.add(message)
         self.warn(message)
-
-    def _is_new(self, message: str) -> bool:
-        """Return whether a message is new. For the jobs of a sweep, a message is new only once per sweep."""
-        key = (self.folder.resolve().parent, message)
-        if self.brief and key in Terminal.shown_by_jobs:
-            return False
-        Terminal.shown_by_jobs.add(key)
-        return True
 
     def end(
         self,
@@ -200,26 +196,13 @@ class Terminal:
         run = load(folder)
         folder, report = shown_path(folder), None if report is None else shown_path(report)
         evaluation = "  ".join(metric_texts(metrics).values())
-        shown_rules = {"hidden_module"} | (
-            set() if self.quiet or self.brief else {*experiment.config.rules, "coverage"}
-        )  # Already shown.
+        in_findings = () if self.quiet or self.brief else (*experiment.config.rules, "coverage")
+        shown_rules = {"hidden_module", *in_findings}
         warnings = run.scan("events", ["message", "rule"], ds.field("severity") == "warning")
-        left = {
-            row["message"]: row["rule"]
-            for batch in warnings
-            for row in batch.to_pylist()
-            if row["rule"] not in shown_rules and row["message"] not in self._warned
-        }
-        new_messages = [
-            message for message, rule in left.items() if rule not in ONCE_PER_SWEEP or self._is_new(message)
-        ]
+        rows = [row for batch in warnings for row in batch.to_pylist() if row["rule"] not in shown_rules]
         if self.brief:
-            hidden = len(left) - len(new_messages)
-            verb = "warning is" if hidden == 1 else "warnings are"
-            repeated = f"({hidden} repeated {verb} not shown)" if hidden else ""
-            self.console.print(
-                "  ".join(filter(None, [str(folder), self.job, evaluation, repeated])), soft_wrap=True, markup=False
-            )
+            line = "  ".join(filter(None, [str(folder), self.job, evaluation]))
+            self.console.print(line, soft_wrap=True, markup=False)
         elif not self.quiet:
             self.console.print()
             entries = findings(run)
@@ -233,7 +216,7 @@ class Terminal:
                 if diagnosis.lead.advice:
                     self.console.print(Text(diagnosis.lead.advice, style="bold"), soft_wrap=True)
                 self.console.print()
-        for message in new_messages:
+        for message in dict.fromkeys(row["message"] for row in rows if row["message"] not in self._warned):
             self._warn_at_once(message)
         if stop_reason is not None:
             self.console.print(f"[bold yellow]stopped[/]     {escape(stop_reason)}", soft_wrap=True)
@@ -251,11 +234,7 @@ class Terminal:
             self.console.print(f"report      {report or report_command(folder)}", soft_wrap=True, markup=False)
 
     def uploaded(self, address: str, size: int) -> None:
-        """Show the address of the remote copy.
-
-        Args:
-            size: The number of uploaded bytes.
-        """
+        """Show the address of the remote copy, and the number of uploaded bytes."""
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
@@ -265,21 +244,170 @@ class Terminal:
         self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 
 
-def _table(title: str, *columns: tuple[str, str]) -> Table:
-    """Return an empty table with a title. Each column is a name and its alignment."""
+class Speed:
+    """The speed of training, exponentially smoothed. The time of evaluations is measured separately."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._done = 0
+        self._steps = self._seconds = self._paused = 0.0
+
+    def step(self) -> None:
+        """Record the end of a step."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        decay = math.exp(-seconds / SMOOTHING_SECONDS)
+        self._done += 1
+        self._steps = self._steps * decay + 1.0
+        self._seconds = self._seconds * decay + seconds
+
+    def pause(self) -> None:
+        """Record the end of an evaluation or of another interval that is not a step."""
+        now = time.perf_counter()
+        self._paused += now - self._last
+        self._last = now
+
+    @property
+    def seconds(self) -> float:
+        """The smoothed duration of a step, in seconds. 0 before the first step."""
+        return self._seconds / self._steps if self._steps else 0.0
+
+    def left(self, steps: int) -> float | None:
+        """Estimate the remaining time, including evaluations at their present frequency.
+
+        Returns:
+            Seconds; None before the end of the second step, because the first step is slower than the others.
+        """
+        return steps * (self.seconds + self._paused / self._done) if self._done > 1 else None
+
+
+def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:
+    """Return the texts to display after a training step by name, the most important first. Unknown values are omitted.
+
+    `size` is the size of the tables, in bytes.
+    """
+    metrics, texts = progress.metrics, {"step": step_text(progress), **metric_texts(progress.metrics)}
+    if (left := speed.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
+        texts["left"] = f"{timedelta(seconds=round(left))} left"
+    if metrics.get("samples_per_second") is not None and metrics["seconds"] and speed.seconds:
+        samples = metrics["samples_per_second"] * metrics["seconds"]  # type: ignore[operator]
+        texts["speed"] = f"{samples / speed.seconds:,.{0 if samples >= 10 * speed.seconds else 1}f} samples/s"
+    if progress.overhead is not None:
+        texts["overhead"] = f"overhead {progress.overhead:+.1%}"
+    return {**texts, "rows": f"{progress.rows:,} rows", "size": human_bytes(size)}
+
+
+def step_text(progress: Progress) -> str:
+    """Return a text such as `step  50/100`."""
+    return f"step {progress.step:>{len(str(progress.steps))}}/{progress.steps}"
+
+
+def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """Return texts such as `loss 0.3402` and `accuracy 88.3%`, by name. Unknown metrics are omitted."""
+    texts = {}
+    if (loss := metrics.get("loss")) is not None:
+        texts["loss"] = f"loss {loss:.4f}" if loss == 0.0 or 1e-3 <= abs(loss) < 1e5 else f"loss {loss:.3e}"
+    if (accuracy := metrics.get("accuracy")) is not None:
+        texts["accuracy"] = f"accuracy {accuracy:.1%}"
+    return texts
+
+
+def evaluation_text(progress: Progress) -> str:
+    """Return a text such as `step 50/100  evaluation  loss 0.3819  accuracy 88.6%`."""
+    return "  ".join([step_text(progress), "evaluation", *metric_texts(progress.metrics).values()])
+
+
+def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableType:
+    """Return a line with a progress bar and texts, and a line with the last warning. In a narrow terminal, the last texts are cut off."""
+    line = Table.grid(padding=(0, 2))
+    line.add_column(width=BAR_WIDTH)
+    shown = (Text(text, "bold red" if text in NON_FINITE_TEXTS else "") for text in texts.values())
+    separator = Text("  ", no_wrap=True, overflow="ellipsis")
+    line.add_row(ProgressBar(progress.steps, progress.step), separator.join(shown))
+    warnings = (
+        Text.assemble(("warning ", "yellow"), text.replace("\n", " "), no_wrap=True, overflow="ellipsis")
+        for text in progress.warnings[-1:]
+    )
+    return Group(line, *warnings)
+
+
+@contextmanager
+def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
+    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it.
+
+    Yields:
+        The function to call after each step and each evaluation.
+    """
+    speed, size = Speed(), 0
+    drawn = read_again = -math.inf
+    first = Progress(0, steps, {}, 0, "train")
+    bar = bar_with_texts(first, {"step": step_text(first)})
+    with Live(bar, console=console, transient=True, auto_refresh=False) as live:
+
+        def show(progress: Progress) -> None:
+            nonlocal drawn, read_again, size
+            if progress.phase == "eval":
+                speed.pause()
+                console.print(evaluation_text(progress), soft_wrap=True)
+                return
+            speed.step()
+            now = time.perf_counter()
+            if now - drawn < REFRESH_SECONDS and progress.step < progress.steps:
+                return
+            if now >= read_again:
+                size = size_on_disk(folder)
+                read_again = now + max(SIZE_SECONDS, 100 * (time.perf_counter() - now))
+            drawn = now
+            live.update(bar_with_texts(progress, progress_texts(progress, speed, size)), refresh=True)
+
+        yield show
+
+
+def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
+    """Return a function that prints about ten progress lines during a run, evaluations, and each warning when it occurs.
+
+    It is called after each step and each evaluation.
+    """
+    every, speed, warned = max(1, steps // PLAIN_LINES), Speed(), warnings_only(warn)
+
+    def show(progress: Progress) -> None:
+        warned(progress)
+        if progress.phase == "eval":
+            speed.pause()
+            console.print(evaluation_text(progress), soft_wrap=True)
+            return
+        speed.step()
+        if progress.step % every == 0 or progress.step == progress.steps:
+            console.print("  ".join(progress_texts(progress, speed, size_on_disk(folder)).values()), soft_wrap=True)
+
+    return show
+
+
+def warnings_only(warn: Callable[[str], None]) -> Show:
+    """Return a function that shows each warning when it occurs, and no progress."""
+    count = 0
+
+    def show(progress: Progress) -> None:
+        nonlocal count
+        for message in progress.warnings[count:]:
+            warn(message)
+        count = len(progress.warnings)
+
+    return show
+
+
+def _table(title: str, left: str, right: str) -> Table:
+    """Return an empty table with a title, and the names of the columns that are aligned on the left and on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in columns:
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in left.split():
+        table.add_column(name)
+    for name in right.split():
+        table.add_column(name, justify="right")
     return table
 
 
 def _recorded(experiment: Experiment, run: Run) -> Table:
-    """Return the table of the record hooks and the amount of recorded data."""
-    table = _table(
-        "Recorded",
-        *(("hook", "left"), ("kind", "left"), ("role", "left")),
-        *(("layers", "right"), ("firings", "right"), ("rows", "right"), ("tensors", "right")),
-    )
+    table = _table("Recorded", "hook kind role", "layers firings rows tensors")
     amounts = recorded(run)
     for name, spec in experiment.plan.specs.items():
         if spec.action == "record":
@@ -290,8 +418,8 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
 
 
 def _findings_table(entries: Sequence[Finding]) -> Table:
-    """Return the table of findings."""
-    table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
+    table = _table("Findings", "what where", "step")
+    table.add_column("value")
     for finding in entries:
         step = "" if finding.when is None else f"{finding.when:,}"
         what = f"  {finding.what}" if finding.cause else finding.what  # below its cause

@@ -24,7 +24,7 @@ from instrument.actions.measurement import Measurement
 from instrument.config.parse import parse_config, parse_hooks
 from instrument.config.record import RecordSpec
 from instrument.trackers.tags import scalars
-from instrument.training.distributed.unsupported import reduce_problems
+from instrument.training.distributed.strategies import reduce_problems
 from instrument.training.experiment import prepare
 from instrument.training.sweeps.objective import read_objective
 

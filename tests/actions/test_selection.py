@@ -15,7 +15,7 @@ import instrument
 from instrument import ConfigError, HookError
 from instrument.config.parse import parse_hooks
 from instrument.tables.statistics import DEFAULT
-from instrument.training.distributed.unsupported import shard_problems
+from instrument.training.distributed.strategies import shard_problems
 
 SEQUENCE = torch.randn(3, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # [N, T, C]
 IMAGES = torch.randn(3, 4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # [N, C, H, W]

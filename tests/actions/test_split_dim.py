@@ -18,7 +18,7 @@ from instrument.config.parse import parse_hooks
 from instrument.errors import HookError
 from instrument.hooks.attached_hook import AttachedHook
 from instrument.stats.measure import measure_statistics
-from instrument.training.distributed.unsupported import reduce_problems
+from instrument.training.distributed.strategies import reduce_problems
 
 NAMES = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction")
 identity = partial(Calls, lambda x: x * 1)

@@ -163,7 +163,7 @@ def test_dataset_root_comes_from_the_environment(name: str, monkeypatch: pytest.
     assert config_with_option("data", name).data.dataset.to_config()["root"] == "/some/where"
     monkeypatch.delenv("INSTRUMENT_DATA")
     assert config_with_option("data", name).data.dataset.to_config()["root"] == "data"
-    assert config_of("model=lenet", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
+    assert config_of("model=mnist_cnn", f"data={name}", "data.root=/else").data.dataset.to_config()["root"] == "/else"
 
 
 def losses(layer: nn.Module, input: Any, targets: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
@@ -292,7 +292,7 @@ DATA: dict[str, tuple[str, ...]] = {
 }
 FIT = {
     *{(model, data) for model in ("mlp", "rnn") for data in ("digits", "digits of 28", "random", "colour")},
-    *{(model, data) for model in ("mnist_cnn", "lenet") for data in ("digits of 28", "random")},
+    *{(model, data) for model in ("mnist_cnn",) for data in ("digits of 28", "random")},
     *{(model, "digits") for model in ("autoencoder", "dense_gan")},
     *{(model, "colour") for model in ("resnet18", "vgg11", "vit")},
     ("tiny_gpt", "english"),

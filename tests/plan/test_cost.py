@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from instrument.config.experiment import TrainConfig
 from instrument.config.schedule import Evaluations
 from instrument.plan.cost import Length
-from instrument.training.data import Batches
+from instrument.training.loader import Batches
 
 
 @given(

@@ -26,11 +26,10 @@ from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
 from instrument.stats.measure import Measured
 from instrument.storage.parquet import ParquetSink
-from instrument.training.data import Batches
 from instrument.training.device_and_seed import process_state
-from instrument.training.distributed.batch_sharding import StepBatches
-from instrument.training.dry_run.cost_of_run import dry_run
+from instrument.training.dry_run import dry_run
 from instrument.training.experiment import prepare
+from instrument.training.loader import Batches, LoadedBatch
 from instrument.training.loop import train_step
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -200,12 +199,10 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     def move(seconds: float) -> None:
         now[0] += seconds
 
-    for module in ("instrument.hooks.hook_timer", "instrument.training.dry_run.profiling", "instrument.probe.probe"):
+    for module in ("instrument.hooks.hook_timer", "instrument.training.dry_run", "instrument.probe.probe"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr("instrument.training.dry_run.profiling.SECONDS", 30.0)
-    monkeypatch.setattr(
-        "instrument.training.dry_run.profiling.train_step", lambda *args: (move(0.5), train_step(*args))[1]
-    )
+    monkeypatch.setattr("instrument.training.dry_run.SECONDS", 30.0)
+    monkeypatch.setattr("instrument.training.dry_run.train_step", lambda *args: (move(0.5), train_step(*args))[1])
     monkeypatch.setattr("instrument.actions.measurement.measure", lambda *args: (move(0.03), Measured())[1])
     use_general_path(monkeypatch)
     return move
@@ -232,7 +229,7 @@ def test_step_time_includes_loading_batches(move: Callable[[float], None], monke
     """Weight and bias are measured in each of three micro-batches; loading a micro-batch takes 0.2 s."""
     plain = Batches._groups_of_epoch
 
-    def loaded(self: Batches) -> Iterator[StepBatches]:
+    def loaded(self: Batches) -> Iterator[list[LoadedBatch]]:
         for group in plain(self):
             move(0.2 * len(group))
             yield group
@@ -334,7 +331,7 @@ def test_predicted_rows_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_dry_run_with_large_steps_makes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.training.dry_run.profiling.MAX_BYTES", 1)
+    monkeypatch.setattr("instrument.training.dry_run.MAX_BYTES", 1)
     kept = []
     keep = ParquetSink.keep
     monkeypatch.setattr(ParquetSink, "keep", lambda *args: (kept.append(1), keep(*args))[1])

@@ -16,9 +16,9 @@ from training_runs import DIGITS
 
 from instrument import ConfigError
 from instrument.config.experiment import DataConfig, SliceSpec, TrainConfig
-from instrument.training.data import Batches, first_batch, load_data
-from instrument.training.dataset_slices import slice_indices
+from instrument.training.data import load_data, slice_indices
 from instrument.training.datasets import digits, random_tensors
+from instrument.training.loader import Batches, first_batch
 
 CLASSES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 
@@ -283,7 +283,7 @@ def test_random_tensors_have_any_shape(shape: tuple[int, ...]) -> None:
 
 
 def numbers_of(group: list[Any]) -> list[list[int]]:
-    return [[int(i) for i in batch[0]] for batch in group]
+    return [[int(i) for i in each.batch[0]] for each in group]
 
 
 def batches(seed: int = 0, **train: Any) -> list[tuple[int, list[list[int]]]]:
@@ -320,8 +320,8 @@ def test_number_of_epochs_follows_from_the_steps(steps: int) -> None:
 def test_first_batch_does_not_change_the_order() -> None:
     loader = Batches(Numbers(), TrainConfig(steps=3, epochs=None, batch_size=4), 5)
     state = torch.get_rng_state()
-    assert numbers_of([first_batch(Numbers(), 4).batch]) == [[0, 1, 2, 3]]
-    assert numbers_of([first_batch(Numbers(), 64).batch]) == [[*range(10)]]
+    assert numbers_of([first_batch(Numbers(), 4)]) == [[0, 1, 2, 3]]
+    assert numbers_of([first_batch(Numbers(), 64)]) == [[*range(10)]]
     assert torch.equal(torch.get_rng_state(), state)
     assert [(epoch, numbers_of(group)) for epoch, group in loader] == batches(seed=5, steps=3, batch_size=4)
 
@@ -330,4 +330,4 @@ def test_first_batch_does_not_change_the_order() -> None:
 def test_sizes_predicts_the_batch_sizes_of_a_step(batch_size: int, accumulate: int) -> None:
     loader = Batches(Numbers(), TrainConfig(steps=7, epochs=None, batch_size=batch_size, accumulate=accumulate), 0)
     for step, (_, group) in enumerate(loader):
-        assert [len(batch[0]) for batch in group] == loader.sizes(step)
+        assert [len(each.batch[0]) for each in group] == loader.sizes(step)

@@ -24,9 +24,8 @@ from training_runs import CONFIG
 import instrument
 from instrument.config.parse import parse_config
 from instrument.errors import ConfigError
-from instrument.training.distributed.batch_sharding import BatchShard, check_batch_size
 from instrument.training.distributed.strategies import DataParallel, FullySharded, Strategy, choose_strategy
-from instrument.training.loader import Loader
+from instrument.training.loader import BatchShard, Loader, check_batch_size
 
 HERE = Path(__file__).parent
 KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call"]

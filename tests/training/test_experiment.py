@@ -67,7 +67,6 @@ def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str
              "num_heads": 4, "hidden_dim": 32, "mlp_dim": 64, "num_classes": 10},
             (3, 32, 32),
         ),
-        ({"_target_": "instrument.training.models.LeNet"}, (1, 28, 28)),
         ({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, (1, 8, 8)),
         ({"_target_": "instrument.training.models.RNN"}, (1, 8, 8)),
         ({"_target_": "instrument.training.models.MnistCNN", "encoder": [4, 8, 8], "decoder": [16, 12]}, (1, 28, 28)),

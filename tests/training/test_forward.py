@@ -21,10 +21,10 @@ import instrument
 from instrument import ConfigError, MemorySink
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
+from instrument.tasks.model_output import with_input_gradients
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.experiment import Experiment
 from instrument.training.forward import run_forward
-from instrument.training.input_gradients import with_input_gradients
 
 SAMPLES, BATCH = 50, 16
 OUTPUTS = {"layers": "**", "kind": "forward", "action": "record", "tensors": True}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from instrument.plan.cost import Length
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.training.hook_trials import HookTrials
+from instrument.training.loader import LoadedBatch, PhaseBatches
 
 
 def in_place(tensor: Tensor, context: Context) -> Tensor:
@@ -52,10 +53,14 @@ def draws_globally(tensor: Tensor, context: Context) -> Tensor:
 LENGTH = Length(steps=20, accumulate=1, epoch_batches=20, evaluations=Evaluations(20, 10), eval_batches=1)
 
 
+def batches_of(sizes: Callable[[int], Sequence[int]]) -> PhaseBatches:
+    return PhaseBatches(LoadedBatch(None, [], 0), lambda _: LoadedBatch(None, [], 0), sizes, lambda _: None, None)
+
+
 def try_hook(model: nn.Module, spec: dict[str, Any], *sizes: int, inputs: int = 4) -> HookTrials:
     """Return the trials of a hook on batches of the given sizes, in training and in evaluation."""
     plan = make_plan(parse_hooks({"mine": spec}), model)
-    trials = HookTrials(plan, 0, RunArchive(), LENGTH, dict.fromkeys(("train", "eval"), lambda _: sizes))
+    trials = HookTrials(plan, 0, RunArchive(), LENGTH, dict.fromkeys(("train", "eval"), batches_of(lambda _: sizes)))
 
     def forward(size: int) -> None:
         trials.on_loss(model(torch.ones(size, inputs, requires_grad=True)).sum())
@@ -63,7 +68,7 @@ def try_hook(model: nn.Module, spec: dict[str, Any], *sizes: int, inputs: int = 
 
     for phase in ("train", "eval"):
         for size in sizes:
-            with trials.on_batch(phase, size, range(size), is_first=size == sizes[0]):
+            with trials.on_batch(phase, LoadedBatch(None, [*range(size)], size), is_first=size == sizes[0]):
                 infer_shapes(
                     model,
                     partial(forward, size),
@@ -254,7 +259,7 @@ def test_moments_of_a_long_run_are_found_in_its_first_epoch() -> None:
     spec = {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}
     plan = make_plan(parse_hooks({"mine": spec}), nn.Sequential(nn.Linear(4, 3)))
     length = Length(steps=10**12, accumulate=1, epoch_batches=3, evaluations=Evaluations(10**12, 10), eval_batches=1)
-    HookTrials(plan, 0, RunArchive(), length, {"train": sizes})
+    HookTrials(plan, 0, RunArchive(), length, {"train": batches_of(sizes)})
     assert asked == [0, 1, 2]
 
 

@@ -30,10 +30,9 @@ import instrument
 from instrument import ConfigError, InstrumentError
 from instrument.config.experiment import DataConfig, TrainConfig
 from instrument.fields.field_types import Target
-from instrument.training.data import Batches, build_sampler, first_batch, load_data, loader_options
-from instrument.training.distributed.batch_sharding import BatchShard
+from instrument.training.data import build_sampler, load_data, loader_options
 from instrument.training.experiment import prepare
-from instrument.training.loader import Loader, LoaderOptions, Slice, Stream, lists
+from instrument.training.loader import Batches, BatchShard, Loader, LoaderOptions, Slice, Stream, first_batch, lists
 
 SAMPLES = 11
 
@@ -79,8 +78,12 @@ def contents(batches: Batches, stop: int | None = None) -> list[Any]:
     """Return the epoch, the numbers and the sizes of each step."""
     found = []
     for epoch, group in batches:
-        values = [(numbers.tolist(), augmented.tolist(), added.tolist()) for numbers, augmented, added in group]
-        found.append((epoch, group.sizes, group.samples, values))
+        values = [
+            (numbers.tolist(), augmented.tolist(), added.tolist())
+            for numbers, augmented, added in (each.batch for each in group)
+        ]
+        sizes, total = [each.samples for each in group], sum(each.total for each in group)
+        found.append((epoch, sizes, total, values))
         if len(found) == stop:
             break
     return found
@@ -213,7 +216,7 @@ def orders(batches: Batches) -> list[list[int]]:
     """Return the indices of each epoch."""
     found: dict[int, list[int]] = {}
     for epoch, group in batches:
-        found.setdefault(epoch, []).extend(chain(*(batch[0].tolist() for batch in group)))
+        found.setdefault(epoch, []).extend(chain(*(each.batch[0].tolist() for each in group)))
     return list(found.values())
 
 
@@ -234,7 +237,9 @@ def test_sampler_gives_a_new_order_in_each_epoch(target: str, arguments: dict[st
     torch.rand(1)
     assert orders(sampled(target, **arguments)) == found
     batches = sampled(target, **arguments)
-    assert [batches.sizes(step) for step in range(batches.steps)] == [group.sizes for _, group in batches]
+    assert [batches.sizes(step) for step in range(batches.steps)] == [
+        [each.samples for each in group] for _, group in batches
+    ]
 
 
 def test_sampler_can_use_the_epoch_or_keep_the_order() -> None:
@@ -244,9 +249,9 @@ def test_sampler_can_use_the_epoch_or_keep_the_order() -> None:
 
 @pytest.mark.parametrize("target", [f"{__name__}.heavy", f"{__name__}.EveryOther"])
 def test_sampler_is_the_same_with_ranks_and_after_a_resume(target: str) -> None:
-    expected = [[*chain(*(batch[0].tolist() for batch in group))] for _, group in sampled(target)]
+    expected = [[*chain(*(each.batch[0].tolist() for each in group))] for _, group in sampled(target)]
     shares = [list(sampled(target, rank, 2)) for rank in range(2)]
-    joined = [[*chain(*(group[0][0].tolist() for _, group in parts))] for parts in zip(*shares, strict=True)]
+    joined = [[*chain(*(group[0].batch[0].tolist() for _, group in parts))] for parts in zip(*shares, strict=True)]
     assert joined == expected
     interrupted = sampled(target)
     with closing(iter(interrupted)) as steps:  # type: ignore[type-var]
@@ -254,7 +259,7 @@ def test_sampler_is_the_same_with_ranks_and_after_a_resume(target: str) -> None:
             next(steps)
     resumed = sampled(target)
     resumed.load_state_dict(interrupted.state_dict())
-    assert [[*chain(*(batch[0].tolist() for batch in group))] for _, group in resumed] == expected[2:]
+    assert [[*chain(*(each.batch[0].tolist() for each in group))] for _, group in resumed] == expected[2:]
 
 
 def out_of_range(dataset: Any) -> list[int]:

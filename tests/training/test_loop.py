@@ -21,9 +21,9 @@ from instrument.config.parse import parse_config
 from instrument.config.schedule import Evaluations
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
-from instrument.training.data import first_batch
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
+from instrument.training.loader import first_batch
 from instrument.training.loop import Progress, evaluate, gradient_norm, train_step
 
 DATA = {"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 50}}
@@ -69,7 +69,8 @@ def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
     losses = []
     model, optimizer = plain.model, plain.optimizer
     model.train()
-    for _, ((images, classes),) in plain.batches:
+    for _, (loaded,) in plain.batches:
+        images, classes = loaded.batch
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(images), classes)
         loss.backward()
@@ -110,7 +111,7 @@ def test_closure_of_lbfgs_is_bit_identical_to_a_plain_pytorch_loop(accumulate: i
         def closure(batches: Any = batches) -> torch.Tensor:
             optimizer.zero_grad()
             parts = []
-            for images, classes in batches:
+            for images, classes in (each.batch for each in batches):
                 parts.append(nn.functional.cross_entropy(model(images), classes) / len(batches))
                 parts[-1].backward()
             values[-1].append(torch.stack(parts).sum().item())
@@ -233,8 +234,8 @@ def test_step_with_only_ignored_targets_changes_nothing(config: dict[str, Any]) 
     experiment = prepare_experiment(**config, train={"steps": 1, "batch_size": 1})
     before = weights(experiment)
     task, (_, group) = experiment.task, next(iter(experiment.batches))
-    group[0][1].fill_(-100)
-    assert task.number_of_terms(group[0]) == 0
+    group[0].batch[1].fill_(-100)
+    assert task.number_of_terms(group[0].batch) == 0
     with Probe(experiment.plan, MemorySink(), optimizer=experiment.optimizer) as probe:
         metrics = train_step(experiment, probe, group)
     assert (metrics["loss"], metrics["grad_norm"], metrics["accuracy"]) == (0.0, 0.0, 0.0)
@@ -268,7 +269,8 @@ def test_mapping_batches_train_like_plain_pytorch(accumulate: int) -> None:
     run_in_memory(experiment)
     sizes = []
     plain.model.train()
-    for _, micro_batches in plain.batches:
+    for _, group in plain.batches:
+        micro_batches = [each.batch for each in group]
         plain.optimizer.zero_grad()
         total = sum(len(batch["id"]) for batch in micro_batches)  # batches of an epoch: 64, 64 and 22
         for batch in micro_batches:

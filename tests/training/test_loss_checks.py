@@ -12,9 +12,9 @@ from training_runs import DIGITS, prepared
 
 from instrument import ConfigError
 from instrument.tasks import Outcome, Supervised
-from instrument.training.distributed.batch_sharding import BatchShard
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment
+from instrument.training.loader import BatchShard
 
 WEIGHTS = torch.tensor([0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5, 1.0])
 

@@ -18,7 +18,7 @@ from instrument import ConfigError
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
-from instrument.training.dry_run.cost_of_run import dry_run
+from instrument.training.dry_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.forward import run_forward
 from instrument.training.verification.comparison import verify

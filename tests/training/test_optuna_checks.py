@@ -17,8 +17,8 @@ import instrument
 from instrument.commands.sweep import main
 from instrument.config.packaged import conf_folder
 from instrument.errors import ConfigError
-from instrument.training.sweeps.jobs import SweepJob
-from instrument.training.sweeps.optuna_checks import RESULTS, best_trial, check_search
+from instrument.training.sweeps.jobs import RESULTS, SweepJob, best_trial
+from instrument.training.sweeps.optuna_checks import check_search
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.steps=1")
@@ -48,8 +48,8 @@ def checked(**settings: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"direction": "maximise"}, ["unknown direction", "given    maximise", "similar  maximize"]),
-        ({"direction": ["minimize", "maximize"]}, ["only one direction is allowed", "allowed  minimize, maximize"]),
+        ({"direction": "maximise"}, ["must be one direction", "given    maximise", "similar  maximize"]),
+        ({"direction": ["minimize", "maximize"]}, ["must be one direction", "allowed  minimize, maximize"]),
         ({"n_trials": 0}, ["hydra.sweeper.n_trials: must be at least 1", "given    0"]),
         ({"n_jobs": -1}, ["hydra.sweeper.n_jobs: must be at least 1", "given    -1"]),
         ({"max_failure_rate": 2}, ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"]),

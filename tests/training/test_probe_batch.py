@@ -180,7 +180,7 @@ def test_probe_batch_is_a_slice_of_the_evaluation_samples() -> None:
         hooks={"maps": MAPS},
     )
     assert experiment.probe_batch is not None
-    ((_, classes),) = experiment.probe_batch
+    _, classes = experiment.probe_batch.batch
     assert sorted(classes.tolist()) == [*range(10)]
     assert experiment.probe_batch.samples == 10
 

@@ -128,11 +128,6 @@ class Processes:
             dist.broadcast_object_list(received, src=0, group=self.control)
         return received
 
-    def sum(self, number: Number) -> Number:
-        """Return the sum of a number over all processes."""
-        total: Number = sum(self.exchange(number))
-        return total
-
     @own_collectives()
     def wait(self) -> None:
         """Block until all processes have reached this call."""
@@ -202,7 +197,6 @@ class Processes:
             raise RankError(message, first.rank) from error
 
     def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
-        """Determine which process failed first."""
         own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None

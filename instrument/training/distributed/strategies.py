@@ -8,7 +8,7 @@ averaged. A gradient inside the model therefore has the same scale as in a run w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...config.base import ObservationSpec
+from ...config.budget import BudgetConfig
 from ...config.experiment import RunConfig
+from ...config.hook_specs import HookSpec
+from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
-from ...tasks.forward_and_loss import Forward
-from .batch_sharding import FULL_BATCH, BatchShard
+from ...tasks.model_output import Forward
+from ..loader import FULL_BATCH, BatchShard
 from .torchrun import check_processes
-from .unsupported import reduce_problems, shard_problems
 
 if TYPE_CHECKING:
     from .process_group import Number, Processes
@@ -57,7 +60,11 @@ class Strategy:
         return []
 
     def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced."""
+        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
+
+        Raises:
+            ConfigError: The model has no parameters.
+        """
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
@@ -86,6 +93,9 @@ class Strategy:
         Args:
             trained: Module returned by `wrap`.
             last: Whether this is the last micro-step of the step.
+
+        Raises:
+            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
         """
         yield
 
@@ -133,30 +143,26 @@ class DataParallel(Strategy):
         return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
-        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes."""
         find_unused = any(self.processes.exchange(has_unused))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
         wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
         return wrapped
 
     def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
         self._all_reduced |= bucket.is_last()  # Buckets arrive in order.
-        return _sum(bucket)
+        arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return arrived.then(lambda future: future.value()[0])
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
-        """Context manager for one forward and backward pass. Only the last pass of a step synchronizes gradients.
-
-        Raises:
-            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
-        """
         assert isinstance(trained, DistributedDataParallel)
         self._all_reduced = False
         with nullcontext() if last else trained.no_sync():
             yield
         if last and not self._all_reduced:  # PyTorch would raise only in the next step.
             problem = (
-                "the loss of this step does not depend on all trainable parameters, but the loss of the first batch did"
+                "the loss of this step does not depend on all trainable parameters, but that of the first batch did"
             )
             raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
@@ -179,11 +185,9 @@ class DataParallel(Strategy):
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
     def total(self, number: Number) -> Number:
-        """Return a number summed over all processes. Blocks until all processes have called it."""
-        return self.processes.sum(number)
+        return sum(self.processes.exchange(number))  # type: ignore[no-any-return]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast all buffers from rank 0."""
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -200,8 +204,7 @@ class FullySharded(DataParallel):
 
     @property
     def saves_state(self) -> bool:
-        """True: each process has a different shard."""
-        return True
+        return True  # Each process has a different shard.
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
         problems = super().config_problems(config)
@@ -211,11 +214,6 @@ class FullySharded(DataParallel):
         return problems + shard_problems(config.hooks)
 
     def shard(self, model: nn.Module) -> bool:
-        """Replace the parameters of a model by the shards of this process.
-
-        Raises:
-            ConfigError: The model has no parameters.
-        """
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -234,11 +232,6 @@ class FullySharded(DataParallel):
         return True
 
     def check_model_call(self, *, calls_model: bool) -> None:
-        """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
-
-        Raises:
-            ConfigError: The task calls only submodules of the model.
-        """
         if not calls_model:
             message = (
                 "the task calls submodules of the model, but fsdp2 gathers shards only when the full model is called"
@@ -246,12 +239,10 @@ class FullySharded(DataParallel):
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
-        return forward
+        return forward  # FSDP2 reduces the gradients of the shards itself, after each pass.
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Context manager for one forward and backward pass. FSDP2 reduces gradients after each pass."""
         yield
 
 
@@ -271,10 +262,58 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     return made(processes, reduces=config.reduce == "global")
 
 
-def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
-    """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
-    arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return arrived.then(lambda future: future.value()[0])
+def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
+    sample, custom statistics, and fingerprints.
+
+    Args:
+        budget: Budget of the run; None for no budget.
+    """
+    problems = []
+    if budget is not None and (budget.time is not None or budget.bytes is not None):
+        message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
+        problems.append(Problem("budget", message, fix="set reduce=none"))
+    for name, spec in hooks.items():
+        if isinstance(spec, RecordSpec) and spec.condition is not None:
+            message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
+            problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and spec.split_dim == 0:
+            message = "dimension 0 has other samples in each process, but reduce=global merges rows of the same index"
+            problems.append(Problem(f"hooks.{name}.split_dim", message, 0, fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and spec.custom_statistics:
+            message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
+            given = spec.custom_statistics[0].target
+            problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
+        if isinstance(spec, RecordSpec) and "fingerprint" in spec.stats:
+            message = "fingerprints of the parts of several processes cannot be merged into one row, as reduce=global requires"
+            fix = "set reduce=none, so that each process records its own"
+            problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
+    return problems
+
+
+def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
+    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards.
+
+    Returns:
+        The problems found. `allowed` names a kind that works, if one does.
+    """
+    problems = []
+    for name, spec in hooks.items():
+        if spec.kind == "parameter_grad_micro":
+            message = "Tensor.register_hook never fires on parameters sharded by fsdp2"
+            allowed = ("post_accumulate_grad", "parameter_grad")
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, allowed))
+        if isinstance(spec, ObservationSpec) and spec.definition.family != "module":
+            message = "a process has a shard of this tensor, whose indices differ from those of the full tensor"
+            problems += [
+                Problem(f"hooks.{name}.{field}", message, getattr(spec, field), fix="record the complete tensor")
+                for field in spec.selection
+                if field != "slice"
+            ]
+        if spec.uses_parameters and spec.kind == "loss":
+            message = "a penalty on the loss has no effect on parameters sharded by fsdp2"
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad"))
+    return problems
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

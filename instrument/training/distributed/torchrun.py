@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -40,13 +39,6 @@ def is_rank_zero() -> bool:
 def synced_errors(processes: Processes | None) -> AbstractContextManager[None]:
     """Return `Processes.synced_errors()`, or a context manager that does nothing for a single process."""
     return nullcontext() if processes is None else processes.synced_errors()
-
-
-def stop_together(
-    processes: Processes | None, folder: Path, on_failure: Callable[[int], None]
-) -> AbstractContextManager[None]:
-    """Return `Processes.stop_together()`, or a context manager that does nothing for a single process."""
-    return nullcontext() if processes is None else processes.stop_together(folder, on_failure)
 
 
 def check_processes(config: RunConfig, processes: Processes | None) -> None:

@@ -1,17 +1,21 @@
-"""The jobs of a sweep and their status, read from the folder of the sweep."""
+"""The jobs of a sweep or in a folder, their status, and the summary of a finished sweep."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import shlex
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,13 +27,21 @@ from ...analysis.config_fields import differing_fields, to_yaml
 from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
 from ...config.search_path import config_loader
 from ...errors import ConfigError, InstrumentWarning, Problem
-from ...storage.folder_snapshot import REFUSED
-from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
+from ...storage.folder_snapshot import REFUSED, SUBMITTED
+from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
+from .objective import OBJECTIVE_KEY
+
+if TYPE_CHECKING:
+    from ...analysis.load import Run
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 KILLED, INTERRUPTED = "killed", "interrupted"
+ALLOWED = "the folder of a sweep, or a folder that contains several runs"
+RESULTS = "optimization_results.yaml"  # of the Optuna sweeper, in the folder of the sweep
+MAX_LISTED = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
+MAX_NAMES = 8  # maximum number of names in a line
 
 
 @dataclass(frozen=True)
@@ -56,14 +68,11 @@ class Jobs:
 
     Attributes:
         has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
+        swept: The keys whose values differ between jobs, each with its values. Values that are calculated are left out.
     """
 
     has_known_jobs = False
-
-    @property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
-        raise NotImplementedError
+    swept: Mapping[str, Sequence[Any]]
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number."""
@@ -101,18 +110,12 @@ class Sweep(Jobs):
         self.folder = folder
         self.record = read_sweep(folder)
         self.hydra = self.record.hydra
+        overrides = sweep_overrides(self.hydra)
+        self.swept = values_of(overrides)
         subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        self.has_known_jobs = bool(self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
-
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values."""
-        return values_of(sweep_overrides(self.hydra))
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
-        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
+        is_numbered = self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER
+        # Each expansion of `shuffle(...)` has another order.
+        self.has_known_jobs = is_numbered and not any(getattr(each.value(), "shuffle", False) for each in overrides)
 
     @property
     def address(self) -> str | None:
@@ -130,7 +133,8 @@ class Sweep(Jobs):
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
         with suppress_warnings():
             jobs = self._existing()
-        for name, overrides in (self._planned(jobs) if self.has_known_jobs else {}).items():
+        for number, overrides in enumerate(expand_sweep(self.hydra) if self.has_known_jobs else ()):
+            name = str(number)
             if name not in jobs:
                 jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
             elif not jobs[name].overrides:
@@ -138,32 +142,96 @@ class Sweep(Jobs):
         return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
 
     def _existing(self) -> dict[str, SweepJob]:
-        """Return the jobs with a folder, by name."""
-        names = [str(folder.relative_to(self.folder)) for folder in _jobs_below(self.folder)]
-        return {name: self._job(name, recorded_overrides(self.folder / name)) for name in names}
+        """Return the jobs with a folder, by name. Jobs and hidden folders are not searched further."""
+        jobs = {}
+        for above, folders, files in os.walk(self.folder):
+            if "run.json" in files or ".hydra" in folders:
+                folders.clear()
+                job = _job(Path(above), self.folder)
+                jobs[job.name] = job
+            folders[:] = [name for name in folders if not name.startswith(".")]
+        return jobs
 
-    def _planned(self, existing: Mapping[str, SweepJob]) -> dict[str, tuple[str, ...]]:
-        """Return the overrides of the planned jobs by number."""
-        jobs = expand_sweep(self.hydra)
-        if not self.is_shuffled:
-            return {str(number): overrides for number, overrides in enumerate(jobs)}
-        # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
-        recorded = {name: job.overrides for name, job in existing.items() if job.overrides}
-        unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
-        numbers = [str(number) for number in range(len(jobs)) if str(number) not in recorded]
-        return dict(zip(numbers, unrecorded, strict=False))
 
-    def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
-        from ...storage.run_files import RunFiles
+def _job(folder: Path, sweep: Path) -> SweepJob:
+    from ...storage.run_files import RunFiles
 
-        folder = self.folder / name
-        if not (folder / "run.json").exists():
-            refused = _first_line_of(folder / REFUSED)
-            return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
-        files = RunFiles(folder)
-        info = files.info()
-        unreadable = files.problems if info["status"] == UNKNOWN else []
-        return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+    name, overrides = str(folder.relative_to(sweep)), recorded_overrides(folder)
+    if not (folder / "run.json").exists():
+        refused = (folder / REFUSED).read_text().partition("\n")[0] if (folder / REFUSED).exists() else None
+        return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
+    files = RunFiles(folder)
+    info = files.info()
+    unreadable = files.problems if info["status"] == UNKNOWN else []
+    return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+
+
+class Runs(Jobs):
+    """Runs below a folder without a sweep record, such as runs started by a shell loop.
+
+    The existing runs are known; missing runs are not.
+    """
+
+    def __init__(self, run: Run) -> None:
+        from ...analysis.config_comparison import differing_overrides
+
+        self.run = run
+        self.swept = {key: [info["overrides"].get(key) for info in run.infos] for key in differing_overrides(run)}
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all runs, sorted by number."""
+        with suppress_warnings():
+            infos = self.run.infos
+        return [
+            SweepJob(
+                str(folder.relative_to(self.run.path)),
+                folder,
+                tuple(f"{key}={to_yaml(value)}" for key, value in info["overrides"].items()),
+                info["status"],
+                error_of(info),
+            )
+            for folder, info in zip(self.run.folders, infos, strict=True)
+        ]
+
+
+class RemoteSweep(Sweep):
+    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
+
+    Args:
+        run: All uploaded runs, loaded together.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.path)
+        self.runs = Runs(run)
+
+    def _existing(self) -> dict[str, SweepJob]:
+        return {job.name: job for job in self.runs.jobs()}
+
+
+def jobs_in(folder: str) -> Jobs:
+    """Find the sweep in a folder, or the runs below it.
+
+    Raises:
+        ConfigError: The folder contains neither, or it is the folder of a single run.
+    """
+    if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
+        return Sweep(Path(folder))
+    from ...analysis.load import load  # Imported late: they import pyarrow.
+    from ...storage.run_search import NoRunError
+
+    try:
+        run = load(folder)
+    except NoRunError as error:
+        raise ConfigError(Problem("", f"no sweep found: {error}", given=folder, allowed=ALLOWED)) from None
+    if run.folders == [run.path]:
+        above = Path(folder).resolve().parent
+        is_job = not is_address(folder) and (above / SWEEP_RECORD).exists()
+        message = "this is the folder of a single run, not of a sweep"
+        raise ConfigError(Problem("", message, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
+    if is_address(folder) and (run.path / SWEEP_RECORD).exists():
+        return RemoteSweep(run)
+    return Runs(run)
 
 
 @contextmanager
@@ -216,21 +284,18 @@ def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
         ConfigError: The values of an override cannot be expanded.
     """
     parser = OverridesParser.create(config_loader=config_loader())
-    overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
+    overrides = []
+    for written in arguments_of(hydra):
+        try:
+            overrides += parser.parse_overrides([written])
+            if overrides[-1].is_sweep_override():
+                list(overrides[-1].sweep_string_iterator())
+        except (ValueError, OmegaConfBaseException) as error:
+            reason = str(error).partition("\n")[0]
+            allowed = "comma-separated values, range(...), glob(...) or choice(...)"
+            message = f"cannot expand the values of this sweep override: {reason}"
+            raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
     return [tuple(job) for job in split_sweep(overrides)]
-
-
-def _parse_override(parser: OverridesParser, written: str) -> Override:
-    try:
-        (override,) = parser.parse_overrides([written])
-        if override.is_sweep_override():
-            list(override.sweep_string_iterator())
-    except (ValueError, OmegaConfBaseException) as error:
-        reason = str(error).partition("\n")[0]
-        allowed = "comma-separated values, range(...), glob(...) or choice(...)"
-        message = f"cannot expand the values of this sweep override: {reason}"
-        raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
-    return override
 
 
 def count_by_status(jobs: Sequence[SweepJob]) -> str:
@@ -277,15 +342,6 @@ def natural_sort_key(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _jobs_below(sweep: Path) -> Iterator[Path]:
-    """Find the folders of jobs, with a `run.json` or a `.hydra` folder. Jobs and hidden folders are not searched further."""
-    for above, folders, files in os.walk(sweep):
-        if "run.json" in files or ".hydra" in folders:
-            folders.clear()
-            yield Path(above)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-
-
 def recorded_overrides(folder: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
     try:
@@ -295,14 +351,96 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
     return tuple(str(override) for override in overrides or ())
 
 
-def _first_line_of(file: Path) -> str | None:
-    try:
-        return file.read_text().partition("\n")[0]
-    except OSError:
-        return None
-
-
 def folder_override(key: str, folder: Path) -> str:
     """Return a Hydra override that sets a key to a path, with quotes escaped."""
     escaped = str(folder).replace("'", r"\'")
     return f"{key}='{escaped}'"
+
+
+def print_summary(folder: Path) -> None:
+    """Print the jobs of a sweep that are not done, their errors, and the command that runs them again, to stderr."""
+    sweep = Sweep(folder)
+    jobs = sweep.jobs()
+    if not jobs:
+        print(f"no job was started in {folder}", file=sys.stderr)
+        return
+    print("", *job_lines(sweep, jobs), sep="\n", file=sys.stderr)
+    for name, text in outcome(sweep, jobs).items():
+        print(f"{name:<13}{text}", file=sys.stderr)
+    if (terminals := folder / SUBMITTED).exists():
+        print(f"job output   {terminals}", file=sys.stderr)
+    command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
+    print(f"all jobs     {command}", file=sys.stderr)
+    if any(job.status not in (DONE, STOPPED) for job in jobs) and sweep.has_known_jobs:
+        print(f"rerun        {command} --rerun", file=sys.stderr)
+
+
+def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
+    """Return the number of jobs, and one line for each job or group of jobs that is not done."""
+    unfinished = [job for job in jobs if job.status != DONE]
+    if not unfinished:
+        return [f"{len(jobs)} jobs in {sweep.folder}"]
+    parts = [(str(job.folder), job.status, sweep.label(job), job.error) for job in unfinished[:MAX_LISTED]]
+    single = ["  ".join(part for part in cells if part) for cells in parts]
+    return [f"{len(jobs)} jobs in {sweep.folder}: {count_by_status(jobs)}", *(grouped_lines(unfinished) or single)]
+
+
+def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """Return the result of a sweep as a whole, by label: its best trial and its remote folder, if it has them."""
+    remote = {} if sweep.address is None else {"remote": sweep.address}
+    return {**best_trial(sweep.folder, jobs), **remote}
+
+
+def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
+    """Describe the best trial of a search.
+
+    Returns:
+        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
+        Empty if the folder has no readable results file, or if every trial was pruned.
+    """
+    file = folder / RESULTS
+    try:
+        results = yaml.safe_load(file.read_text())
+        best, value = results["best_params"], float(results["best_value"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+    if not math.isfinite(value):  # every trial was pruned
+        return {}
+    chosen = [f"{name}={setting}" for name, setting in best.items()]
+    name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"
+    for job in jobs:
+        if (
+            set(chosen) <= set(job.overrides)
+            and (objective := _objective_value(job.folder))
+            and math.isclose(objective[1], value)
+        ):
+            name, source = objective[0], str(job.folder)
+            break
+    return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
+
+
+def _objective_value(folder: Path) -> tuple[str, float] | None:
+    """Return the objective of a job and its value; None if the job has no value."""
+    try:
+        record = json.loads((folder / "run.json").read_text())
+        name = record["config"].get(OBJECTIVE_KEY, "")
+        numbers: Mapping[str, Any] = record if OBJECTIVE_KEY in record else {OBJECTIVE_KEY: record["metrics"].get(name)}
+        return name, float(numbers[OBJECTIVE_KEY])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def grouped_lines(unfinished: Sequence[SweepJob]) -> list[str]:
+    """Return one line for each status and error, the most frequent first; empty for at most `MAX_LISTED` jobs."""
+    if len(unfinished) <= MAX_LISTED:
+        return []
+    jobs_by_cause: dict[tuple[str, str], list[str]] = {}
+    for job in unfinished:
+        jobs_by_cause.setdefault((job.status, job.error or ""), []).append(job.name)
+    groups = sorted(jobs_by_cause.items(), key=lambda group: -len(group[1]))
+    lines = []
+    for (status, error), names in groups[:MAX_LISTED]:
+        listed = ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])])
+        lines.append(f"{len(names)} {status}  {listed}  {error}".rstrip())
+    more = sum(len(names) for _, names in groups[MAX_LISTED:])
+    return [*lines, f"and {more} more"] if more else lines

@@ -99,7 +99,7 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
         ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
             missing.
     """
-    if written in METRICS or (written not in _column_names("metrics") and _is_custom_metric(written, METRICS)):
+    if written in METRICS or (written not in TABLES["metrics"].names and _is_custom_metric(written, METRICS)):
         return Objective(written)
     match = _AGGREGATE_PATTERN.fullmatch(written.strip())
     if match is None:
@@ -113,9 +113,10 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
     _check_known("table", table, NUMERIC_TABLES, written)
     custom = [name.lower() for name in names_of_custom_statistics(hooks)] if table == "stats" else []
     if table == "metrics":  # a task or a callback may add any metric
-        words, known = re.findall(r"\w+", f"{column} {match[4] or ''}".lower()), _column_names(table)
+        words, known = re.findall(r"\w+", f"{column} {match[4] or ''}".lower()), TABLES[table].names
         custom = [word for word in words if word not in known and _is_custom_metric(word, known)]
-    _check_known(f"numeric column of {table}", column, [*_numeric_columns(table), *custom], written)
+    numeric = [c.name for c in TABLES[table].columns if c.name in TABLES[table].numbers and c.type_name != "bool"]
+    _check_known(f"numeric column of {table}", column, [*numeric, *custom], written)
     once = "" if table == "metrics" else " and not recompute"
     # The newline ends a SQL comment at the end of the condition.
     where = f"{column} is not null{once}" + (f" and ({condition}\n)" if condition else "")
@@ -131,19 +132,10 @@ def _is_custom_metric(name: str, known: Sequence[str]) -> bool:
     return name.isidentifier() and not is_misspelled(name, known)
 
 
-def _column_names(table: str) -> list[str]:
-    return [*TABLES[table].names]
-
-
 def _check_known(what: str, name: str, names: Iterable[str], written: str) -> None:
     if name not in names:
         similar = similar_names(name, names)
         raise ConfigError(Problem(OBJECTIVE_KEY, f"no {what} is named {name}", written, list(names), similar))
-
-
-def _numeric_columns(table: str) -> list[str]:
-    columns = TABLES[table].columns
-    return [c.name for c in columns if c.name in TABLES[table].numbers and c.type_name != "bool"]
 
 
 def _check_query(query: str, table: str, custom: Iterable[str], condition: str) -> None:
@@ -195,10 +187,12 @@ def score_job(
     else:
         record = read_record(folder, OBJECTIVE_KEY)
         reason = _incomplete_reason(folder, record)
-        value, reason = (None, reason) if reason else objective.value_of(_rows_of(folder, record), metrics)
+        address = moved_to(record)
+        rows = folder if address is None else folder_at(address)
+        value, reason = (None, reason) if reason else objective.value_of(rows, metrics)
         _save(folder, {**record, OBJECTIVE_KEY: value})
-    if value is not None and objective.query is not None:
-        print(f"{folder}  {objective.written} = {value:.6g}")
+        if value is not None:
+            print(f"{folder}  {objective.written} = {value:.6g}")
     if value is None and (searched or objective.written != DEFAULT):
         print(f"{folder}  the objective has no value: {objective.written}: {reason}", file=sys.stderr)
     return value
@@ -213,12 +207,6 @@ def _incomplete_reason(folder: Path, record: Mapping[str, Any]) -> str:
     if moved_to(record) is not None and any(part_files(folder, table) for table in NUMERIC_TABLES):
         return f"some of the rows are not in {moved_to(record)}"
     return ""
-
-
-def _rows_of(folder: Path, record: Mapping[str, Any]) -> Path:
-    """Return the folder with the rows of a run: the local folder, or the remote folder to which they were moved."""
-    address = moved_to(record)
-    return folder if address is None else folder_at(address)
 
 
 def _save(folder: Path, record: dict[str, Any]) -> None:

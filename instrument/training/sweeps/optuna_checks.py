@@ -1,24 +1,17 @@
-"""Hyperparameter search with Optuna: checks before the first trial, and the best trial."""
+"""Hyperparameter search with Optuna: checks before the first trial, and the objective value of a pruned trial."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from ...errors import ConfigError, Problem, similar_names
-from .jobs import SweepJob
-from .objective import OBJECTIVE_KEY
 
 SWEEPER = "OptunaSweeper"
-RESULTS = "optimization_results.yaml"  # written by the sweeper to the folder of the sweep
 WHERE = "hydra.sweeper"
 DIRECTIONS = ("minimize", "maximize")
 
@@ -47,58 +40,21 @@ def check_search(hydra: DictConfig) -> None:
     import optuna
 
     optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.
-    sweeper = hydra.sweeper
-    problems = [*_count_problems(sweeper), *_direction_problems(sweeper.direction)]
+    sweeper, problems = hydra.sweeper, []
+    for name in ("n_trials", "n_jobs"):
+        if sweeper[name] < 1:
+            problems.append(Problem(f"{WHERE}.{name}", "must be at least 1", sweeper[name], "1, 2, 3, ..."))
+    if not 0.0 <= sweeper.max_failure_rate <= 1.0:
+        message = "must be a fraction of the trials"
+        problems.append(Problem(f"{WHERE}.max_failure_rate", message, sweeper.max_failure_rate, "0 to 1"))
+    directions = _directions(sweeper.direction)
+    if len(directions) != 1 or directions[0] not in DIRECTIONS:
+        message, similar = "must be one direction (single objective)", similar_names(directions[0], DIRECTIONS)
+        problems.append(Problem(f"{WHERE}.direction", message, ", ".join(directions), DIRECTIONS, similar))
     if problems:
         raise ConfigError(*problems)
     if isinstance(sweeper.storage, str):
         _check_storage(sweeper)
-
-
-def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Describe the best trial of a search.
-
-    Returns:
-        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
-        Empty if the folder has no readable results file, or if every trial was pruned.
-    """
-    file = folder / RESULTS
-    try:
-        results = yaml.safe_load(file.read_text())
-        best, value = results["best_params"], float(results["best_value"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return {}
-    if not math.isfinite(value):  # every trial was pruned
-        return {}
-    chosen = [f"{name}={setting}" for name, setting in best.items()]
-    name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"
-    for job in jobs:
-        if (
-            set(chosen) <= set(job.overrides)
-            and (objective := _objective_value(job.folder))
-            and math.isclose(objective[1], value)
-        ):
-            name, source = objective[0], str(job.folder)
-            break
-    return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
-
-
-def _count_problems(sweeper: DictConfig) -> Iterator[Problem]:
-    for name in ("n_trials", "n_jobs"):
-        if sweeper[name] < 1:
-            yield Problem(f"{WHERE}.{name}", "must be at least 1", sweeper[name], "1, 2, 3, ...")
-    if not 0.0 <= sweeper.max_failure_rate <= 1.0:
-        message = "must be a fraction of the trials"
-        yield Problem(f"{WHERE}.max_failure_rate", message, sweeper.max_failure_rate, "0 to 1")
-
-
-def _direction_problems(written: Any) -> Iterator[Problem]:
-    names = _directions(written)
-    for name in names:
-        if name not in DIRECTIONS:
-            yield Problem(f"{WHERE}.direction", "unknown direction", name, DIRECTIONS, similar_names(name, DIRECTIONS))
-    if len(names) != 1:
-        yield Problem(f"{WHERE}.direction", "only one direction is allowed (single objective)", names, DIRECTIONS)
 
 
 def _directions(written: Any) -> list[str]:
@@ -108,42 +64,24 @@ def _directions(written: Any) -> list[str]:
 
 
 def _check_storage(sweeper: DictConfig) -> None:
-    """Check the storage of a study."""
     where = f"{WHERE}.storage"
     plain: Any = OmegaConf.to_container(sweeper, resolve=False)
     if re.search(r"://[^/]*:[^/]*@", plain["storage"]):
         message = "this address is written to multirun.yaml, so it must not contain a password"
         fix = f"set {where}='${{oc.env:NAME}}', with the address in the environment variable NAME"
         raise ConfigError(Problem(where, message, fix=fix))
+    import optuna
+
     try:
-        before = _directions_of(sweeper.storage, sweeper.study_name)
+        database = optuna.storages.get_storage(sweeper.storage)
+        studies = [
+            study for study in optuna.get_all_study_summaries(database) if study.study_name == sweeper.study_name
+        ]
     except Exception as error:  # Each database client raises its own exception types.
         message = f"the study storage cannot be used: {type(error).__name__}"
         raise ConfigError(Problem(where, message, plain["storage"], "such as sqlite:///study.db")) from None
     now = _directions(sweeper.direction)
+    before = [direction.name.lower() for study in studies for direction in study.directions]
     if before not in ([], now):
         message = f"the study {sweeper.study_name} already exists with another direction"
         raise ConfigError(Problem(f"{WHERE}.direction", message, ", ".join(now), before))
-
-
-def _directions_of(storage: str, study_name: str | None) -> list[str]:
-    """Return the directions of a study; empty if the study does not exist yet."""
-    import optuna
-
-    database = optuna.storages.get_storage(storage)
-    try:
-        study = optuna.load_study(study_name=study_name or "", storage=database)
-    except KeyError:
-        return []
-    return [direction.name.lower() for direction in study.directions]
-
-
-def _objective_value(folder: Path) -> tuple[str, float] | None:
-    """Return the objective of a job and its value; None if the job has no value."""
-    try:
-        record = json.loads((folder / "run.json").read_text())
-        name = record["config"].get(OBJECTIVE_KEY, "")
-        numbers: Mapping[str, Any] = record if OBJECTIVE_KEY in record else {OBJECTIVE_KEY: record["metrics"].get(name)}
-        return name, float(numbers[OBJECTIVE_KEY])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -1,4 +1,4 @@
-"""Task for language models that continue prompts, token by token. It computes no loss."""
+"""Tasks without a loss for `mode: forward`: calls of the model, and language models that continue prompts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..values.nested import structure
+from ..probe.samples import TARGET_KEYS
+from ..values.nested import number_of_samples, structure
 from .base import Generated, Outcome
 from .model_output import main_output
+
+
+class ForwardOnly:
+    """Call the model with the inputs of each batch, without a loss. For `mode: forward`.
+
+    The model is called with the first element of a tuple or list, whose other elements are targets; with the entries of
+    a mapping by keyword, except `target`, `targets`, `label`, `labels` and `y`; or with any other batch as it is.
+    `forward.of` selects a part of the output for gradients.
+    """
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        """Call the model.
+
+        Returns:
+            An outcome without a loss. The number of samples is the size of dimension 0 of the inputs, or the length of
+            a list of inputs.
+        """
+        inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+        if isinstance(inputs, Mapping):
+            inputs = {name: value for name, value in inputs.items() if name not in TARGET_KEYS}
+            model(**inputs)
+        else:
+            model(inputs)
+        return Outcome(None, len(inputs) if isinstance(inputs, list | tuple) else number_of_samples(inputs))
 
 
 class Generate:
@@ -67,7 +92,9 @@ class Generate:
         """
         if model.training:
             raise ValueError("this task computes no loss, so it cannot train a model")
-        prompts = [self._tokens(prompt, batch) for prompt in _prompts(batch)]
+        if not isinstance(batch, list | tuple) or not batch:
+            raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")
+        prompts = [self._tokens(prompt, batch) for prompt in batch]
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         with torch.no_grad():
             has_generate = callable(getattr(model, "generate", None)) and hasattr(model, "generation_config")
@@ -87,7 +114,6 @@ class Generate:
         """Return None, because prompts have no targets."""
 
     def _tokens(self, prompt: Any, batch: Any) -> list[int]:
-        """Return the token ids of a prompt."""
         if isinstance(prompt, Tensor) and prompt.dim() == 1 and prompt.numel() and not prompt.is_floating_point():
             return prompt.tolist()
         if not isinstance(prompt, str):
@@ -137,13 +163,6 @@ class Generate:
             best = torch.multinomial(logits.softmax(-1), 1) if self.sample else logits.argmax(-1, keepdim=True)
             tokens = torch.cat([tokens, best], dim=1)
         return tokens[:, len(prompts[0]) :].tolist()
-
-
-def _prompts(batch: Any) -> Sequence[Any]:
-    """Return the prompts of a batch."""
-    if isinstance(batch, list | tuple) and batch:
-        return batch
-    raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
