@@ -25,8 +25,8 @@ class ConstantPrediction(Relation):
     The uniform prediction of K classes has the loss log(K). The best constant prediction is the distribution of the targets, with their
     entropy as its loss, or their mean, with their variance. The first loss is not compared with the uniform prediction if the logits are
     multiplied by a number after the last layer, such as the inverse of a temperature, or the scale and the margin of ArcFace (Deng et al.
-    2019, https://arxiv.org/abs/1801.07698), or if the model has gradients of an earlier training. The value of the row that holds is this loss, relative to the loss of
-    the step.
+    2019, https://arxiv.org/abs/1801.07698), or if the model has gradients of an earlier training. The value of the row that holds is this
+    loss, relative to the loss of the step.
     """
 
     sources = ("losses",)

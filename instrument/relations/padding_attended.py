@@ -21,8 +21,8 @@ class PaddingAttended(Relation):
     """Compares the argument `attention_mask` with the padding of the argument `input_ids`, or a `*padding_mask` with that of its tokens.
 
     Padding is `config.pad_token_id` at the end or the start of samples, and nowhere else. The one next to a text does not count: it may be
-    the token for its start or end. If the mask shows padding, the model is called again with the other mask, once: a causal model does not use the
-    padding after a text. A padding mask with the opposite values is reported without a call.
+    the token for its start or end. If the mask shows padding, the model is called again with the other mask, once: a causal model does not
+    use the padding after a text. A padding mask with the opposite values is reported without a call.
     """
 
     sources = ("inputs",)

@@ -56,6 +56,7 @@ class RateInEffect(Relation):
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
     def attach(self) -> None:
+        self._start = self.training.clock.moment.step
         _observers.append(self._on_scheduler)
         if not _replaced:
             original = LRScheduler.step
@@ -109,7 +110,7 @@ class RateInEffect(Relation):
 
     def check_end(self) -> Iterator[Checked]:
         for scheduler, count in self._steps.items():
-            length, steps = _length(scheduler), self.training.clock.moment.step
+            length, steps = _length(scheduler), self.training.clock.moment.step - self._start
             if count * FEWEST_PER_STEP < length <= steps <= LONGEST * length:
                 text = f"{type(scheduler).__name__} takes {length} steps, and made {count} in {steps} training steps: it may count batches"
                 yield Checked(False, count, text)

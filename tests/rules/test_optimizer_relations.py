@@ -641,9 +641,12 @@ def test_scheduler_of_an_earlier_optimizer_with_the_rate_in_effect_is_not_report
 
 
 @pytest.mark.parametrize(
-    ("length", "every", "is_reported"), [(60, 30, True), (60, 2, False), (61, 30, False), (50, 30, False)]
+    ("length", "every", "start", "is_reported"),
+    [(60, 30, 0, True), (60, 2, 0, False), (61, 30, 0, False), (50, 30, 0, False), (90, 30, 30, False)],
 )
-def test_schedule_of_batches_with_a_step_per_epoch_is_reported(length: int, every: int, is_reported: bool) -> None:
+def test_schedule_of_batches_with_a_step_per_epoch_is_reported(
+    length: int, every: int, start: int, is_reported: bool
+) -> None:
     model = network()
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
@@ -653,7 +656,7 @@ def test_schedule_of_batches_with_a_step_per_epoch_is_reported(length: int, ever
         if step % every == every - 1:
             schedule.step()
 
-    probe = train(model, optimizer, change=change, batches=batches, rules="default")
+    probe = train(model, optimizer, change=change, batches=batches, rules="default", step=start)
     assert violations(probe) == [("rate_in_effect", 60)] * is_reported
 
 
