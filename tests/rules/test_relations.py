@@ -732,6 +732,8 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
         ([0] * 2 + [1] * 2 + [2] * 2, [4]),
         ([0] * 6, []),  # as of a contrastive loss, whose positive sample is the first one
         ([0, 0, 1, 1, None, None], []),
+        ([1, 0, 1, 1, 0, 1], []),  # as of the steps of a discriminator and a generator
+        ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
