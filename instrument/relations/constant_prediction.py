@@ -14,6 +14,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
 MIN_TARGETS, PER_CLASS, MIN_PAIRS = 200, 16, 16
+_SCALED = ("Mul", "Div", "Where")
 MIN_ENTROPY = 0.5  # of that of equally frequent classes; the loss of rare classes is small from the start
 
 
@@ -22,8 +23,10 @@ class ConstantPrediction(Relation):
     """Reads the targets of means of cross-entropy without weights, and of `mse_loss`, in checked steps.
 
     The uniform prediction of K classes has the loss log(K). The best constant prediction is the distribution of the targets, with their
-    entropy as its loss, or their mean, with their variance. The value of the row that holds is this loss, relative to the loss of
-    the step.
+    entropy as its loss, or their mean, with their variance. The first loss is not compared with the uniform prediction if the logits are
+    multiplied by a number after the last layer, such as the inverse of a temperature, or the scale and the margin of ArcFace (Deng et al.
+    2019, https://arxiv.org/abs/1801.07698), or if the model has gradients of an earlier training. The value of the row that holds is this
+    loss, relative to the loss of the step.
     """
 
     sources = ("losses",)
@@ -31,6 +34,10 @@ class ConstantPrediction(Relation):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._counts = torch.zeros(0)  # targets by class
+        self._is_new = True
+
+    def attach(self) -> None:
+        self._is_new = all(parameter.grad is None for parameter in self.training.model.parameters())
 
     def check(self) -> Iterator[Checked]:
         classes = {call.shape[min(1, len(call.shape) - 1)] for call in self.training.losses}
@@ -45,7 +52,8 @@ class ConstantPrediction(Relation):
 
     def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:
         loss, uniform = _mean([call.result for call in calls]), math.log(classes)
-        is_first = self.training.clock.moment.step == 0 and all(call.has_probabilities() for call in calls)
+        is_first = self._is_new and self.training.clock.moment.step == 0
+        is_first = is_first and all(call.has_probabilities() and call.operation not in _SCALED for call in calls)
         if is_first and loss > max(FACTOR * uniform, uniform + DIFFERENCE):
             text = f"the first loss is {loss:.3g}, and that of a uniform prediction of {classes} classes {uniform:.3g}"
             yield Checked(False, loss / uniform, text)

@@ -202,7 +202,7 @@ def _operation(tensor: Tensor) -> str:
     """Return the operation that computed a tensor, before those of `_UNCHANGED`; empty if it is unknown."""
     node = tensor.grad_fn
     while node is not None:
-        name = node.name().partition("Backward")[0]
+        name = node.name().rpartition("Backward")[0]  # `TanhBackwardBackward0` is no Tanh
         if name not in _UNCHANGED:
             return name
         node = node.next_functions[0][0]

@@ -20,9 +20,9 @@ from .token_targets import TOLERANCE, call_again, call_with
 class PaddingAttended(Relation):
     """Compares the argument `attention_mask` with the padding of the argument `input_ids`, or a `*padding_mask` with that of its tokens.
 
-    Padding is `config.pad_token_id` at the end or the start of samples, except for the first one at the end, which may be the token for
-    the end of a text. If the mask shows padding, the model is called again with the other mask, once: a causal model does not use the
-    padding after a text. A padding mask with the opposite values is reported without a call.
+    Padding is `config.pad_token_id` at the end or the start of samples, and nowhere else. The one next to a text does not count: it may be
+    the token for its start or end. If the mask shows padding, the model is called again with the other mask, once: a causal model does not
+    use the padding after a text. A padding mask with the opposite values is reported without a call.
     """
 
     sources = ("inputs",)
@@ -47,7 +47,7 @@ class PaddingAttended(Relation):
             return
         padded = _ends(ids == pad)
         mask = given.get("attention_mask", torch.ones_like(ids))
-        if not padded.any() or padded.all(1).any() or mask.shape != ids.shape:
+        if padded is None or not padded.any() or padded.all(1).any() or mask.shape != ids.shape:
             return
         attended = int((padded & (mask != 0)).sum())
         if not attended:
@@ -87,12 +87,12 @@ def _check_padding_masks(call: ModelCall) -> Iterator[Checked]:
                     yield Checked(True, int(mask.sum()), f"{name} is true for the padding {pad}")
 
 
-def _ends(flags: Tensor) -> Tensor:
-    """Return which flags are at the start of a row, or at its end after the first one there."""
-    at_end = leading(flags.flip(1)).flip(1)
-    at_end[:, 1:] &= at_end[:, :-1].clone()
-    at_end[:, 0] = False
-    return at_end | leading(flags)
+def _ends(flags: Tensor) -> Tensor | None:
+    """Return which flags are at the start or the end of a row, without the innermost ones; None if others are in between."""
+    at_start, at_end = leading(flags), leading(flags.flip(1)).flip(1)
+    if not torch.equal(flags, at_start | at_end):
+        return None
+    return (at_start & at_start.roll(-1, 1)) | (at_end & at_end.roll(1, 1))
 
 
 def _outputs(

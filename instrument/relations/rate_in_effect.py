@@ -17,6 +17,7 @@ from .relation import RELATIONS, Checked, Relation, Training
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
 WARM = 0.01  # of the configured rate; the warm-up takes a hundred times as many steps as the training
 MAX_SCHEDULERS, FEWEST_PER_STEP = 16, 20  # a schedule that made less than a twentieth of its steps is not in effect
+LONGEST = 1.1  # times the length of a schedule: a longer training only started a schedule of epochs
 FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
 _replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
@@ -41,8 +42,9 @@ class RateInEffect(Relation):
     checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
 
     A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step, to a rate that is not in
-    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes
-    and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`, are not observed.
+    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes, or
+    up to 10% more, and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`,
+    are not observed.
     """
 
     def __init__(self, training: Training) -> None:
@@ -54,6 +56,7 @@ class RateInEffect(Relation):
         self._largest: dict[Optimizer, float] = {}  # the largest rate, as a fraction of the configured one
 
     def attach(self) -> None:
+        self._start = self.training.clock.moment.step
         _observers.append(self._on_scheduler)
         if not _replaced:
             original = LRScheduler.step
@@ -107,8 +110,8 @@ class RateInEffect(Relation):
 
     def check_end(self) -> Iterator[Checked]:
         for scheduler, count in self._steps.items():
-            length, steps = _length(scheduler), self.training.clock.moment.step
-            if count * FEWEST_PER_STEP < length <= steps:
+            length, steps = _length(scheduler), self.training.clock.moment.step - self._start
+            if count * FEWEST_PER_STEP < length <= steps <= LONGEST * length:
                 text = f"{type(scheduler).__name__} takes {length} steps, and made {count} in {steps} training steps: it may count batches"
                 yield Checked(False, count, text)
         for optimizer, largest in self._largest.items():

@@ -23,7 +23,8 @@ class SamplesVary(Relation):
     loader, so that a model with a constant input is not reported. A loader whose successive batches are equal repeats its data.
 
     Also the targets of the only cross-entropy of a step: data that are sorted by class have batches of one class, now of this and then of
-    that one. Shuffled batches of 8 samples of one class are rare, unless all batches have the same class.
+    that one. Shuffled batches of 8 samples of one class are rare, unless all batches have the same class. Classes that alternate, such as
+    those of a discriminator, are not sorted.
     """
 
     sources = ("inputs", "batches", "losses")
@@ -34,6 +35,8 @@ class SamplesVary(Relation):
         self._times = self._times_in_batch = 0
         self._classes: Counter[int] = Counter()  # checked batches of one class, by class
         self._mixed = 0  # those of several classes
+        self._last = -1  # the last class
+        self._returns = 0  # how often a class came again after another one
 
     def check(self) -> Iterator[Checked]:
         yield from self._check_classes()
@@ -73,11 +76,14 @@ class SamplesVary(Relation):
             return
         lowest, highest = (int(each) for each in targets.aminmax())
         if lowest == highest:
+            self._returns += lowest in self._classes and lowest != self._last
             self._classes[lowest] += 1
+            self._last = lowest
         else:
             self._mixed += 1
         count = self._classes.total()
-        if count >= TIMES_OF_CLASS and count >= 2 * self._mixed and len(self._classes) > 1:
+        is_sorted = count >= 2 * self._mixed and self._returns < 2  # it also returns in the next epoch
+        if count >= TIMES_OF_CLASS and is_sorted and len(self._classes) > 1:
             text = f"{count} of {count + self._mixed} checked batches have targets of one class, of {len(self._classes)} classes in all"
             yield Checked(False, count, text)
 

@@ -19,8 +19,8 @@ _RANGES = {
     "Softmax": ("softmax, from 0 to 1", 0.0, 1.0),
 }
 _OF_LOGITS = ("Tanh", "Relu")  # the others are those of `double_softmax`
-MIN_TARGETS, LARGEST = 16, 0.05  # the largest fraction of targets that the output cannot reach
-MARGIN = 0.01  # of the standard deviation of the targets
+MIN_TARGETS = 16
+LARGEST = 0.05  # the largest fraction of targets outside of the range, and of their mean squared distance to it in their variance
 
 
 @RELATIONS.register("wrong_range_of_loss")
@@ -66,9 +66,10 @@ class WrongRangeOfLoss(Relation):
 
 
 def _outside(targets: Tensor, low: float, high: float) -> float:
-    """Return the fraction of targets that an output cannot reach; 0 for few targets."""
+    """Return the fraction of targets that an output cannot reach; 0 for few targets, or if they are near its range, such as noise."""
     if not is_readable(targets) or targets.numel() < MIN_TARGETS:
         return 0.0
     values = targets.detach().float()
-    margin = MARGIN * values.std()
-    return float(((values < low - margin) | (values > high + margin)).float().mean())
+    distances = values - values.clamp(low, high)
+    is_far = bool(distances.square().mean() > LARGEST * values.var())
+    return float((distances != 0).float().mean()) if is_far else 0.0

@@ -363,6 +363,26 @@ def test_gradients_that_are_clipped_before_the_scale_is_divided_out_are_reported
     assert violations(probe) == [("loss_scale", step) for step in steps]
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.01])
+def test_sums_of_losses_that_are_divided_by_the_number_of_tokens_are_not_clipped(max_norm: float | None) -> None:
+    model, tokens = network(), 10_000
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    with attached(model, optimizer, scaler=scaler) as probe:
+        for batch in BATCHES:
+            optimizer.zero_grad()
+            scaler.scale(tokens * loss_of(model, batch)).backward()
+            scaler.unscale_(optimizer)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= tokens
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            probe.end_step()
+    assert violations(probe) == []
+
+
 def test_scale_below_one_is_reported() -> None:
     probe = scaled_steps(4, float("inf"), init_scale=2.0)
     (row,) = rows(probe, "loss_scale", holds=False)
@@ -620,8 +640,13 @@ def test_scheduler_of_an_earlier_optimizer_with_the_rate_in_effect_is_not_report
     assert violations(probe) == []
 
 
-@pytest.mark.parametrize(("length", "every", "is_reported"), [(60, 30, True), (60, 2, False), (61, 30, False)])
-def test_schedule_of_batches_with_a_step_per_epoch_is_reported(length: int, every: int, is_reported: bool) -> None:
+@pytest.mark.parametrize(
+    ("length", "every", "start", "is_reported"),
+    [(60, 30, 0, True), (60, 2, 0, False), (61, 30, 0, False), (50, 30, 0, False), (90, 30, 30, False)],
+)
+def test_schedule_of_batches_with_a_step_per_epoch_is_reported(
+    length: int, every: int, start: int, is_reported: bool
+) -> None:
     model = network()
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
@@ -631,7 +656,7 @@ def test_schedule_of_batches_with_a_step_per_epoch_is_reported(length: int, ever
         if step % every == every - 1:
             schedule.step()
 
-    probe = train(model, optimizer, change=change, batches=batches, rules="default")
+    probe = train(model, optimizer, change=change, batches=batches, rules="default", step=start)
     assert violations(probe) == [("rate_in_effect", 60)] * is_reported
 
 

@@ -362,6 +362,13 @@ class Lines(Bigram):
     config = SimpleNamespace(pad_token_id=0)
 
 
+def documents_loss(model: nn.Module, batch: Tensor, *, length: int | None = None) -> Tensor:
+    """Return the loss of documents that start with the token 0, which is also that of padding; packed ones have several in a sample."""
+    documents = batch.clamp(min=1)
+    documents[:, :: length or batch.shape[1]] = 0
+    return F.cross_entropy(model(input_ids=documents).logits, documents[:, 1] % 2)
+
+
 def lines_loss(model: nn.Module, batch: Tensor) -> Tensor:
     batch[0, 3], batch[1, -3:] = 0, 0
     return next_token_loss(model, batch)
@@ -443,6 +450,8 @@ HEALTHY_PADDED = [
         {"labels_shifted", "looks_ahead", "padding_in_loss", "padding_attended"},
     ),
     (Encoder, encoder_loss, {"padding_attended"}),
+    (bert, documents_loss, set()),
+    (bert, partial(documents_loss, length=11), set()),  # the last token starts a document
     (lambda: Transformer(is_causal=False), partial(denoising_loss, everywhere=False), set()),
 ]
 
@@ -685,7 +694,12 @@ HEALTHY_CLASSIFIERS = [
             6,
             {"wrong_range_of_loss", "loss_broadcasts", "dropout_keeps_units"},
         )
-        for last, low, scale in ((nn.ReLU(), 0, 1), (nn.Tanh(), -1, 0.4), (nn.Sigmoid(), 0, 0.2))
+        for last, low, scale in (
+            (nn.ReLU(), 0, 1),
+            (nn.Tanh(), -1, 0.4),
+            (nn.Sigmoid(), 0, 0.2),
+            (nn.Tanh(), -1.05, 0.42),  # a third of the targets is outside of the range, by a few percent
+        )
     ),
 ]
 
@@ -718,6 +732,8 @@ def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs(
         ([0] * 2 + [1] * 2 + [2] * 2, [4]),
         ([0] * 6, []),  # as of a contrastive loss, whose positive sample is the first one
         ([0, 0, 1, 1, None, None], []),
+        ([1, 0, 1, 1, 0, 1], []),  # as of the steps of a discriminator and a generator
+        ([0, 0, 1, 1, 0, 0], [4]),  # two epochs
     ],
 )
 def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: list[int]) -> None:
@@ -732,24 +748,27 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
     assert violations(probe) == [("samples_vary", step) for step in steps]
 
 
-def large_logits(model: nn.Module, batch: Any, *, scale: float = 100.0) -> Tensor:
-    return F.cross_entropy(scale * model(batch[0]), batch[1])
-
-
-def test_first_loss_of_large_logits_is_reported() -> None:
+@pytest.mark.parametrize(
+    ("scale", "temperature", "is_trained", "count"),
+    [(100.0, 1.0, False, 1), (2.0, 1.0, False, 0), (1.0, 0.01, False, 0), (100.0, 1.0, True, 0)],
+)
+def test_first_loss_of_large_logits_is_reported(scale: float, temperature: float, is_trained: bool, count: int) -> None:
     hooks = {"outputs": {"layers": "**", "kind": "forward", "action": "record"}}
-    for scale, count in ((100.0, 1), (2.0, 0)):
-        torch.manual_seed(0)
-        model = classifier(dropped=0.0)
-        x, y = classes(6)[0]
-        expected = F.cross_entropy(scale * model(x), y).item() / np.log(6)
-        with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks) as probe:
-            large_logits(model, (x, y), scale=scale).backward()
-            probe.end_step()
-        events = probe.events[probe.events["rule"] == "poor_initialization"]
-        assert len(events) == count
-        assert events["value"].tolist() == pytest.approx([expected] * count)
-        assert "uniform prediction of 6 classes 1.79" in " ".join(events["message"]) or not count
+    torch.manual_seed(0)
+    model = classifier(dropped=0.0)
+    model[-1].weight.data *= scale  # type: ignore[operator, union-attr]
+    x, y = classes(6)[0]
+    expected = F.cross_entropy(model(x) / temperature, y).item() / np.log(6)
+    if is_trained:
+        class_loss(model, (x, y)).backward()
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, hooks) as probe:
+        logits = model(x)
+        F.cross_entropy(logits if temperature == 1 else logits / temperature, y).backward()
+        probe.end_step()
+    events = probe.events[probe.events["rule"] == "poor_initialization"]
+    events = events[events["message"].str.contains("uniform prediction of 6 classes 1.79")]
+    assert events["value"].tolist() == pytest.approx([expected] * count)
+    assert count or scale == 2 or expected > 3
 
 
 @pytest.mark.parametrize(("scale", "is_learned"), [(1.0, False), (0.25, False), (1.0, True)])
