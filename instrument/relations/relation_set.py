@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..hooks.clock import Clock
+from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .exchange import has_processes
@@ -60,7 +60,8 @@ class RelationSet(InertWhenCopied):
         if self._first is None:
             self._first = self.clock.moment.step
         self._plan_check()
-        self.training.replicated_by = _wrapper_of(self.training.model)
+        wrappers = wrappers_of(self.training.model) if has_processes() else []
+        self.training.replicated_by = wrappers[0] if wrappers else None
         sources = {source for relation in self._relations.values() for source in relation.sources}
         if "inputs" in sources and calls_hooks(self.training.model):
             self.handles.append(self.training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
@@ -179,12 +180,3 @@ class RelationSet(InertWhenCopied):
         """Restore the state."""
         self._first = state["first"]
         self._seen = Counter({(name, location): count for name, location, count in state["seen"]})
-
-
-def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
-    inside = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
-    if inside is not None or not has_processes():
-        return inside
-    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-    return next((each for each in wrappers if each.module is model), None)
