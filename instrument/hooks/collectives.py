@@ -208,6 +208,7 @@ class _Kernel:
         self.input_at = int(self.names[1].startswith("input"))
 
     def __call__(self, keyset: Any, *args: Any) -> Any:
+        _awaited.work = None
         outputs = _tensors(args[0])
         call = _Call(self.operation, outputs)
         if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
@@ -291,6 +292,7 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
     def wait(self, *timeout: Any) -> bool:
         done: bool = self.work.wait(*timeout)
+        _awaited.work = self
         _unawaited.discard(self)
         self.finish()
         return done
@@ -316,3 +318,4 @@ _attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
 _works: WeakSet[_ObservedWork] = WeakSet()
 _unawaited: set[_ObservedWork] = set()
+_awaited = threading.local()  # the last one of each thread: DDP in C++ waits, and then asks for the future

@@ -94,6 +94,7 @@ def test_recording_leaves_training_bit_identical(of_ranks: list[dict[str, Any]],
         for expected, fired, cause in results["trainings"][kind]["coverage"].values():
             assert expected == fired > 0
             assert cause == ""
+        assert results["trainings"]["joined"]
 
 
 def test_output_of_ddp_is_the_sum_of_the_inputs(of_ranks: list[dict[str, Any]]) -> None:
