@@ -10,6 +10,7 @@ import torch.distributed.fsdp  # noqa: F401
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 
+import instrument.integrations.attach
 import instrument.training.runner
 import instrument.training.terminal  # noqa: F401
 from instrument.commands.validated_config import read_config

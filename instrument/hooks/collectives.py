@@ -27,9 +27,10 @@ from ..actions.record import Record
 from ..errors import ConfigError, Problem
 from ..fields.globs import matches
 from ..runtime.own_collectives import are_own_collectives, own_collectives
-from ..tables.reasons import NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
+from ..tables.reasons import AWAITED_LATER, NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock
+from .distributed_scope import wrappers_of
 from .hook_group_interface import HookGroup
 
 _OPERATORS = {
@@ -53,32 +54,32 @@ class _Call:
     operation: str
     outputs: Sequence[Tensor]  # what this process receives
     reduction: str | None = None  # how it combines tensors: sum, avg, ...
-    group: Any = None
-    # Its name with its index in the micro-step, for each group of hooks that observes it.
-    names: dict[CollectiveHooks, str] = field(default_factory=dict)
+    ranks: list[int] | None = None  # of its group; None if torch.distributed does not know the group
+    # For each group of hooks that observes it, its name with its index in the micro-step, and the sites that are scheduled.
+    sites: dict[CollectiveHooks, tuple[str, list[AttachedHook]]] = field(default_factory=dict)
     rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)  # the firings of record hooks
     started_at: float = 0.0  # in seconds
 
     def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
-        for hooks in self.names:
+        for hooks in self.sites:
             tensors = hooks.act(self, role, tensors)
         return tensors
 
     def miss(self) -> None:
         """Count the results as missed: nothing has waited for them."""
-        for hooks in self.names:
+        for hooks in self.sites:
             hooks.miss(self)
 
     def finish(self) -> None:
         """Run the hooks on what this process received, and write the rows of the complete operation."""
         seconds = time.perf_counter() - self.started_at
         _write(self.outputs, self.act("output", self.outputs))
-        ranks = dist.get_process_group_ranks(self.group)
         for action, context, tensor in self.rows:
             known = seconds if tensor.is_cpu else None  # the host does not wait for a device
             dtype = str(tensor.dtype).removeprefix("torch.")
-            row = (self.operation, self.reduction, ranks, dtype, tensor.nbytes, known)
+            parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+            row = (self.operation, self.reduction, self.ranks, dtype, sum(part.nbytes for part in parts), known)
             # See `instrument.stats.table_rows.Measure`. The cells do not depend on the elements.
             measure: Any = SimpleNamespace(size=len(row), values=lambda _: (), cells=lambda _, shape, row=row: row)
             action.rows.add_row("collectives", context, measure, tensor)
@@ -94,13 +95,15 @@ class CollectiveHooks(HookGroup):
         self._counted_at = -1
 
     def attach(self) -> None:
-        """Observe the operations of this process. A spec with the rank of no process raises a `ConfigError`."""
+        """Observe the operations of this process.
+
+        Raises:
+            ConfigError: A spec has the rank of no process, or a communication hook of the model is not supported.
+        """
         if not dist.is_available():
             return
-        for spec in (attached.site.spec for attached in self.attached_hooks if dist.is_initialized()):
-            if max(spec.ranks or (0,)) >= (size := dist.get_world_size()):
-                allowed = f"0 to {size - 1}"
-                raise ConfigError(Problem(f"hooks.{spec.name}.ranks", "no process has this rank", spec.ranks, allowed))
+        if dist.is_initialized():
+            self._check()
         _attached.append(self)
         if len(_attached) == 1:
             _libraries.append(torch.library.Library("c10d", "IMPL"))
@@ -110,13 +113,26 @@ class CollectiveHooks(HookGroup):
                         kernel = _Kernel(operator.default, operation)
                         _libraries[0].impl(operator.default, kernel, "BackendSelect", with_keyset=True)
 
+    def _check(self) -> None:
+        for wrapper in wrappers_of(self.attached_hooks[0].site.layer.module):
+            if wrapper._get_ddp_logging_data().get("comm_hook") == str(dist.BuiltinCommHookType.FP16_COMPRESS):
+                # It requires futures of a type that Python cannot create.
+                message = "kind collective does not support the built-in hook FP16_COMPRESS of DistributedDataParallel"
+                fix = "register fp16_compress_hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks instead"
+                name = self.attached_hooks[0].site.spec.name
+                raise ConfigError(Problem(f"hooks.{name}.kind", message, "collective", fix=fix))
+        for spec in (attached.site.spec for attached in self.attached_hooks):
+            if max(spec.ranks or (0,)) >= (size := dist.get_world_size()):
+                allowed = f"0 to {size - 1}"
+                raise ConfigError(Problem(f"hooks.{spec.name}.ranks", "no process has this rank", spec.ranks, allowed))
+
     def detach(self) -> None:
         """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
         for work in [*_works]:
             with work.lock:
-                if work.call is not None and self in work.call.names:
+                if work.call is not None and self in work.call.sites:
                     self.miss(work.call)
-                    del work.call.names[self]
+                    del work.call.sites[self]
         if self in _attached:
             _attached.remove(self)
             if not _attached:
@@ -132,8 +148,8 @@ class CollectiveHooks(HookGroup):
                     _unawaited.clear()  # of works that only Python can wait for
             index = self._counts[call.operation]
             self._counts[call.operation] += 1
-        if any(attached.is_scheduled for attached in self.attached_hooks):
-            call.names[self] = f"{call.operation}.{index}"
+        if scheduled := [attached for attached in self.attached_hooks if attached.is_scheduled]:
+            call.sites[self] = f"{call.operation}.{index}", scheduled
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the hooks on tensors; see `_Call.act`."""
@@ -141,7 +157,9 @@ class CollectiveHooks(HookGroup):
         new = [*given]
         with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
             for at, path, attached in self._selected(call, role, len(tensors)):
-                if (reason := _exemption(attached, new[at], path)) is not None:
+                if not attached.is_scheduled:
+                    attached.count_missed_opportunity(AWAITED_LATER)
+                elif (reason := _exemption(attached, new[at], path)) is not None:
                     attached.count_exempt(reason)
                 elif attached.count_and_check_readable(new[at]):
                     new[at] = attached.fire(new[at], path)
@@ -155,13 +173,14 @@ class CollectiveHooks(HookGroup):
             attached.count_missed_opportunity(NOT_AWAITED)
 
     def _selected(self, call: _Call, role: str, count: int) -> Iterator[tuple[int, str, AttachedHook]]:
-        """Yield the index and the path of each tensor, with the scheduled sites that select it."""
-        sites = [attached for attached in self.attached_hooks if attached.is_scheduled and attached.role == role]
+        """Yield the index and the path of each tensor, with the sites that select it and were scheduled at the call."""
+        name, scheduled = call.sites[self]
         for at in range(count):
-            path = call.names[self] if count == 1 else f"{call.names[self]}.{at}"
-            for attached in sites:
+            path = name if count == 1 else f"{name}.{at}"
+            for attached in scheduled:
                 functions = attached.site.spec.functions or ("*",)
-                if attached.matches_path(path) and any(matches(pattern, call.operation) for pattern in functions):
+                is_selected = attached.role == role and attached.matches_path(path)
+                if is_selected and any(matches(pattern, call.operation) for pattern in functions):
                     yield at, path, attached
 
 
@@ -189,15 +208,17 @@ class _Kernel:
         self.input_at = int(self.names[1].startswith("input"))
 
     def __call__(self, keyset: Any, *args: Any) -> Any:
+        _awaited.work = None
         outputs = _tensors(args[0])
         call = _Call(self.operation, outputs)
         if not (are_own_collectives() or any(tensor.is_meta for tensor in outputs)):
             for hooks in [*_attached]:
                 hooks.begin(call)
-        if not call.names:
+        if not call.sites:
             return self.operator.redispatch(keyset & _BELOW, *args)
         given = dict(zip(self.names, args, strict=False))  # without default values at the end
-        group = call.group = dist.ProcessGroup.unbox(given["process_group"])
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        call.ranks = _ranks_of(group)
         if "reduce_op" in given:
             call.reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         is_root = given.get("root_rank", group.rank()) == group.rank()
@@ -223,6 +244,13 @@ class _Kernel:
         else:
             call.miss()
         return result
+
+
+def _ranks_of(group: Any) -> list[int] | None:
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError:
+        return None
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -264,8 +292,9 @@ class _ObservedWork(_Work):  # type: ignore[misc]
 
     def wait(self, *timeout: Any) -> bool:
         done: bool = self.work.wait(*timeout)
-        self.finish()
+        _awaited.work = self
         _unawaited.discard(self)
+        self.finish()
         return done
 
     synchronize = wait
@@ -278,8 +307,8 @@ class _ObservedWork(_Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         def then(future: Any) -> Any:
             value = future.value()
-            self.finish()
             _unawaited.discard(self)
+            self.finish()
             return value
 
         return self.work.get_future().then(then)
@@ -289,3 +318,4 @@ _attached: list[CollectiveHooks] = []
 _libraries: list[torch.library.Library] = []
 _works: WeakSet[_ObservedWork] = WeakSet()
 _unawaited: set[_ObservedWork] = set()
+_awaited = threading.local()  # the last one of each thread: DDP in C++ waits, and then asks for the future

@@ -1,8 +1,12 @@
-"""The scope of a tensor if several processes train together."""
+"""The scope of a tensor if several processes train together, and the wrappers for such a training."""
 
 from __future__ import annotations
 
+import gc
 from typing import Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..tables.kinds import Kind
 
@@ -34,3 +38,11 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     if parallel == "own" or kind.frequency in ("micro_step", "operation") or role == "buffer":
         return "local"
     return "averaged"
+
+
+def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
+    """Return the wrappers in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
+    inside = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
+    # With the base classes, since `isinstance` is slow for a class that is abstract.
+    wrappers = () if inside else (each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__)
+    return inside or [each for each in wrappers if each.module is model]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
+from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
@@ -67,7 +67,8 @@ class RelationSet(InertWhenCopied):
             return
         training, step = self.training, self.clock.moment.step
         self._first = step if self._first is None else self._first
-        training.replicated_by = _wrapper_of(training.model)
+        wrappers = wrappers_of(training.model) if has_processes() else []
+        training.replicated_by = wrappers[0] if wrappers else None
         if calls_hooks(training.model):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
         for optimizer in training.optimizers:
@@ -231,12 +232,3 @@ class RelationSet(InertWhenCopied):
 def _is_checked(offset: int) -> bool:
     """Return whether relations are checked in a step, counted from the start."""
     return offset in _EARLY or offset % EVERY <= 1
-
-
-def _wrapper_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
-    inside = next((part for part in model.modules() if isinstance(part, DistributedDataParallel)), None)
-    if inside is not None or not has_processes():
-        return inside
-    wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-    return next((each for each in wrappers if each.module is model), None)

@@ -17,7 +17,8 @@ READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  #
 class ZeroMessageRule(PersistentRule):
     """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
 
-    Possible causes are a lost message, a corrupted buffer, and a process without data.
+    Possible causes are a lost message, a corrupted buffer, and a process without data, or whose data uses none of the parameters, such
+    as those of an expert. Tensors of fewer than 32 elements are not checked.
     """
 
     rule: Literal["zero_message"]
@@ -41,8 +42,21 @@ class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
         numel = chosen.values(rows.counts("numel"), np.fmin)
         of_path = {(each.path, each.role): value for each, value in zip(chosen.locations, least, strict=True)}
         other = {"input": "output", "output": "input"}
-        others = np.array([of_path.get((each.path, other[each.role]), np.nan) for each in chosen.locations])
-        is_read = np.array([each.path.startswith(READ[each.role]) for each in chosen.locations])
+        zero_of: dict[tuple[str, str], float] = {}
+        keys = []
+        for each, value in zip(chosen.locations, zero, strict=True):
+            # A reduce_scatter of a list sends the tensors reduce_scatter.0.0, reduce_scatter.0.1, ..., and receives reduce_scatter.0.
+            path = each.path if (each.path, other[each.role]) in of_path else each.path.rpartition(".")[0]
+            keys.append((path, each.role))
+            zero_of[keys[-1]] = min(value, zero_of.get(keys[-1], 1.0))
+        zero = np.array([zero_of[key] for key in keys])
+        others = np.array([of_path.get((path, other[role]), np.nan) for path, role in keys])
+        is_read = np.array(
+            [
+                each.path.startswith(READ[each.role]) and each.path in (path, f"{path}.0")
+                for each, (path, _) in zip(chosen.locations, keys, strict=True)
+            ]
+        )
         held: BoolArray = (zero >= 1) & (others < 1) & is_read & (numel >= LEAST_ELEMENTS)
         return held
 

@@ -104,6 +104,9 @@ NO_COLLECTIVE = (
     "no collective operation that the hook selects was called while it was scheduled; a single process calls none"
 )
 NOT_AWAITED = "the code did not wait for the result of an asynchronous operation before the hooks were removed"
+AWAITED_LATER = (
+    "the code waited for the result of an asynchronous operation in a later step, in which the hook is not scheduled"
+)
 NOT_DRAWN = "the tensor is not in the fraction that was drawn"
 OTHER_RANKS = "the hook acts in other processes only"
 NOT_SAVED = "no state dict was created while the hook was scheduled"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +117,17 @@ def train(
     return torch.cat([each.detach().flatten() for each in local]).tolist(), probe
 
 
+def train_joined(hooks: dict[str, Any]) -> list[float]:
+    """Train, with more batches in one process. The wrapper divides by the number of processes that still have batches."""
+    model, generator = create("ddp"), torch.Generator().manual_seed(dist.get_rank())
+    with instrument.attach(model, hooks) as probe, Join([model], divide_by_initial_world_size=False):
+        for _ in range(2 + dist.get_rank()):
+            model.zero_grad()
+            model(torch.randn(8, 6, generator=generator)).square().mean().backward()
+            probe.end_step()
+    return [norm.item() for norm in map(torch.norm, (each.grad for each in model.parameters()))]
+
+
 def trainings(folder: Path) -> dict[str, Any]:
     """Train without hooks, with record hooks, and with faults."""
     record = {"sent": SENT, "got": GOT}
@@ -135,6 +147,7 @@ def trainings(folder: Path) -> dict[str, Any]:
     found["accumulated"] = [causes(probe), sorted({*probe.stats["micro_step"]})]
     _, probe = train("ddp", {**record, "weights": {**RECORD, "kind": "forward"}}, reduce="global")
     found["merged"] = causes(probe)
+    found["joined"] = train_joined({}) == train_joined(record)
     faults = {"fault": {**FAULT, "functions": "all_reduce", "fraction": 0.05, "ranks": [1]}, **record}
     train("ddp", faults, steps=40, out=folder / "faults", seed=3)
     return found

@@ -19,6 +19,7 @@ import instrument
 from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
 from instrument.tables.kinds import COLLECTIVES
+from instrument.tables.reasons import AWAITED_LATER, NO_COLLECTIVE
 
 RECORD: dict[str, Any] = {"kind": "collective", "action": "record"}
 GOT = {**RECORD, "role": "output"}
@@ -93,6 +94,7 @@ def test_recording_leaves_training_bit_identical(of_ranks: list[dict[str, Any]],
         for expected, fired, cause in results["trainings"][kind]["coverage"].values():
             assert expected == fired > 0
             assert cause == ""
+        assert results["trainings"]["joined"]
 
 
 def test_output_of_ddp_is_the_sum_of_the_inputs(of_ranks: list[dict[str, Any]]) -> None:
@@ -215,6 +217,61 @@ def test_result_that_is_not_awaited_is_in_coverage() -> None:
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
     assert "did not wait for the result" in row["cause"]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_result_awaited_when_the_hook_is_not_scheduled_is_in_coverage() -> None:
+    hooks = {"first": {**GOT, "steps": [0]}, "second": {**GOT, "steps": [1]}, "all": GOT}
+    with pytest.warns(match="in a later step"), instrument.attach(nn.Identity(), hooks) as probe:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        probe.end_step()
+        work.wait()
+        probe.end_step()
+    assert probe.stats[["hook", "step"]].to_numpy().tolist() == [["all", 1]]
+    coverage = {row["hook"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert coverage["first"] == (1, 0, AWAITED_LATER)
+    assert coverage["second"] == (1, 0, NO_COLLECTIVE)
+    assert coverage["all"] == (1, 1, "")
+
+
+@pytest.mark.usefixtures("process_group")
+def test_groups_that_are_destroyed_or_unknown() -> None:
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    unknown = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    unknown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    with pytest.warns(match="did not wait"), instrument.attach(nn.Identity(), {"got": GOT}) as probe:
+        inside, after = dist.new_group([0]), dist.new_group([0])  # also created in the block
+        work: Any = dist.all_reduce(torch.ones(3), group=inside, async_op=True)
+        later: Any = dist.all_reduce(torch.ones(3), group=after, async_op=True)
+        dist.destroy_process_group(inside)
+        work.wait()
+        unknown.allreduce([torch.ones(3)]).wait()
+        probe.end_step()
+    dist.destroy_process_group(after)
+    later.wait()
+    assert [None if ranks is None else [*ranks] for ranks in probe.collectives["ranks"]] == [[0], None]
+
+
+@pytest.mark.usefixtures("process_group")
+def test_sparse_message() -> None:
+    tensor = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True)
+    with instrument.attach(nn.Identity(), {"sent": RECORD, "got": GOT}) as probe:
+        dist.all_reduce(tensor)
+        probe.end_step()
+    assert probe.collectives["bytes"].tolist() == [2 * 8 + 2 * 4] * 2  # indices and values
+    assert probe.stats["mean"].tolist() == [3 / 4] * 2
+
+
+@pytest.mark.usefixtures("process_group")
+def test_communication_hook_without_python_futures_is_refused() -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    for observed in (model, model.module):
+        with pytest.raises(instrument.ConfigError, match=r"hooks.sent.kind: .* FP16_COMPRESS(.|\n)*fp16_compress_hook"):
+            instrument.attach(observed, {"sent": RECORD}).__enter__()
+    with instrument.attach(nn.Linear(3, 3), {"sent": RECORD}) as probe:  # is not in the wrapper
+        dist.all_reduce(torch.ones(3))
+        probe.end_step()
 
 
 @pytest.mark.usefixtures("process_group")

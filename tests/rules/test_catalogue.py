@@ -181,6 +181,15 @@ def test_zero_message_of_one_micro_step_is_found() -> None:
     assert "all_reduce.0 input" in event.message
 
 
+def test_zero_message_of_several_tensors_is_reported_once() -> None:
+    received, sent = (messages(*values, "reduce_scatter")["rows"] for values in ((0.5, 0.5), (1.0, 0.5)))
+    rows = [{**sent[0], "path": f"reduce_scatter.0.{at}"} for at in range(2)]
+    (event,) = fired("zero_message", [Step(rows=[*rows, received[1]])])
+    assert "reduce_scatter.0.0 input" in event.message
+    padding = [rows[0], {**received[0], "path": "reduce_scatter.0.1"}]
+    assert not fired("zero_message", [Step(rows=[*padding, received[1]])])
+
+
 def test_every_rule_has_a_case_and_an_advice() -> None:
     assert CASES.keys() == RULES.keys() - {"reference"} == default_rules().keys()  # see test_reference.py
     for name, rule in RULES.items():
