@@ -32,7 +32,9 @@ def _sums_of_parts(weights: Tensor) -> dict[Sum, Tensor]:
     """Return the sums of each part of weights [parts, ..., keys]: [parts]. One operation for all parts is faster."""
     wide = widest(weights.device)
     p = weights.detach().to(wide if weights.dtype == torch.float64 else torch.float32)
-    if p.is_cpu:  # `entr` takes twice the time there; the logarithm is finite for a weight of zero, NaN for a negative one
+    if (
+        p.is_cpu
+    ):  # `entr` takes twice the time there; the logarithm is finite for a weight of zero, NaN for a negative one
         entropies = torch.linalg.vecdot((p + torch.finfo(p.dtype).tiny).log_(), p).neg_().to(wide)  # [...]
     else:
         entropies = torch.special.entr(p).sum(-1, dtype=wide)
