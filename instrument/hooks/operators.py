@@ -74,6 +74,9 @@ class _Operator(NamedTuple):
     is_random: bool
 
 
+_Inputs = tuple[Tensor | None, list[Measured]]
+
+
 class _Location(NamedTuple):
     part: Part = "backward"
     layer: str | None = None
@@ -120,7 +123,7 @@ class OperatorMode(TorchDispatchMode):
             False  # the last operator changed a view in place, which makes another node (`CopySlices`) afterwards
         )
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, Tensor | None, tuple[Tensor, Measured] | None]] = []
+        self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Measured] | None]] = []
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -159,7 +162,7 @@ class OperatorMode(TorchDispatchMode):
         if location is None:
             return func(*args, **kwargs)
         operator = _operator(func)
-        inputs = _inputs(operator, args, kwargs) if operator.has_values else None
+        inputs = _inputs(operator, args, kwargs) if operator.has_values else (None, [])
         result = func(*args, **kwargs)
         self._makes_another = any(
             isinstance(value, Tensor) and value._is_view() for value in _written(operator, args, kwargs)
@@ -170,16 +173,17 @@ class OperatorMode(TorchDispatchMode):
     def flush(self) -> None:
         """Write the rows. Waits for devices."""
         rows = []
-        for row, inputs, values in take(self._pending):
+        for row, (inputs, measured_inputs), values in take(self._pending):
+            nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in measured_inputs)
             numbers: list[float | None] = [None] * (1 + len(OPERATOR_STATISTICS))
             if values is not None:
                 bits, measured = values
                 numbers = [int(bits), *measured.statistics(OPERATOR_STATISTICS)]
-            rows.append((*row, 0 if inputs is None else int(inputs), *numbers))
+            rows.append((*row, 0 if inputs is None else int(inputs), nans, *numbers))
         if rows:
             self._write(rows)
 
-    def _add(self, operator: _Operator, inputs: Tensor | None, outputs: Iterable[Tensor], location: _Location) -> None:
+    def _add(self, operator: _Operator, inputs: _Inputs, outputs: Iterable[Tensor], location: _Location) -> None:
         """Add a row for each tensor that an operator returned or changed."""
         moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
         number, self._number = self._number, self._number + 1
@@ -297,18 +301,19 @@ def _kind(code: CodeType) -> str:
     )
 
 
-def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return a hash of the bits of all tensors that an operator reads; None if it reads none."""
+def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    """Return a hash of the bits of all tensors that an operator reads, None if it reads none, and their sums."""
     values = [value for at, value in enumerate(args) if at not in [position for position, _ in operator.unread]]
     values += [value for name, value in kwargs.items() if name not in [unread for _, unread in operator.unread]]
-    total = None
+    total, measured = None, []
     for at, (_, tensor) in enumerate(iter_tensors(values)):
         part = local_shard(tensor.detach())
         if _is_readable(part, at):
             bits = fingerprint(part)
             # The factor distinguishes the order of the inputs.
             total = bits if total is None else total.to(bits.device) * _FACTOR + bits
-    return total
+            measured.append(measure(part))
+    return total, measured
 
 
 def _is_readable(tensor: Tensor, index: int) -> bool:

@@ -56,8 +56,8 @@ class Views(nn.Module):
 class Lists(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + 0
-        roots: list[Tensor] = torch._foreach_sqrt([x, x + 1])
-        return roots[0] + roots[1]
+        one, other = torch._foreach_sqrt([x, x + 1])
+        return one + other
 
 
 class Checkpointed(nn.Module):
@@ -227,7 +227,8 @@ def test_nodes_of_functional_transforms_have_their_line() -> None:
     with instrument.attach(model, {}) as probe, probe.record_operators():
 
         def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
-            return torch.func.functional_call(model, weights, (sample[None],)).sum()
+            result: Tensor = torch.func.functional_call(model, weights, (sample[None],)).sum()
+            return result
 
         gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
         gradients(dict(model.named_parameters()), torch.rand(3, 2))
@@ -267,7 +268,8 @@ def test_first_nan_has_the_operator_and_the_line(module: nn.Module, part: str, o
     nn.init.constant_(model[0].bias, -1.0 if part == "forward" else 0.0)  # type: ignore[arg-type]
     rows = train(model, torch.rand(3, 2)).run.operators
     first = rows[rows["nan_count"] > 0].iloc[0]
-    assert tuple(first[["part", "operator", "layer", "source"]]) == (part, operator, "1", line)
+    assert tuple(first[["part", "operator", "layer", "source", "nan_inputs"]]) == (part, operator, "1", line, 0)
+    assert rows[rows["nan_inputs"] > 0]["number"].min() > first["number"]
 
 
 def test_no_tensor_is_kept() -> None:
