@@ -1,6 +1,6 @@
 """The comparison of the operators of two replays of a step, and the first operator with a value that is not finite.
 
-Operators are matched in the order in which they ran, as the longest common sequence of part, name, output and shape. So a run in
+Operators are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape. So a run in
 which some operators are missing, because a compiler fused them, is compared at the others.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow.dataset as ds
 
@@ -27,6 +27,7 @@ _COLUMNS = (
     *(
         "step",
         "rank",
+        "number",
         "part",
         "layer",
         "operator",
@@ -36,12 +37,17 @@ _COLUMNS = (
         "shape",
         "random",
         "inputs",
+        "nan_inputs",
         "fingerprint",
     ),
     *OPERATOR_STATISTICS,
 )
 _KEY = ("part", "name", "output", "shape")
+IntegerArray = npt.NDArray[np.int64]
 MAX_LISTED = 6  # operators between two matched ones that are listed
+
+
+_EARLIER = "the weights, the state of the optimizer or the batch. Replay an earlier step."
 
 
 @dataclass(frozen=True)
@@ -103,16 +109,21 @@ def compare_operators(
     limit = coarsest((one, other)).tolerance if tolerance is None else tolerance
     only_optimizer = runs[0].info.get("ranks", 1) != runs[1].info.get("ranks", 1)
     compared, different, unmatched = 0, 0, [0, 0]
-    first = above = None
+    first: OperatorDifference | None = None
+    above: OperatorDifference | None = None
     for step in steps:
         outputs = [_outputs(run, step, only_optimizer=only_optimizer) for run in runs]
+        found = []
         for rank in sorted({*outputs[0]["rank"]} & {*outputs[1]["rank"]}):
             sides = [rows[rows["rank"] == rank].reset_index(drop=True) for rows in outputs]
-            pairs = _matched([[*rows[[*_KEY]].itertuples(index=False, name=None)] for rows in sides])
-            count, first_here, above_here = _first_differences(sides, pairs, limit)
+            keys = pd.concat(sides).groupby([*_KEY]).ngroup().to_numpy()
+            pairs = common_subsequence(keys[: len(sides[0])], keys[len(sides[0]) :])
+            count, *firsts = _first_differences(sides, pairs, limit)
             compared, different = compared + len(pairs), different + count
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
-            first, above = first or first_here, above or above_here
+            found.append(firsts)
+        earliest = (min(filter(None, those), key=_number, default=None) for those in zip(*found, strict=True))
+        first, above = (before or one for before, one in zip((first, above), earliest, strict=True))
     rest = (unmatched[0], unmatched[1])
     result = OperatorDifferences(steps, (one, other), limit, compared, different, first, above, rest, only_optimizer)
     return result if compared else None
@@ -134,15 +145,31 @@ def _outputs(run: RunTables, step: int, *, only_optimizer: bool) -> pd.DataFrame
     return rows[rows["part"] == "optimizer"] if only_optimizer else rows
 
 
-def _matched(keys: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    """Return the indices of the elements of a common sequence of two lists, in ascending order."""
-    one, other = keys
-    begin = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    matcher = SequenceMatcher(None, one[begin:], other[begin:], autojunk=False)
+def common_subsequence(one: IntegerArray, other: IntegerArray) -> list[tuple[int, int]]:
+    """Return the pairs of indices of a longest common subsequence, in ascending order (Hirschberg, CACM 18, 1975)."""
+    shorter = min(len(one), len(other))
+    begin = int(np.append(one[:shorter] != other[:shorter], True).argmax())
     pairs = [(i, i) for i in range(begin)]
-    for block in matcher.get_matching_blocks():
-        pairs += [(begin + block.a + i, begin + block.b + i) for i in range(block.size)]
+    one, other = one[begin:], other[begin:]
+    middle = len(one) // 2
+    if middle:
+        rest = _common_lengths(one[middle:][::-1], other[::-1])[::-1]
+        split = int((_common_lengths(one[:middle], other) + rest).argmax())
+        for i, j in ((0, 0), (middle, split)):
+            part = (one[:middle], other[:split]) if i == 0 else (one[middle:], other[split:])
+            pairs += [(begin + i + a, begin + j + b) for a, b in common_subsequence(*part)]
+    elif len(one):
+        pairs += [(begin, begin + int(j)) for j in np.flatnonzero(other == one[0])[:1]]
     return pairs
+
+
+def _common_lengths(one: IntegerArray, other: IntegerArray) -> IntegerArray:
+    """Return the length of the longest common subsequence of one array and each start of the other array."""
+    lengths = np.zeros(len(other) + 1, np.int64)
+    for key in one:
+        lengths[1:] = np.maximum(lengths[1:], lengths[:-1] + (other == key))
+        np.maximum.accumulate(lengths, out=lengths)
+    return lengths
 
 
 def _first_differences(
@@ -210,7 +237,7 @@ def _details(one: OperatorDifference) -> Iterator[str]:
         )
         yield f"Its inputs are equal: {reason}."
     elif count == equal and not any(one.between):
-        yield "Its inputs differ already: the weights, the state of the optimizer or the batch. Replay an earlier step."
+        yield f"Its inputs differ already: {_EARLIER}"
     yield (
         f"All {count:,} outputs before it in this step are equal."
         if count == equal
@@ -221,13 +248,20 @@ def _details(one: OperatorDifference) -> Iterator[str]:
             yield f"Since the last matched operator, only {name} has {shorten(names, MAX_LISTED)}: not compared."
 
 
+def _number(one: OperatorDifference) -> int:
+    return int(one.a["number"])
+
+
 def _place(one: OperatorDifference) -> str:
-    other = operator_text(one.b)
-    text = operator_text(one.a)
-    return f"{text}, step {one.a['step']}" if other == text else f"{text} = {other}, step {one.a['step']}"
+    texts = dict.fromkeys(map(operator_text, (one.a, one.b)))
+    return f"{' = '.join(texts)}, {_moment(one.a)}"
 
 
-def operator_text(row: Mapping[str, Any]) -> str:
+def _moment(row: Mapping[Any, Any]) -> str:
+    return f"step {row['step']}" + (f" of rank {row['rank']}" if row["rank"] else "")
+
+
+def operator_text(row: Mapping[Any, Any]) -> str:
     """Return a row of `operators` as text, such as `aten.div.Tensor in blocks.3.attn (model.py:41), forward`."""
     layer = "" if pd.isna(row["layer"]) else f" in {row['layer'] or ROOT}"
     source = "" if pd.isna(row["source"]) else f" ({row['source']})"
@@ -237,18 +271,14 @@ def operator_text(row: Mapping[str, Any]) -> str:
 
 def non_finite_operators(run: RunTables) -> Iterator[str]:
     """Yield the number of recorded operators, and the first ones with infinite values and with NaN, as text."""
-    count = 0
-    seen: set[str] = set()
-    texts: list[str] = []
-    for rows in batches(run, "operators", ["step", "rank", "number", *_COLUMNS[2:]], None):
+    count, bad = 0, [pd.DataFrame(columns=_COLUMNS)]
+    for rows in batches(run, "operators", _COLUMNS, None):
         count += len(rows[["step", "rank", "number"]].drop_duplicates())
-        for column, what in (("inf_count", "infinite value"), ("nan_count", "NaN")):
-            bad = rows[rows[column].fillna(0) > 0]
-            if column in seen or bad.empty:
-                continue
-            seen.add(column)
-            row = cast("dict[str, Any]", bad.iloc[0].to_dict())
-            of = f"{int(row[column]):,} of {int(np.prod(row['shape'])):,}"
-            texts.append(f"first {what} of an operator at step {row['step']}: {operator_text(row)}: {of}")
+        bad.append(rows[rows[["inf_count", "nan_count"]].gt(0).any(axis=1)])
     yield f"operators    {count:,} calls, in the table operators"
-    yield from texts
+    for column, what in (("inf_count", "infinite value"), ("nan_count", "NaN")):
+        for row in pd.concat(bad).query(f"{column} > 0").sort_values(["step", "number"]).head(1).to_dict("records"):
+            of = f"{int(row[column]):,} of {int(np.prod(row['shape'])):,}"
+            yield f"first {what} of an operator at {_moment(row)}: {operator_text(row)}: {of}"
+            if column == "nan_count" and row["nan_inputs"]:
+                yield f"  Its inputs have NaN already: {_EARLIER}"

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -48,6 +49,8 @@ _OWN = (
 _PASSING = ("__torch_function__", "run", "call")
 _SHOWN = ("tasks/", "training/models.py")  # losses and models
 _LOOP = ("training/", "commands/")  # frames outside of these are not of the training
+# Functions of torch.utils.checkpoint that run, or repeat, a forward pass.
+_CHECKPOINT = {"forward": "checkpoint", "backward": "repeated", "recompute_fn": "repeated"}
 # Operators whose result has no values yet: their names begin with one of these.
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
 _OVERWRITING = ("copy_", "fill_", "zero_")  # in-place operators that do not read what they change
@@ -59,42 +62,44 @@ class _Operator(NamedTuple):
 
     Attributes:
         written: The positions and names of the arguments that it changes.
-        reads_written: Whether the result depends on the values of these arguments.
+        unread: Those of them whose values it does not read.
         has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
         is_random: Whether it draws random numbers.
     """
 
     name: str
     written: tuple[tuple[int, str], ...]
-    reads_written: bool
+    unread: tuple[tuple[int, str], ...]
     has_values: bool
     is_random: bool
 
 
+_Inputs = tuple[Tensor | None, list[Measured]]
+
+
 class _Location(NamedTuple):
-    part: Part
-    layer: str | None
-    source: str | None
+    part: Part = "backward"
+    layer: str | None = None
+    source: str | None = None
 
 
 @cache
 def _operator(function: Any) -> _Operator:
     schema = getattr(function, "_schema", None)
     if schema is None:  # a higher-order operator
-        return _Operator(str(function), (), reads_written=True, has_values=True, is_random=False)
+        return _Operator(str(function), (), (), has_values=True, is_random=False)
     namespace, _, name = schema.name.partition("::")
-    written = tuple(
-        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    )
+    arguments = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
     has_values = not (is_view or name.startswith(_UNINITIALIZED) or namespace in _COLLECTIVES)
     is_random = torch.Tag.nondeterministic_seeded in function.tags
-    reads_written = not (is_random or schema.overload_name.endswith("out") or name in _OVERWRITING)
-    return _Operator(str(function), written, reads_written, has_values, is_random)
+    written = tuple((i, a.name) for i, a in arguments)
+    unread = tuple((i, a.name) for i, a in arguments if a.is_out or is_random or name in _OVERWRITING)
+    return _Operator(str(function), written, unread, has_values, is_random)
 
 
 class OperatorMode(TorchDispatchMode):
-    """Records the operators of a block.
+    """Records the operators of blocks.
 
     Args:
         layers: The modules whose names are recorded.
@@ -110,12 +115,30 @@ class OperatorMode(TorchDispatchMode):
         self._owners = {id(each): layer.name for layer in layers for _, each in layer.own_parameters()}
         self._clock, self._write = clock, write
         self._thread = threading.get_ident()
+        self.is_active = False
         self._step, self._number = -1, 0
-        # The sequence numbers of the nodes of this step in ascending order, and the operators that made them.
-        self._sequence: list[int] = []
-        self._origins: list[_Location] = []
+        # Who made the nodes of this step: for each maker, the largest sequence number of its nodes, in ascending order.
+        self._sequence, self._origins = [-1], [_Location()]
+        self._makes_another = (
+            False  # the last operator changed a view in place, which makes another node (`CopySlices`) afterwards
+        )
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, Tensor | None, Tensor | None, Measured | None]] = []
+        self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Measured] | None]] = []
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Record the operators of a block, unless it is inside another one. The nodes that were made before it are unknown."""
+        if self.is_active:
+            yield
+            return
+        self.is_active, self._thread = True, threading.get_ident()
+        self._add_nodes(_Location())
+        try:
+            with self:
+                yield
+        finally:
+            self.is_active = False
+            self.flush()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -134,29 +157,33 @@ class OperatorMode(TorchDispatchMode):
         moment = self._clock.moment
         if moment.step != self._step:
             self._step, self._number = moment.step, 0
-            self._sequence.clear()
-            self._origins.clear()
+            self._sequence, self._origins = self._sequence[-1:], [_Location()]
         location = self._locate(sys._getframe(1))
         if location is None:
             return func(*args, **kwargs)
         operator = _operator(func)
-        inputs = _inputs(operator, args, kwargs) if operator.has_values else None
+        inputs = _inputs(operator, args, kwargs) if operator.has_values else (None, [])
         result = func(*args, **kwargs)
+        self._makes_another = any(
+            isinstance(value, Tensor) and value._is_view() for value in _written(operator, args, kwargs)
+        )
         self._add(operator, inputs, _outputs(operator, args, kwargs, result), location)
         return result
 
     def flush(self) -> None:
         """Write the rows. Waits for devices."""
         rows = []
-        for row, inputs, bits, measured in take(self._pending):
-            numbers = (
-                [None] * len(OPERATOR_STATISTICS) if measured is None else measured.statistics(OPERATOR_STATISTICS)
-            )
-            rows.append((*row, 0 if inputs is None else int(inputs), None if bits is None else int(bits), *numbers))
+        for row, (inputs, measured_inputs), values in take(self._pending):
+            nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in measured_inputs)
+            numbers: list[float | None] = [None] * (1 + len(OPERATOR_STATISTICS))
+            if values is not None:
+                bits, measured = values
+                numbers = [int(bits), *measured.statistics(OPERATOR_STATISTICS)]
+            rows.append((*row, 0 if inputs is None else int(inputs), nans, *numbers))
         if rows:
             self._write(rows)
 
-    def _add(self, operator: _Operator, inputs: Tensor | None, outputs: Iterable[Tensor], location: _Location) -> None:
+    def _add(self, operator: _Operator, inputs: _Inputs, outputs: Iterable[Tensor], location: _Location) -> None:
         """Add a row for each tensor that an operator returned or changed."""
         moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
         number, self._number = self._number, self._number + 1
@@ -172,8 +199,7 @@ class OperatorMode(TorchDispatchMode):
                 None if part.is_nested else list(part.shape),
                 operator.is_random,
             )
-            bits = _bits(part) if has_values else None
-            self._pending.append((row, inputs, bits, measure(part) if has_values else None))
+            self._pending.append((row, inputs, (fingerprint(part), measure(part)) if has_values else None))
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
@@ -185,46 +211,56 @@ class OperatorMode(TorchDispatchMode):
         """
         node: Any = torch._C._current_autograd_node()
         part: Part = "loop"
-        layer = source = None
+        layer = maker = source = None
         is_action = False
         while frame is not None:
             kind = self._kind(frame.f_code)
-            if kind == "backward" and node is not None:
+            if kind == "end" or (kind == "backward" and node is not None):
                 break
             if kind == "call":
                 name = self._name_of(frame.f_locals["self"])
+                maker = name if maker is None else maker
                 if name is not None and layer is None and part != "optimizer":
                     layer, part = name, "forward"
+            elif kind == "checkpoint":  # the only node that is made belongs to the module around it
+                maker = None
+            elif kind == "repeated" and node is not None:
+                part = "recompute"
             elif kind == "optimizer":
                 part = "optimizer" if layer is None else part
             elif kind == "own" and not is_action:
                 return None
             elif kind == "action":
                 is_action = True
-            elif kind == "end":
-                break
             elif kind not in ("", "own", "backward") and source is None:
                 source = f"{kind}:{frame.f_lineno}"
             frame = frame.f_back
-        if node is not None and layer is None:
-            location = self._of_node(node, source)
+        if node is None or layer is not None:
+            location = _Location("recompute" if node is not None and part == "forward" else part, layer, source)
+            self._add_nodes(location._replace(layer=maker))
         else:
-            location = _Location(part if node is None else "recompute", layer, source)
-        sequence = next_sequence_number() - 1
-        is_new = not self._sequence or sequence > self._sequence[-1]
-        if sequence >= 0 and is_new and threading.get_ident() == self._thread:
-            self._sequence.append(sequence)
-            self._origins.append(location)
+            location = self._of_node(node, "backward" if part == "loop" else part, source)
+            self._add_nodes(location)
         return location
 
-    def _of_node(self, node: Any, source: str | None) -> _Location:
+    def _add_nodes(self, maker: _Location) -> None:
+        """Record who made the nodes since the last call: the calling operator, which makes its nodes before it runs."""
+        sequence = next_sequence_number() - 1
+        last = self._sequence[-1]
+        if sequence > last and threading.get_ident() == self._thread:
+            if self._makes_another:
+                self._sequence.append(last + 1)
+                self._origins.append(self._origins[-1])
+            self._sequence.append(sequence)
+            self._origins.append(maker)
+
+    def _of_node(self, node: Any, part: Part, source: str | None) -> _Location:
         """Return the location of an operator in the backward pass. A node of an accumulated gradient belongs to its parameter."""
         if (variable := getattr(node, "variable", None)) is not None:
-            return _Location("backward", self._owners.get(id(variable)), source)
-        at = bisect_right(self._sequence, node._sequence_nr()) - 1
-        if at < 0:
-            return _Location("backward", None, source)
-        return _Location("backward", self._origins[at].layer, source or self._origins[at].source)
+            return _Location(part, self._owners.get(id(variable)), source)
+        at = bisect_left(self._sequence, node._sequence_nr())
+        origin = self._origins[at] if at < len(self._origins) else _Location()
+        return _Location(part, origin.layer, source or origin.source)
 
     def _name_of(self, module: nn.Module) -> str | None:
         """Return the name of a module; that of the compiled module for the wrapper of `torch.compile`."""
@@ -245,6 +281,8 @@ def _kind(code: CodeType) -> str:
         return "call"
     if code is _engine_run_backward.__code__:
         return "backward"
+    if file == f"{_TORCH}utils/checkpoint.py" and code.co_name in _CHECKPOINT:
+        return _CHECKPOINT[code.co_name]
     if file.startswith(f"{_TORCH}optim/"):
         return "optimizer"
     if file.startswith((_TORCH, "<")) or "/torchinductor_" in file:  # generated code
@@ -257,22 +295,25 @@ def _kind(code: CodeType) -> str:
             return "" if code.co_name in _PASSING else "own"
         return "action" if inside.startswith("actions/") else "end" if inside.startswith(_LOOP) else ""
     path = Path(file)
-    below = [folder for folder in (Path.cwd(), *path.parents) if folder.name == "site-packages" or folder == Path.cwd()]
-    return next((str(path.relative_to(folder)) for folder in below if path.is_relative_to(folder)), file)
+    return next(
+        (str(path.relative_to(each)) for each in path.parents if each.name == "site-packages" or each == Path.cwd()),
+        file,
+    )
 
 
-def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return a hash of the bits of all tensors that an operator reads; None if it reads none."""
-    unread = () if operator.reads_written else operator.written
-    values = [value for at, value in enumerate(args) if at not in [position for position, _ in unread]]
-    values += [value for name, value in kwargs.items() if name not in [written for _, written in unread]]
-    total = None
+def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+    """Return a hash of the bits of all tensors that an operator reads, None if it reads none, and their sums."""
+    values = [value for at, value in enumerate(args) if at not in [position for position, _ in operator.unread]]
+    values += [value for name, value in kwargs.items() if name not in [unread for _, unread in operator.unread]]
+    total, measured = None, []
     for at, (_, tensor) in enumerate(iter_tensors(values)):
         part = local_shard(tensor.detach())
-        if _is_readable(part, at) and (bits := _bits(part)) is not None:
+        if _is_readable(part, at):
+            bits = fingerprint(part)
             # The factor distinguishes the order of the inputs.
             total = bits if total is None else total.to(bits.device) * _FACTOR + bits
-    return total
+            measured.append(measure(part))
+    return total, measured
 
 
 def _is_readable(tensor: Tensor, index: int) -> bool:
@@ -284,16 +325,17 @@ def _is_readable(tensor: Tensor, index: int) -> bool:
     return not tensor.is_nested and not is_workspace and unreadable(tensor) is None
 
 
-def _bits(tensor: Tensor) -> Tensor | None:
-    return fingerprint(tensor) if tensor.layout == torch.strided else None
-
-
 def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operator returned, and those that it changed without returning them."""
     returned = set()
     for _, tensor in iter_tensors(result):
         returned.add(id(tensor))
         yield tensor
-    for at, name in operator.written:
-        value = args[at] if at < len(args) else kwargs.get(name)
+    for value in _written(operator, args, kwargs):
         yield from (tensor for _, tensor in iter_tensors(value) if id(tensor) not in returned)
+
+
+def _written(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator changes."""
+    for at, name in operator.written:
+        yield args[at] if at < len(args) else kwargs.get(name)

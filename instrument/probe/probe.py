@@ -161,6 +161,7 @@ class Probe(OwnedByProcess):
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
         self.operator_steps = range(0)
+        self._operators: OperatorMode | None = None
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
@@ -566,14 +567,12 @@ class Probe(OwnedByProcess):
                 optimizer.step()
 
         Operators of the backward pass are included. Those of hooks that record are not. Of compiled code, only the operators that it
-        calls are visible, not its generated kernels. This costs time: use it in single steps.
+        calls are visible, not its generated kernels. This costs time: use it in single steps. A block inside another one has no effect.
         """
-        mode = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))
-        try:
-            with mode:
-                yield
-        finally:
-            mode.flush()
+        if self._operators is None:
+            self._operators = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))
+        with self._operators.block():
+            yield
 
     def operators_of_step(self) -> AbstractContextManager[None]:
         """Return a block that records operators if the current step is one of `operator_steps`."""

@@ -205,11 +205,11 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Returns:
-        float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype, or
-        squares overflow or underflow.
+        float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
+        squares overflow or underflow, or the tensor has no memory: the gradient of `sgn` is a zero tensor of this kind.
     """
     kind = _KINDS.get(flat.dtype)
-    if native is None or kind in (None, _FLOAT16):
+    if native is None or kind in (None, _FLOAT16) or flat._is_zerotensor():
         return None
     numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
     return None if numbers is None else np.frombuffer(numbers)
@@ -218,10 +218,14 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
 def kernel_bits(stored: Tensor) -> int | None:
     """Return the sum over the tiles of a contiguous CPU tensor, from 0 to 2^64 - 1; see `instrument.stats.fingerprint`.
 
-    None if the kernel is missing.
+    None if the kernel is missing, or the tensor has no memory.
     """
     size = stored.element_size()
-    return None if native is None else native.bits(stored.data_ptr(), stored.numel() * size, size)
+    return (
+        None
+        if native is None or stored._is_zerotensor()
+        else native.bits(stored.data_ptr(), stored.numel() * size, size)
+    )
 
 
 def _unsupported(*arguments: object) -> None:
@@ -261,7 +265,7 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         Whether the elements were counted. False if the kernel is missing or does not support the dtype.
     """
     kind = _KINDS.get(vector.dtype)
-    if native is None or kind in (None, _FLOAT16):
+    if native is None or kind in (None, _FLOAT16) or vector._is_zerotensor():
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True
@@ -269,7 +273,7 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
 
 def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, Tensor] | None:
     """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
-    if native is None or not x.is_cpu:
+    if native is None or not x.is_cpu or x._is_zerotensor():
         return None
     rows, length = x.shape
     numbers, errors = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import Call
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.commands.diff import main
-from instrument.comparison.operators import OperatorDifferences
+from instrument.comparison.operators import OperatorDifferences, common_subsequence, non_finite_operators
 
 pytestmark = pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 
@@ -127,6 +129,7 @@ def rows(ranks: int, *, value: float = 1.0) -> list[dict[str, Any]]:
         "dtype": "float32",
         "random": False,
         "inputs": 0,
+        "nan_inputs": 0,
         "nan_count": 0,
         "inf_count": 0,
     }
@@ -171,3 +174,34 @@ def test_runs_without_common_operators_have_nothing_to_compare(tmp_path: Path) -
     write_run(tmp_path / "b", rows={"operators": [{**row, "step": 5} for row in rows(1)]})
     with pytest.raises(instrument.ConfigError, match="nothing to compare"):
         instrument.diff(tmp_path / "a", tmp_path / "b")
+
+
+def test_matched_operators_are_a_longest_common_subsequence() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        one, other = (generator.integers(0, 4, generator.integers(0, 40)) for _ in range(2))
+        table = np.zeros((len(one) + 1, len(other) + 1), int)  # the textbook recursion
+        for i, j in np.ndindex(len(one), len(other)):
+            equal = one[i] == other[j]
+            table[i + 1, j + 1] = table[i, j] + 1 if equal else max(table[i, j + 1], table[i + 1, j])
+        pairs = common_subsequence(one, other)
+        assert len(pairs) == table[-1, -1]
+        assert all(one[i] == other[j] for i, j in pairs)
+        assert all(a < c and b < d for (a, b), (c, d) in pairwise(pairs))
+
+
+def test_first_of_several_processes_is_named(tmp_path: Path) -> None:
+    for name, change in (("a", {}), ("b", {"fingerprint": 7, "nan_count": 1, "nan_inputs": 1})):
+        table = rows(2)
+        table[2] |= {**change, "nan_inputs": 0}  # rank 0, the last operator
+        table[4] |= change  # rank 1, an earlier one
+        write_run(tmp_path / name, rows={"operators": table}, used={"ranks": 2})
+    operators, text = compared(tmp_path / "a", tmp_path / "b")
+    assert operators.first is not None
+    assert (operators.first.a["rank"], operators.first.a["number"]) == (1, 1)
+    assert "aten.mm.default in 0, backward, step 0 of rank 1" in text
+    lines = [*non_finite_operators(instrument.load(tmp_path / "b"))]
+    assert lines[1:] == [
+        "first NaN of an operator at step 0 of rank 1: aten.mm.default in 0, backward: 1 of 16",
+        "  Its inputs have NaN already: the weights, the state of the optimizer or the batch. Replay an earlier step.",
+    ]

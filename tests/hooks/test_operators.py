@@ -38,13 +38,36 @@ class Root(nn.Module):
         return torch.where(x > 0, root, 0.0)
 
 
+class Slices(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        x[:, 0].sqrt_()
+        return x.relu()
+
+
+class Views(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1
+        part = x[:, 0]
+        part.add_(0)
+        return part.sqrt()
+
+
+class Lists(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0
+        one, other = torch._foreach_sqrt([x, x + 1])
+        return one + other
+
+
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        result: Tensor = checkpoint(lambda value: self.inner(value).exp(), x, use_reentrant=self.reentrant)
         return result
 
 
@@ -175,12 +198,61 @@ def test_locations_in_forward_backward_and_optimizer() -> None:
     }
 
 
-def test_a_repeated_forward_pass_is_a_part_of_its_own() -> None:
-    rows = train(Checkpointed(), torch.rand(3, 4)).run.operators
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_repeated_forward_pass_is_a_part_of_its_own(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(reentrant))
+    rows = train(model, torch.rand(3, 4)).run.operators
     for part in ("forward", "recompute"):
-        tanh = rows[(rows["operator"] == "aten.tanh.default") & (rows["part"] == part)]
-        assert [*tanh["layer"]] == ["inner.1"]
-    assert [*rows[rows["operator"] == "aten.tanh_backward.default"]["layer"]] == ["inner.1"]
+        those = rows[rows["part"] == part].set_index("operator")
+        assert those["layer"]["aten.tanh.default"] == "1.inner.1"
+        assert those["layer"]["aten.exp.default"] == "1"
+        assert those["source"]["aten.exp.default"] == line_of(Checkpointed.forward, "exp()")
+    backward = rows[rows["part"] == "backward"].set_index("operator")
+    assert backward["layer"]["aten.tanh_backward.default"] == "1.inner.1"
+    assert backward["layer"]["aten.mul.Tensor"] == "1"  # of exp
+
+
+@pytest.mark.parametrize(("module", "text"), [(Slices(), "sqrt_()"), (Views(), "sqrt()"), (Lists(), "_foreach_sqrt(")])
+def test_each_of_several_nodes_has_its_line(module: nn.Module, text: str) -> None:
+    """An operator on a view makes a node after it runs, and one on a list makes several nodes before."""
+    line = line_of(type(module).forward, text)
+    rows = train(nn.Sequential(nn.Linear(2, 2), module), torch.rand(3, 2)).run.operators
+    divisions = rows[(rows["operator"] == "aten.div.Tensor") & (rows["part"] == "backward")]
+    assert {*divisions["source"]} == {line}
+
+
+def test_nodes_of_functional_transforms_have_their_line() -> None:
+    """Each transform makes a node for the same operator."""
+    model = nn.Sequential(nn.Linear(2, 2), Root())
+    with instrument.attach(model, {}) as probe, probe.record_operators():
+
+        def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+            result: Tensor = torch.func.functional_call(model, weights, (sample[None],)).sum()
+            return result
+
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
+        gradients(dict(model.named_parameters()), torch.rand(3, 2))
+    rows = probe.run.operators
+    divisions = rows[(rows["operator"] == "aten.div.Tensor") & (rows["part"] == "backward")]
+    assert {*divisions["source"]} == {line_of(Root.forward, "sqrt()")}
+
+
+def test_blocks_of_one_step_continue() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with instrument.attach(model, {}) as probe:
+        outside = nn.functional.silu(model(torch.rand(3, 2)))
+        with probe.record_operators(), probe.record_operators():
+            loss = model(torch.rand(3, 2)).sum()
+        outside = outside.sigmoid().sum()
+        with probe.record_operators():
+            (loss + outside).backward()
+    rows = probe.run.operators
+    assert [*rows.drop_duplicates("number")["number"]] == [*range(rows["number"].nunique())]
+    assert not rows.duplicated(["number", "output"]).any()
+    operators = rows[rows["part"] == "backward"].groupby("operator")
+    assert sorted(operators["layer"].get_group("aten.tanh_backward.default").fillna("unknown")) == ["1", "unknown"]
+    for name in ("aten.sigmoid_backward.default", "aten.silu_backward.default"):
+        assert operators.get_group(name)[["layer", "source"]].isna().all(axis=None)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +268,8 @@ def test_first_nan_has_the_operator_and_the_line(module: nn.Module, part: str, o
     nn.init.constant_(model[0].bias, -1.0 if part == "forward" else 0.0)  # type: ignore[arg-type]
     rows = train(model, torch.rand(3, 2)).run.operators
     first = rows[rows["nan_count"] > 0].iloc[0]
-    assert tuple(first[["part", "operator", "layer", "source"]]) == (part, operator, "1", line)
+    assert tuple(first[["part", "operator", "layer", "source", "nan_inputs"]]) == (part, operator, "1", line, 0)
+    assert rows[rows["nan_inputs"] > 0]["number"].min() > first["number"]
 
 
 def test_no_tensor_is_kept() -> None:
