@@ -259,9 +259,14 @@ TILE_OF(tile_avx512, "avx512f", __m512i, _mm512, si512)
 TILE_OF(tile_avx2, "avx2", __m256i, _mm256, si256)
 #endif
 
+static uint64_t mixed(uint64_t number) {
+    number *= SECOND_FACTOR;
+    return (number ^ number >> 32) * FACTOR;
+}
+
 static void prepare_fingerprints(void) {
     for (size_t i = 0; i < WORDS; i++)
-        keys_of_words[i] = (i + 1) * FACTOR;
+        keys_of_words[i] = mixed(mixed(i + 1) + 1);
 #ifdef HAS_VECTORS
     tile_of = __builtin_cpu_supports("avx512f") ? tile_avx512 : __builtin_cpu_supports("avx2") ? tile_avx2 : tile_plainly;
 #endif
@@ -278,8 +283,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, uint64_t t
             memcpy(padded, elements, size - start);
             elements = (const char *)padded;
         }
-        uint64_t mixed = (tile_of(elements, tile_size / 8) ^ (++tile * FACTOR)) * SECOND_FACTOR;
-        sum += (mixed ^ mixed >> 32) * FACTOR;
+        sum += mixed(tile_of(elements, tile_size / 8) ^ (++tile * FACTOR));
     }
     return sum;
 }
