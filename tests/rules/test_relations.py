@@ -554,6 +554,7 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     assert found["independent"] == found["without_loss"] == []
     assert found["healthy_fingerprints"] == found["averaged_fingerprints"] == []
     assert found["independent_fingerprints"] == []
+    assert not any(found["different"].values()), found["different"]
     assert found["swapped_by_hand"] == found["swapped"]
     differs = "tensors of processes differ: at step {}: param {} of rank 1 differs from that of rank 0 after step {}"
     assert [message for *_, message in found["zeroed"]] == [differs.format(4, name, 3) for name in ("weight", "bias")]
