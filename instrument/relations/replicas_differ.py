@@ -34,9 +34,7 @@ class ReplicasDiffer(Relation):
         self._exchange: Exchange | None = None
         self._are_replicas = False  # according to earlier steps of the optimizer
         self._last = b""  # the equal fingerprints after such a step
-        self._excluded: set[tuple[str, str]] | None = (
-            None  # the layers and names of the parameters that no wrapper keeps equal
-        )
+        self._excluded: set[tuple[str, str]] | None = None  # see `_not_replicated`
         self._recorded: dict[int, list[RecordedFingerprint]] = {}  # by step
 
     def check(self) -> Iterator[Checked]:
@@ -51,7 +49,9 @@ class ReplicasDiffer(Relation):
             self._excluded = set() if wrapper is None else _not_replicated(self.training.model, wrapper)
         self._exchange = self._exchange or Exchange()
         for step, group in groupby(recorded, lambda each: each.step):
-            rows = self._recorded[step] = [row for row in group if (row.layer, row.path) not in self._excluded]
+            if not (rows := [row for row in group if (row.layer, row.path) not in self._excluded]):
+                continue
+            self._recorded[step] = rows
             numbers = np.array([row.value for row in rows], np.int64)
             key = hash_of(repr([row.identity for row in rows]).encode())
             for at, values in self._exchange.post(step, key + numbers.tobytes()):
