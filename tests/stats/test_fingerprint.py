@@ -30,7 +30,7 @@ from instrument.stats.fingerprint import fingerprint, sums_of_bits
 from instrument.stats.measure import measure
 from instrument.stats.sums import COLUMNS, INDEX, Sums, extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import BITS_HIGH, BITS_LOW
-from instrument.training.distributed.unsupported import reduce_problems
+from instrument.training.distributed.strategies import reduce_problems
 
 GOLDEN, SECOND, WORD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64
 Words = np.ndarray[Any, np.dtype[np.uint64]]
