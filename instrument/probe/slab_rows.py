@@ -515,7 +515,7 @@ class StatisticsRows(SlabRows):
             _, _, layer, _, kind, role, path, *_, scope = site
             is_local_replica = scope == "local" and scope_of(KINDS[kind], role, "ddp") == "averaged"
             if "fingerprint" in names and moment.phase == "train" and (scope == "averaged" or is_local_replica):
-                yield RecordedFingerprint(moment.step, layer, kind, role, path, scope, site[1:-1], value)
+                yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
 
     def number_columns(self) -> list[Column]:
         columns: list[Column] = self.layout.no_values[:-1]

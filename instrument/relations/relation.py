@@ -47,7 +47,6 @@ class RecordedFingerprint(NamedTuple):
     """The fingerprint of a parameter, its update or gradient, or of a part of the optimizer state that all processes have.
 
     Attributes:
-        scope: `averaged`, or `local` if it is unknown how the processes train together.
         identity: The identity columns of the row of statistics, without the rank and the scope.
     """
 
@@ -56,7 +55,6 @@ class RecordedFingerprint(NamedTuple):
     kind: str
     role: str
     path: str
-    scope: str
     identity: tuple[Any, ...]
     value: int
 
@@ -111,6 +109,7 @@ class Training:
         fingerprints: Those that hooks recorded in earlier training steps, and that no relation has read.
         replicated_by: The wrapper that keeps the parameters of all processes equal; None without one, or before the first call.
         is_local: Whether the wrapper does not average the gradients of the last call, as in its block `no_sync`.
+        has_local_steps: Whether an optimizer has made a step after such a call, as in local SGD.
         is_checked: Whether relations are checked in the current step.
         gradients: The gradients of a few parameters of each optimizer, if the step is checked.
     """
@@ -127,6 +126,7 @@ class Training:
     fingerprints: list[RecordedFingerprint] = field(default_factory=list)
     replicated_by: DistributedDataParallel | None = None
     is_local: bool = False
+    has_local_steps: bool = False
     is_checked: bool = False
     gradients: dict[Optimizer, list[AccumulatedGradient]] = field(default_factory=dict)
 

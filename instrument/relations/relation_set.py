@@ -112,11 +112,11 @@ class RelationSet(InertWhenCopied):
         if phase == "eval":
             for relation in self._relations.values():
                 relation.evaluate()
-        if not training.is_checked:
-            return
         training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module
         if wrapper is not None and torch.is_grad_enabled():
             training.is_local = not wrapper.require_backward_grad_sync
+        if not training.is_checked:
+            return
         if phase == "train" and len(training.inputs) < _MAX_CALLS:
             training.inputs.append(ModelCall(training.signature, args, kwargs))
 
@@ -125,6 +125,7 @@ class RelationSet(InertWhenCopied):
             self._observe("before_step", optimizer)
 
     def _after_step(self, optimizer: Optimizer, *arguments: object) -> None:  # noqa: ARG002
+        self.training.has_local_steps |= self.training.is_local
         if not is_compiling() and self.training.is_checked:
             self._observe("after_step", optimizer)
             for each in self.training.gradients.get(optimizer, ()):

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from itertools import groupby
 
 import numpy as np
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..plan.modules import Layers
 from ..rules.step_rows import location_name
 from .exchange import Exchange, has_processes
 from .relation import RELATIONS, Checked, RecordedFingerprint, Relation, Training
-from .replicas_equal import SIZE, compare_ranks, hash_of
+from .replicas_equal import SIZE, compare_ranks, hash_of, keeps_all_equal, replicated_parameters
 
 
 @RELATIONS.register("replicas_differ")
@@ -18,8 +21,9 @@ class ReplicasDiffer(Relation):
     """Compares the fingerprints that the hooks of all processes recorded in each training step, one step later.
 
     These are of parameters, their updates, gradients and optimizer states at the step of the optimizer. Shards of tensors and
-    buffers are not compared. Without a wrapper, the processes may train independently, so a difference counts only if all
-    fingerprints were equal after an earlier step of the optimizer.
+    buffers are not compared, nor are parameters that no wrapper keeps equal; see `replicas_equal`. Without a wrapper, the processes
+    may train independently, so a difference counts only if all fingerprints were equal after two earlier steps of the optimizer,
+    and had changed in between: a learning rate of zero keeps the equal parameters of independent processes equal.
     """
 
     sources = ("fingerprints",)
@@ -28,16 +32,26 @@ class ReplicasDiffer(Relation):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._exchange: Exchange | None = None
-        self._were_equal = False  # after a step of the optimizer
+        self._are_replicas = False  # according to earlier steps of the optimizer
+        self._last = b""  # the equal fingerprints after such a step
+        self._excluded: set[tuple[str, str]] | None = None  # see `_not_replicated`
         self._recorded: dict[int, list[RecordedFingerprint]] = {}  # by step
 
     def check(self) -> Iterator[Checked]:
         recorded, self.training.fingerprints = self.training.fingerprints, []
+        wrapper = self.training.replicated_by
         if not (recorded and has_processes()):
             return
+        if wrapper is not None and (self.training.has_local_steps or not keeps_all_equal(wrapper)):
+            yield Checked(None, None, "the wrapper does not keep the parameters of all processes equal in each step")
+            return
+        if self._excluded is None:
+            self._excluded = set() if wrapper is None else _not_replicated(self.training.model, wrapper)
         self._exchange = self._exchange or Exchange()
         for step, group in groupby(recorded, lambda each: each.step):
-            rows = self._recorded[step] = [*group]
+            if not (rows := [row for row in group if (row.layer, row.path) not in self._excluded]):
+                continue
+            self._recorded[step] = rows
             numbers = np.array([row.value for row in rows], np.int64)
             key = hash_of(repr([row.identity for row in rows]).encode())
             for at, values in self._exchange.post(step, key + numbers.tobytes()):
@@ -52,11 +66,20 @@ class ReplicasDiffer(Relation):
         names = [(f"{row.role} {location_name(row.layer, row.path, row.kind)}", row.layer, row.path) for row in rows]
         results = [*compare_ranks("fingerprints", names, step, values)]
         are_equal = all(result.holds for result in results)
-        if are_equal or self._were_equal or any(row.scope == "averaged" for row in rows):
+        if are_equal or self._are_replicas or self.training.replicated_by is not None:
             yield from results
-        self._were_equal |= are_equal and any(row.kind == "step_post" for row in rows)
+        if are_equal and any(row.kind == "step_post" for row in rows):
+            self._are_replicas |= self._last not in (b"", values[0])
+            self._last = values[0]
 
     def check_end(self) -> Iterator[Checked]:
         yield from self.check()
         for step, values in () if self._exchange is None else self._exchange.finish():
             yield from self._compare(step, values)
+
+
+def _not_replicated(model: nn.Module, wrapper: DistributedDataParallel) -> set[tuple[str, str]]:
+    """Return the layer and the name of each parameter that no wrapper keeps equal."""
+    kept = replicated_parameters(model, wrapper)
+    owned = ((layer.owner.name, *each) for layer in Layers.of(model) for each in layer.own_parameters())
+    return {(layer, name) for layer, name, parameter in owned if id(parameter) not in kept}

@@ -55,7 +55,7 @@ class ReplicasEqual(Relation):
             return
         named, evidence = [*self.training.parameters.items()], _NONE
         if wrapper is not None and keeps_all_equal(wrapper) and not self.training.is_local:
-            replicated = _replicated(self.training.model, wrapper)
+            replicated = replicated_parameters(self.training.model, wrapper)
             named = [(name, each) for name, each in named if id(each) in replicated]
         elif wrapper is None and all(type(each) is Parameter for _, each in named):
             tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
@@ -75,7 +75,7 @@ class ReplicasEqual(Relation):
                 yield from compare_ranks("parameters", names, step, [value[2 * SIZE :] for value in values])
 
 
-def _replicated(model: nn.Module, wrapper: DistributedDataParallel) -> set[int]:
+def replicated_parameters(model: nn.Module, wrapper: DistributedDataParallel) -> set[int]:
     """Return the `id` of each parameter that a wrapper in the model, or otherwise the one around it, keeps equal."""
     wrappers = [each for each in model.modules() if isinstance(each, DistributedDataParallel)] or [wrapper]
     return {

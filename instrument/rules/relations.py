@@ -233,7 +233,7 @@ class ReplicasDiffer(RelationRule, relation="replicas_differ"):
     It reads what hooks of the kinds `step_pre`, `step_post` and `parameter_grad` record with `stats: [fingerprint]`, and names the
     first step, the tensor and the ranks. Data-parallel processes apply equal gradients to equal parameters (Li et al., VLDB 2020), so
     that any difference is a fault of the program, the network or the hardware. Without a wrapper, the fingerprints have to be equal after
-    an earlier step.
+    two earlier steps, and to have changed in between.
     """
 
     requires = "fingerprints of parameters, updates or gradients, such as hooks=fingerprints"

@@ -185,15 +185,20 @@ def _bits_of_tile(elements, numel, block, block_size: tl.constexpr):
     each: tl.constexpr = 64 // item
     integers = elements.to(tl.pointer_type(tl.int32 if item == 32 else tl.int16), bitcast=True)
     lanes = tl.arange(0, block_size // each)
-    x = (lanes + 1).to(tl.int64) * _FACTOR
+    x = _mixed(_mixed((lanes + 1).to(tl.int64)) + 1)
     for part in tl.static_range(each):
         offsets = block * block_size + lanes * each + part
         element = tl.load(integers + offsets, mask=offsets < numel, other=0).to(tl.int64)
         x ^= (element & ((1 << item) - 1)) << (part * item)
     number = tl.sum(x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), 0)
     index = (numel * 0 + block + 1).to(tl.int64)
-    mixed = (number ^ (index * _FACTOR)) * _SECOND_FACTOR
-    return (mixed ^ ((mixed >> 32) & _LOW_HALF)) * _FACTOR
+    return _mixed(number ^ (index * _FACTOR))
+
+
+@triton.jit
+def _mixed(number):
+    product = number * _SECOND_FACTOR
+    return (product ^ ((product >> 32) & _LOW_HALF)) * _FACTOR
 
 
 @triton.jit

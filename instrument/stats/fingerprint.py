@@ -1,7 +1,8 @@
 """Fingerprints of tensors: 64 bits that depend on dtype, shape, and all bits of the elements with their positions.
 
 The elements are read in row-major order, as 64-bit words w of tiles of 1024 elements. The last tile is padded with zeros. With x = w ^ key,
-where the key of a word depends on its position in the tile, the number of a tile is the sum of low(x) * high(x) + x, which is
+where the key of a word is a mixed number of its position in the tile (multiples of the position would give a 4 in one place and a 2 in
+another one equal sums), the number of a tile is the sum of low(x) * high(x) + x, which is
 (low(x) + 2^32) * (high(x) + 1) - 2^32: products of 32-bit halves, as in NH (Black et al., "UMAC", CRYPTO 1999). The numbers are mixed with
 the indices of their tiles, one to one, and added modulo 2^64. So the order in which tiles are read does not matter, and a change of one
 bit always changes the sum: by 2^b times a number below 2^33 that is not 0. Other changes are missed with a probability of about 2^-32 or
@@ -89,7 +90,7 @@ def portable_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
     """
     words = TILE * stored.element_size() // 8
     total = torch.zeros((), dtype=torch.int64, device=stored.device)
-    keys = torch.arange(1, words + 1, device=stored.device) * FACTOR
+    keys = _mixed(_mixed(torch.arange(1, words + 1, device=stored.device)) + 1)
     for start in range(0, len(stored), TILE * _TILES):
         part = stored[start : start + TILE * _TILES]
         memory = torch.zeros(-(-len(part) // TILE) * words, dtype=torch.int64, device=stored.device)
@@ -97,7 +98,11 @@ def portable_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
         x = memory.view(-1, words) ^ keys
         numbers = (x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF)).sum(1)
         indices = torch.arange(1, len(x) + 1, device=stored.device) + start // TILE
-        mixed = (numbers ^ indices * FACTOR) * SECOND_FACTOR
-        total += ((mixed ^ ((mixed >> 32) & _LOW_HALF)) * FACTOR).sum()
+        total += _mixed(numbers ^ indices * FACTOR).sum()
     low, high = total & _LOW_HALF, (total >> 32) & _LOW_HALF
     return low.to(torch.float64), high.to(torch.float64)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    products = numbers * SECOND_FACTOR
+    return (products ^ ((products >> 32) & _LOW_HALF)) * FACTOR

@@ -160,6 +160,35 @@ def train_with_fingerprints(
     return [(event.layer, event.step, event.message) for event in again]
 
 
+def train_different_parameters(kind: str) -> list[str]:
+    """Train a model whose parameters or gradients may differ between the processes. Return the events of `replicas_differ`."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if kind == "partly_wrapped":
+        model[1] = DistributedDataParallel(model[1])
+    elif kind != "warmup":
+        ignored = ["1.weight", "1.bias"] if kind == "ignored" else []
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())] if kind == "group" else [None, None]
+        model = DistributedDataParallel(model, process_group=groups[dist.get_rank()])
+    torch.manual_seed(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if kind == "warmup" else 0.1)
+    hooks = {
+        "bits": {"layers": "**", "kind": "step_post", "action": "record", "role": "param", "stats": ["fingerprint"]}
+    }
+    rules = {"replicas": {"rule": "replicas_differ"}}
+    with warnings.catch_warnings(action="ignore"):
+        with instrument.attach(model, hooks, optimizer=optimizer, rules=rules) as probe:
+            for step in range(STEPS):
+                with model.no_sync() if kind == "local" and step > 1 else nullcontext():
+                    optimizer.zero_grad()
+                    model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.param_groups[0]["lr"] = 0.1 if step > 1 else optimizer.param_groups[0]["lr"]
+                optimizer.step()
+                probe.end_step()
+        return [*probe.events["message"]]
+
+
 def train_partly_wrapped() -> list[str]:
     """Train a model whose first layer differs between the processes. Return the relations that do not hold."""
     torch.manual_seed(dist.get_rank())
@@ -201,6 +230,9 @@ def main() -> None:
         "independent_fingerprints": train_with_fingerprints(is_wrapped=False, is_averaged=False),
         "averaged_fingerprints": train_with_fingerprints(is_wrapped=False),
         "swapped_by_hand": train_with_fingerprints("swapped", is_wrapped=False),
+        "different": {
+            kind: train_different_parameters(kind) for kind in ("partly_wrapped", "ignored", "group", "local", "warmup")
+        },
         "zeroed": train_with_fingerprints("zeroed", 3),
         "swapped": train_with_fingerprints("swapped"),
         "same_data": train(batch=lambda rank, step: torch.randn(8, 4, generator=seeded(step))),

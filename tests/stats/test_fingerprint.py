@@ -30,7 +30,7 @@ from instrument.stats.fingerprint import fingerprint, sums_of_bits
 from instrument.stats.measure import measure
 from instrument.stats.sums import COLUMNS, INDEX, Sums, extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import BITS_HIGH, BITS_LOW
-from instrument.training.distributed.unsupported import reduce_problems
+from instrument.training.distributed.strategies import reduce_problems
 
 GOLDEN, SECOND, WORD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 2**64
 Words = np.ndarray[Any, np.dtype[np.uint64]]
@@ -38,6 +38,14 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
+
+
+def mixed(number: int) -> int:
+    product = number * SECOND % WORD
+    return (product ^ product >> 32) * GOLDEN % WORD
+
+
+KEYS = [mixed(mixed(at + 1) + 1) for at in range(2048)]
 
 
 def expected(tensor: Tensor) -> int:
@@ -49,10 +57,9 @@ def expected(tensor: Tensor) -> int:
         words = struct.unpack(f"<{size // 8}Q", data[tile * size :][:size].ljust(size, b"\0"))
         number = 0
         for at, word in enumerate(words):
-            x = word ^ (at + 1) * GOLDEN % WORD
+            x = word ^ KEYS[at]
             number += x + x % 2**32 * (x >> 32)
-        mixed = (number % WORD ^ (tile + 1) * GOLDEN % WORD) * SECOND % WORD
-        total += (mixed ^ mixed >> 32) * GOLDEN
+        total += mixed(number % WORD ^ (tile + 1) * GOLDEN % WORD)
     form = zlib.crc32(str(tensor.dtype).encode())
     for length in (tensor.dim(), *tensor.shape):
         form = (form ^ length) * SECOND % WORD
@@ -142,7 +149,7 @@ def test_fingerprint_of_sparse_and_nested_tensors() -> None:
 
 def changed_numbers(words: Words, at: np.ndarray[Any, Any], new: Words) -> Words:
     """Return how much the number of the first tile changes if one word changes, uint64 [changes]."""
-    keys = (np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN))[at]
+    keys = np.array(KEYS, np.uint64)[at]
 
     def term(word: Words) -> Words:
         x: Words = word ^ keys
@@ -155,7 +162,7 @@ def changed_numbers(words: Words, at: np.ndarray[Any, Any], new: Words) -> Words
 def test_a_million_flips_of_one_bit_and_swaps_change_the_fingerprint(words: str) -> None:
     random = np.random.default_rng(0)
     count, tile = 1_000_000, 512
-    keys = np.arange(1, tile + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    keys = np.array(KEYS[:tile], np.uint64)
     content = {"random": random.integers(0, 2**64, tile, np.uint64), "zeros": np.zeros(tile, np.uint64), "keys": keys}
     memory = content[words]
     at, bit = random.integers(0, tile, count), random.integers(0, 64, count).astype(np.uint64)
@@ -170,6 +177,16 @@ def test_a_million_flips_of_one_bit_and_swaps_change_the_fingerprint(words: str)
         changed = tensor.clone()
         changed[position] ^= -(2**63) if flipped == 63 else 1 << flipped
         assert fingerprint(changed) != fingerprint(tensor)
+
+
+@pytest.mark.parametrize("value", [0, 1, 0x3F8000003F800000])
+def test_flips_of_one_bit_at_different_positions_change_the_fingerprint_differently(value: int) -> None:
+    words, bits = np.full(2048, value, np.uint64), np.uint64(1) << np.arange(64, dtype=np.uint64)
+    at = np.repeat(np.arange(2048), 64)
+    assert len(np.unique(changed_numbers(words, at, words[at] ^ np.tile(bits, 2048)))) == 2048 * 64
+    numbers = torch.zeros(8, dtype=torch.int32)
+    numbers[2], numbers[6] = 4, 2  # with multiples of the position as keys, these are equal alone
+    assert fingerprint(torch.where(numbers == 4, 4, 0)) != fingerprint(torch.where(numbers == 2, 2, 0))
 
 
 @pytest.mark.usefixtures("kernel")
