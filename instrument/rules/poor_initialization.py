@@ -34,6 +34,7 @@ class PoorInitializationRule(RuleBase):
 
     The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more
     than 3 above it: log(K) (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "verify loss @ init").
+    Logits that are multiplied by a number after the last layer, such as the inverse of a temperature, are not compared.
     """
 
     rule: Literal["poor_initialization"]

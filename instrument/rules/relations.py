@@ -165,9 +165,9 @@ class NarrowLayer(RelationRule, relation="narrow_layer"):
 class PaddingAttended(RelationRule, relation="padding_attended"):
     """The `attention_mask` of a model does not mask padding, or a `*padding_mask` is true for the tokens instead of the padding.
 
-    Padding is `config.pad_token_id` at the ends of samples, and in the second case a token that is repeated there. The outputs then
-    depend on how long the padding is (Vaswani et al. 2017, section 3.2.3, for masks). With a mask or without one, a model whose outputs
-    are the same, such as a causal model of texts that are padded at the end, is not reported.
+    Padding is `config.pad_token_id` at the ends of samples and nowhere else, and in the second case a token that is repeated there. The
+    outputs then depend on how long the padding is (Vaswani et al. 2017, section 3.2.3, for masks). With a mask or without one, a model
+    whose outputs are the same, such as a causal model of texts that are padded at the end, is not reported.
     """
 
     what = "padding is attended to"
