@@ -23,25 +23,8 @@ from .alignment import batches
 from .precision import Precision, coarsest, run_precision
 from .statistic_differences import decisive, relative_differences
 
-_COLUMNS = (
-    *(
-        "step",
-        "rank",
-        "number",
-        "part",
-        "layer",
-        "operator",
-        "source",
-        "output",
-        "dtype",
-        "shape",
-        "random",
-        "inputs",
-        "nan_inputs",
-        "fingerprint",
-    ),
-    *OPERATOR_STATISTICS,
-)
+_CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
+_COLUMNS = (*_CALL, "dtype", "shape", "random", "inputs", "nan_inputs", "fingerprint", *OPERATOR_STATISTICS)
 _KEY = ("part", "name", "output", "shape")
 IntegerArray = npt.NDArray[np.int64]
 MAX_LISTED = 6  # operators between two matched ones that are listed

@@ -568,6 +568,9 @@ class Probe(OwnedByProcess):
 
         Operators of the backward pass are included. Those of hooks that record are not. Of compiled code, only the operators that it
         calls are visible, not its generated kernels. This costs time: use it in single steps. A block inside another one has no effect.
+
+        Training stays bit-identical, except where PyTorch itself depends on dispatch modes: it computes the gradients of `prod`, and of the
+        value of `masked_fill`, by other operators then.
         """
         if self._operators is None:
             self._operators = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))

@@ -6,6 +6,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import instrument
+from instrument.hooks.operators import _kind
 
 FILE = "tests/hooks/test_operators.py"
 EVERYTHING = {
@@ -330,3 +332,14 @@ def test_nested_tensors_have_no_shape() -> None:
     rows = probe.run.operators
     assert rows.iloc[0]["shape"] is None
     assert rows[rows["part"] == "loop"]["fingerprint"].notna().any()
+
+
+def test_sources_of_installed_packages_are_below_site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the environment is in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    for file, shown in (
+        (tmp_path / "venv" / "site-packages" / "timm" / "layers.py", "timm/layers.py"),
+        (tmp_path / "models" / "own.py", "models/own.py"),
+        (Path("/elsewhere/model.py"), "/elsewhere/model.py"),
+    ):
+        assert _kind(compile("", str(file), "exec")) == shown
