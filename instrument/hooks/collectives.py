@@ -115,7 +115,7 @@ class CollectiveHooks(HookGroup):
 
     def _check(self) -> None:
         for wrapper in wrappers_of(self.attached_hooks[0].site.layer.module):
-            if wrapper._get_ddp_logging_data().get("comm_hook") == str(dist.BuiltinCommHookType.FP16_COMPRESS):
+            if wrapper._get_ddp_logging_data().get("comm_hook") == "BuiltinCommHookType.FP16_COMPRESS":
                 # It requires futures of a type that Python cannot create.
                 message = "kind collective does not support the built-in hook FP16_COMPRESS of DistributedDataParallel"
                 fix = "register fp16_compress_hook of torch.distributed.algorithms.ddp_comm_hooks.default_hooks instead"

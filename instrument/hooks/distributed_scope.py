@@ -45,4 +45,4 @@ def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     inside = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     # With the base classes, since `isinstance` is slow for a class that is abstract.
     wrappers = () if inside else (each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__)
-    return inside or [each for each in wrappers if each.module is model]
+    return inside or [each for each in wrappers if getattr(each, "module", None) is model]

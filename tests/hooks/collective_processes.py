@@ -119,7 +119,8 @@ def train(
 
 def train_joined(hooks: dict[str, Any]) -> list[float]:
     """Train, with more batches in one process. The wrapper divides by the number of processes that still have batches."""
-    model, generator = create("ddp"), torch.Generator().manual_seed(dist.get_rank())
+    model: Any = create("ddp")
+    generator = torch.Generator().manual_seed(dist.get_rank())
     with instrument.attach(model, hooks) as probe, Join([model], divide_by_initial_world_size=False):
         for _ in range(2 + dist.get_rank()):
             model.zero_grad()
