@@ -183,7 +183,7 @@ def image_classifier(fault: str = "") -> Tensor:
     "keras",
     "Keras's example reuters_mlp: topics of texts",
     Fault("sigmoid_then_softmax", "activation", NEURALINT, ("double_softmax", "@sigmoid", "saturated_activation")),
-    Fault("labels_divided_by_two", "labels", UMLAUT, ("unused_outputs", "class_imbalance")),
+    Fault("labels_divided_by_two", "labels", UMLAUT, ("class_imbalance",)),
     Fault("hidden_layer_of_one_unit", "architecture", NEURALINT, ("@hidden", "narrow_layer", "loss_not_decreasing")),
 )
 def topic_classifier(fault: str = "") -> Tensor:

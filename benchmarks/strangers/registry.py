@@ -51,7 +51,6 @@ MISSING_RULES = frozenset(
         "replicas_equal",
         "samples_vary",
         "tied_weights",
-        "unused_outputs",
         "weights_loaded",
         "wrong_loss",
         "wrong_range_of_loss",

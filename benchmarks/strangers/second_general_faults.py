@@ -275,7 +275,7 @@ def fraud_detection(fault: str = "") -> Tensor:
         AUTOTRAINER,
         ("vanishing_gradient", "tensor_variance", "poor_initialization", "loss_not_decreasing"),
     ),
-    Fault("relu_at_the_logits", "activation", DEEPLOCALIZE, ("@relu", "dead_units", "unused_outputs", "all_zero")),
+    Fault("relu_at_the_logits", "activation", DEEPLOCALIZE, ("@relu", "dead_units", "all_zero")),
 )
 def deep_perceptron(fault: str = "") -> Tensor:
     train_data, test_data = normalized_digits()

@@ -286,18 +286,6 @@ class TiedWeights(RelationRule, relation="tied_weights"):
     )
 
 
-class UnusedOutputs(RelationRule, relation="unused_outputs"):
-    """No target of cross-entropy is in the upper half of the classes: labels are wrong, or the model has too many outputs.
-
-    The number of outputs has to be that of the classes (NeuraLint: Nikanjam et al. 2021, https://arxiv.org/abs/2105.08095). It is decided
-    after 16 samples per class, at least 200. Two classes, language models, and losses other than the
-    mean, such as those of policies, do not count. A model that learns its classes one after another is reported.
-    """
-
-    what = "outputs that no target uses"
-    advice = "Check how the labels are computed, and the number of outputs of the model."
-
-
 class WrongRangeOfLoss(RelationRule, relation="wrong_range_of_loss"):
     """The output of the model cannot reach the minimum of the loss, because of its last activation function or a missing one.
 

@@ -652,7 +652,6 @@ LOSS_FAULTS = [
         )
         for each, first in ((F.mse_loss, False), (F.l1_loss, True), (F.smooth_l1_loss, False), (F.huber_loss, False))
     ),
-    ("unused_outputs", "", 4, classifier, class_loss, 3),
     ("narrow_layer", "0", 1, lambda: classifier(units=1), class_loss, 6),
     ("dropout_keeps_units", "1", 0, lambda: classifier(dropped=0.95), class_loss, 6),
 ]
@@ -679,18 +678,18 @@ class Scored(nn.Module):
 
 
 HEALTHY_CLASSIFIERS = [
-    (classifier, class_loss, 6, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
-    (lambda: classifier(nn.LogSoftmax(1)), class_loss, 4, {"double_softmax", "unused_outputs", "dropout_keeps_units"}),
+    (classifier, class_loss, 6, {"double_softmax", "dropout_keeps_units"}),
+    (lambda: classifier(nn.LogSoftmax(1)), class_loss, 4, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(outputs=1), logit_loss, 6, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(nn.Sigmoid(), outputs=1), probability_loss, 6, {"wrong_range_of_loss", "dropout_keeps_units"}),
     (lambda: classifier(outputs=2, units=1), class_loss, 2, {"double_softmax", "dropout_keeps_units"}),
     (lambda: classifier(outputs=1), number_losses, 6, {"loss_broadcasts", "dropout_keeps_units"}),
-    (Scored, class_loss, 6, {"double_softmax", "unused_outputs", "narrow_layer"}),
+    (Scored, class_loss, 6, {"double_softmax", "narrow_layer"}),
     (
         lambda: classifier(nn.LogSoftmax(1)),
         likelihood,
         6,
-        {"wrong_range_of_loss", "unused_outputs", "dropout_keeps_units"},
+        {"wrong_range_of_loss", "dropout_keeps_units"},
     ),
     *(
         (
@@ -720,15 +719,6 @@ def test_healthy_classifier_is_not_reported(
     assert violations(probe) == []
     held = {row["relation"] for row in probe.relations.to_dict("records") if row["holds"]}
     assert held - {"mode_of_phase", "constant_prediction"} == verified
-
-
-def test_small_batches_and_losses_of_single_samples_do_not_decide_about_outputs() -> None:
-    with instrument.attach(model := classifier(), {}) as probe:
-        for x, y in classes(3):
-            F.cross_entropy(model(x), y, reduction="none").mean().backward()
-            F.cross_entropy(model(x[:20]), y[:20]).backward()
-            probe.end_step()
-    assert rows_of(probe, "unused_outputs") == []
 
 
 @pytest.mark.parametrize(
