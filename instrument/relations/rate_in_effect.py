@@ -99,7 +99,7 @@ class RateInEffect(Relation):
             if (rate := float(scheduler.get_last_lr()[0])) not in in_effect:
                 del self._schedulers[name]
                 text = (
-                    f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
+                    f"{name} changes the learning rate of an optimizer ({type(scheduler.optimizer).__name__}) without steps"
                 )
                 yield Checked(False, rate, f"{text}, to {rate:.2g}")
         if count:
