@@ -98,9 +98,7 @@ class RateInEffect(Relation):
         for name, scheduler in [*self._schedulers.items()]:
             if (rate := float(scheduler.get_last_lr()[0])) not in in_effect:
                 del self._schedulers[name]
-                text = (
-                    f"{name} changes the learning rate of an optimizer ({type(scheduler.optimizer).__name__}) without steps"
-                )
+                text = f"{name} changes the learning rate of an optimizer ({type(scheduler.optimizer).__name__}) without steps"
                 yield Checked(False, rate, f"{text}, to {rate:.2g}")
         if count:
             yield Checked(True, count, "learning rates are finite and not negative")
