@@ -107,7 +107,8 @@ class RateInEffect(Relation):
         for scheduler, count in self._steps.items():
             length, steps = _length(scheduler), self.training.clock.moment.step
             if count * FEWEST_PER_STEP < length <= steps:
-                text = f"{type(scheduler).__name__} takes {length} steps, and made {count} in {steps} training steps: it may count batches"
+                name = type(scheduler).__name__
+                text = f"{name} has {length} steps, but was stepped {count} times in {steps} training steps: it may count batches"
                 yield Checked(False, count, text)
         for optimizer, largest in self._largest.items():
             if largest <= WARM and _fraction(optimizer) > largest and self.training.clock.moment.step >= FEWEST_STEPS:
