@@ -329,6 +329,11 @@ def test_leading_dimension_of_size_one_is_no_difference(tmp_path: Path) -> None:
     assert "rounding noise of this layer" not in text
 
 
+def test_renaming_that_is_no_mapping_is_reported() -> None:
+    with pytest.raises(ConfigError, match="rename: must be a mapping"):
+        instrument.diff("a", "b", rename=[("x", "y")])  # type: ignore[arg-type]
+
+
 def test_dump_requires_only_torch(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     source = (REPOSITORY / "instrument/integrations/dump.py").read_text()
