@@ -72,7 +72,7 @@ class RecordedRun:
         config = record["config"]
         if "train" not in config:
             message = "the run was started with instrument.attach, so its training loop is unknown"
-            fix = "call the loop again with other hooks, or use python -m instrument for runs that can be replayed"
+            fix = "call the loop again with other hooks, or with a block `with probe.record_operators():` instead of --ops"
             raise ConfigError(Problem(RUN, message, given=path, allowed="a run of python -m instrument", fix=fix))
         if replay := record.get("replay"):
             fix = f"repeat the run itself: python -m instrument.replay {replay['source']}"

@@ -91,6 +91,8 @@ def diff(
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
+    if not isinstance(rename or {}, Mapping):
+        raise ConfigError(Problem("rename", "must be a mapping from names in A to names in B", rename))
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
     expressions = {old: new for old, new in (rename or {}).items() if old not in plain}
     runs, measured, alignment = _opened((a, b), plain, expressions, foreign=foreign)

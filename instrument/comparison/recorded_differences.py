@@ -151,6 +151,7 @@ class Comparison:
         for conditions in self._tensor_windows():
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
             if len(rows):
+                rows = rows if self._noise is None else _without_leading_ones(rows)
                 calls = zip(rows["location"], rows["step"], rows["call"], strict=True)
                 rows = rows.assign(order=[self._order.get(call, call[0]) for call in calls])
                 rows = self._in_order(rows, rows["order"])
@@ -349,6 +350,22 @@ def _side(rows: pd.DataFrame, side: str) -> pd.DataFrame:
     """Return the extremes of one run."""
     names = {f"{name}_{side}": name for name in ("min", "max", "abs_max")}
     return rows.rename(columns=names).reindex(columns=["location", *names.values()])
+
+
+def _without_leading_ones(rows: pd.DataFrame) -> pd.DataFrame:
+    """Remove leading dimensions of size 1 if only they distinguish two shapes, such as [1, tokens] and [tokens]."""
+    for name in ("shape", "source_shape"):
+        pairs = [[[*one], [*other]] for one, other in zip(rows[f"{name}_a"], rows[f"{name}_b"], strict=True)]
+        for pair in pairs:
+            longer, shorter = sorted(pair, key=len, reverse=True)
+            excess = len(longer) - len(shorter)
+            if longer == [1] * excess + shorter:
+                del longer[:excess]
+        columns = zip(*pairs, strict=True)
+        rows = rows.assign(
+            **{f"{name}_{side}": pd.Series(column, rows.index) for side, column in zip("ab", columns, strict=True)}
+        )
+    return rows
 
 
 def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:

@@ -182,7 +182,7 @@ def verdict(diff: Diff) -> Iterator[str]:
     else:
         yield f"DIFFERENT: the first difference is at {_step(first)}, {place(records(diff.layers)[first.location], first.call)}"
         yield f"  {_numbers(first)}"
-        if diff.noise:
+        if diff.noise and not isinstance(first.a, tuple):  # tensors of different shapes have no distance
             row = cast("dict[str, float]", diff.tensors.loc[first.location].to_dict())
             ratio = "above" if np.isnan(row["ratio"]) else f"{row['ratio']:,.0f} times"
             yield f"  {ratio} the rounding noise of this layer, {row['noise']:.2g}; cosine {row['cosine']:.6f}"
@@ -230,7 +230,7 @@ def _drift(diff: Diff) -> Iterator[str]:
 def _numbers(first: FirstDifference) -> str:
     difference = f"relative difference {first.difference:.2g}"
     if isinstance(first.a, tuple) and isinstance(first.b, tuple):
-        return f"{first.statistic} {[*first.a]} and {[*first.b]}"
+        return f"{first.statistic.removeprefix('source_')} {[*first.a]} and {[*first.b]}"
     if first.statistic == "fingerprint":
         return "the fingerprints differ, and so do the bits"
     if first.statistic == VALUES:

@@ -66,7 +66,12 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
     )
     if in_file is not None and not isinstance(in_file, Mapping):
         raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))
-    return parse_rules({**default_rules(), **(in_file or {}), **({} if rules == "default" else rules)})
+    known = {**default_rules(), **(in_file or {})}
+    given_rules = {} if rules == "default" else rules
+    for name in [name for name, rule in given_rules.items() if rule is None and name not in known]:
+        message = "no rule has this name, so None removes nothing"
+        raise ConfigError(Problem(f"rules.{name}", message, None, [*known], similar_names(str(name), known)))
+    return parse_rules({**known, **given_rules})
 
 
 def _joined(entries: Sequence[Any]) -> dict[str, Any]:

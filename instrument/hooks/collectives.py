@@ -127,7 +127,7 @@ class CollectiveHooks(HookGroup):
                 raise ConfigError(Problem(f"hooks.{spec.name}.ranks", "no process has this rank", spec.ranks, allowed))
 
     def detach(self) -> None:
-        """Stop to observe. The last group removes the kernels. Results that nothing has waited for are missed."""
+        """Stop observing. The last group removes the kernels. Results that no code has waited for are counted as missed."""
         for work in [*_works]:
             with work.lock:
                 if work.call is not None and self in work.call.sites:

@@ -187,7 +187,7 @@ def dump(
         model: The model, in the mode in which it is compared: usually `model.eval()`.
         batch: The arguments: a mapping of keyword arguments, a tuple or list, or a single argument.
         float64: Whether a copy of the model also runs in float64, into `out/float64`: `instrument.diff` measures the
-            rounding errors of the model with it. If the model does not run in float64, a warning says so.
+            rounding errors of the model with it. A model that does not run in float64 causes a warning.
 
     Returns:
         The folder.

@@ -101,9 +101,7 @@ class RateInEffect(Relation):
         for name, scheduler in [*self._schedulers.items()]:
             if (rate := float(scheduler.get_last_lr()[0])) not in in_effect:
                 del self._schedulers[name]
-                text = (
-                    f"{name} changes the learning rate of a {type(scheduler.optimizer).__name__} that has made no step"
-                )
+                text = f"{name} changes the learning rate of an optimizer ({type(scheduler.optimizer).__name__}) without steps"
                 yield Checked(False, rate, f"{text}, to {rate:.2g}")
         if count:
             yield Checked(True, count, "learning rates are finite and not negative")
@@ -112,7 +110,8 @@ class RateInEffect(Relation):
         for scheduler, count in self._steps.items():
             length, steps = _length(scheduler), self.training.clock.moment.step - self._start
             if count * FEWEST_PER_STEP < length <= steps <= LONGEST * length:
-                text = f"{type(scheduler).__name__} takes {length} steps, and made {count} in {steps} training steps: it may count batches"
+                name = type(scheduler).__name__
+                text = f"{name} has {length} steps, but was stepped {count} times in {steps} training steps: it may count batches"
                 yield Checked(False, count, text)
         for optimizer, largest in self._largest.items():
             if largest <= WARM and _fraction(optimizer) > largest and self.training.clock.moment.step >= FEWEST_STEPS:

@@ -220,7 +220,8 @@ class RateInEffect(RelationRule, relation="rate_in_effect"):
     A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
     warm-up takes more than 10,000 steps, which are many (Devlin et al. 2019). Its schedule may count epochs or samples. A scheduler
     without effect was created for an earlier optimizer of the same parameters, so the rate in effect is not the one that it reports.
-    One that takes as many steps as the training, and made less than a twentieth of them, counts batches but makes a step per epoch.
+    A scheduler whose length is that of the training in steps, but which is stepped less than a twentieth as often, is stepped once per
+    epoch although its length counts batches.
     """
 
     what = "learning rate not in effect"

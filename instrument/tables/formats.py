@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -80,7 +81,11 @@ class Cast(Spec):
 
 
 def _from_name(value: Any) -> Any:
-    return {"to": value} if isinstance(value, str) else value
+    if value is None or isinstance(value, Mapping | Cast):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("must be the name of a format, such as float8_e4m3fn, or a mapping with 'to' and 'scale'")
+    return {"to": value}
 
 
 CastField = Annotated[

@@ -316,6 +316,24 @@ def test_first_tensors_correspond_if_paths_differ(tmp_path: Path) -> None:
     assert [*found.unmatched["path"]] == ["1"]
 
 
+def test_leading_dimension_of_size_one_is_no_difference(tmp_path: Path) -> None:
+    positions = torch.arange(5.0)
+    for name, tensor in (("a", positions[None]), ("b", positions), ("c", positions[None] + 1), ("d", positions[:4])):
+        write(tmp_path / name / "x.safetensors", {"positions": tensor.contiguous()})
+    found = instrument.diff(tmp_path / "a", tmp_path / "b")
+    assert found.first is None
+    assert "EQUAL BITS" in str(found)
+    assert instrument.diff(tmp_path / "b", tmp_path / "c").first is not None
+    text = str(instrument.diff(tmp_path / "a", tmp_path / "d"))
+    assert "  shape [1, 5] and [4]" in text
+    assert "rounding noise of this layer" not in text
+
+
+def test_renaming_that_is_no_mapping_is_reported() -> None:
+    with pytest.raises(ConfigError, match="rename: must be a mapping"):
+        instrument.diff("a", "b", rename=[("x", "y")])  # type: ignore[arg-type]
+
+
 def test_dump_requires_only_torch(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     source = (REPOSITORY / "instrument/integrations/dump.py").read_text()

@@ -182,6 +182,8 @@ def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
     own = read_rules(file, {"nan": {"rule": "non_finite", "then": "stop"}})
     assert "nan" in own
     assert "non_finite" not in own  # a rule replaces the default one of the same kind
+    with pytest.raises(instrument.ConfigError, match=r"rules\.stalld: no rule has this name[\s\S]*similar  stalled"):
+        read_rules(file, {"stalld": None})
     with pytest.raises(instrument.ConfigError, match="rules: must be a mapping, None or 'default'"):
         attached({"seen": SEEN}, "all")
     (tmp_path / "hooks.yaml").write_text(json.dumps(file))

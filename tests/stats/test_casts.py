@@ -357,6 +357,7 @@ def test_parts_of_processes_are_merged(to: str) -> None:
         ),
         ({"to": "mxfp8_e4m3", "scale": "amax"}, "remove 'scale', or set 'to' to one of float8_e4m3fn"),
         ({"to": "nvfp4", "scale": 0}, r"hooks\.h\.cast\.scale: must be a number from 1e-30 to 1e30"),
+        (8, r"hooks\.h\.cast: must be the name of a format[\s\S]*given    8"),
         ({"to": "nvfp4", "scale": "max"}, r"hooks\.h\.cast\.scale: not an allowed value[\s\S]*similar  amax"),
         ({"scale": 2}, r"hooks\.h\.cast\.to: is missing"),
     ],
