@@ -106,8 +106,8 @@ def diff(
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
     suggestion = _suggestion(unmatched[~unmatched["layer"].isin(locations["layer"])], names)
-    noise, order = (None, None) if measured is None else (measured.of(locations), measured.order_of(locations))
-    comparison = Comparison(runs, locations, tables, tolerance, noise, order)
+    noise = None if measured is None else measured.of(locations)
+    comparison = Comparison(runs, locations, tables, tolerance, noise, {} if measured is None else measured.order)
     comparison.compare_statistics()
     comparison.compare_tensors()
     if comparison.first is None and not comparison.has_values:

@@ -24,7 +24,6 @@ from torch import Tensor
 from ..analysis.load import Run
 from ..errors import ConfigError, Problem
 from ..formatting import shorten
-from ..storage.parts import ROW_GROUP_BYTES
 from ..storage.row_batches import as_table
 from ..storage.run_files import RunFiles
 from ..storage.tensors import rows_of
@@ -35,7 +34,6 @@ from .tensor_names import BATCH, KIND_OF_ROLE, NAMES_FILE, meaning_of, natural, 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npz", ".npy")
 FLOAT64 = "float64"
 """The subfolder with the same tensors in float64; see `float64` of `instrument.dump`."""
-MAX_ROWS = 256  # of a batch of rows
 _STEP = re.compile(r"(?:step|iter|pass)[-_]?(\d+)")
 
 
@@ -105,16 +103,11 @@ class _ForeignFiles(RunFiles):
         places = pa.table({key: [getattr(entry, key) for entry in entries] for key in ("step", "layer")})
         places = places.append_column("index", pa.array(range(len(entries)), pa.int64()))
         chosen = ds.dataset(places).to_table(filter=condition)["index"].to_pylist() if entries else []
-        pending: list[tuple[Row, Tensor, bool]] = []
-        size = 0
         for index in chosen:
             tensor = entries[index].load().contiguous()
             flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0)
-            pending.append((self._row(entries[index], tensor), flat, False))
-            size += flat.nbytes
-            if len(pending) >= MAX_ROWS or size >= ROW_GROUP_BYTES or index == chosen[-1]:
-                yield from as_table(TABLES[name], rows_of(pending)).select(list(columns)).to_batches()
-                pending, size = [], 0
+            rows = as_table(TABLES[name], rows_of([(self._row(entries[index], tensor), flat, False)]))
+            yield from rows.select(list(columns)).to_batches()
 
     def _row(self, entry: Entry, tensor: Tensor) -> Row:
         """Return the columns of a row before the values."""
@@ -142,34 +135,32 @@ def read_folder(path: str | Path) -> ForeignFolder:
     meaning = meaning_of(folder)
     result = ForeignFolder(folder, [], {}, {}, None)
     found: dict[tuple[Any, ...], tuple[Any, Entry, str]] = {}
-    loads: dict[str, Callable[[], Tensor]] = {}
+    names: list[str] = []
     about: dict[str, Any] = {}
     for number, file in enumerate(sorted(_files(folder), key=lambda file: natural(str(file)))):
         about, tensors = _contents(file, folder)
         result.skipped.update(about.get("skipped", {}))
-        loads.update(tensors)
         source = str(file.relative_to(folder))
         steps = _STEP.findall(source)
         for index, name in enumerate(about.get("order", tensors)):
+            names.append(name)
             fields = meaning(name) if meaning else of_dump(name, about["types"]) if about else of_plain_name(name)
             if fields is None:
                 continue
-            # A tensor with the bytes of an earlier one refers to it. It can be in an earlier file of the pass.
-            load = loads[about["same"].get(name, name) if about else name]
             position = (number, index) if (given := fields.pop("position", None)) is None else (given, number, index)
             step = int(fields.pop("step", steps[-1] if steps else 0))
             if fields["role"] == BATCH:
-                result.ids.setdefault(step, {})[fields["path"]] = load()
+                result.ids.setdefault(step, {})[fields["path"]] = tensors[name]()
                 continue
-            entry = Entry(load=load, step=step, **fields)
-            if (key := (*entry.name, step)) in found:
+            entry = Entry(load=tensors[name], step=step, **fields)
+            _, _, other = found.setdefault((*entry.name, step), ((step, position), entry, source))
+            if found[*entry.name, step][1] is not entry:
                 fix = f"pass a folder with one of them, or write {NAMES_FILE}"
-                twice = f"{entry.label} in {found[key][2]} and {source}"
+                twice = f"{entry.label} in {other} and {source}"
                 raise ConfigError(Problem(str(folder), "two tensors have the same name", twice, fix=fix))
-            found[key] = ((step, position), entry, source)
     if not found:
         message = f"no name is matched by {NAMES_FILE}" if meaning else "no tensor can be compared"
-        raise ConfigError(Problem(str(folder), message, shorten([*loads]), fix=f"write {NAMES_FILE}"))
+        raise ConfigError(Problem(str(folder), message, shorten(names), fix=f"write {NAMES_FILE}"))
     result.entries.extend(entry for _, entry, _ in sorted(found.values(), key=lambda each: each[0]))
     return replace(result, torch=about.get("torch"))
 

@@ -27,12 +27,12 @@ class Noise:
     Attributes:
         errors: For each side that was measured, `a` or `b`: the errors by layer, role and path.
         source: A description of how the noise is known.
-        entries: The tensors of A in the order of execution.
+        order: The index of each tensor of A in the order of execution, by layer, role, path, call and step.
     """
 
     errors: Mapping[str, Mapping[tuple[str, str, str], float]]
     source: str
-    entries: Sequence[Entry]
+    order: Mapping[tuple[str, str, str, int, int], int]
 
     def of(self, locations: pd.DataFrame) -> np.ndarray:
         """Return the noise of each location, the larger one of both sides; float64, shape [locations], NaN where it is unknown."""
@@ -42,16 +42,6 @@ class Noise:
             keys = locations[columns].itertuples(index=False, name=None)
             noise = np.fmax(noise, [errors.get(key, np.nan) for key in keys])
         return noise
-
-    def order_of(self, locations: pd.DataFrame) -> dict[tuple[int, int, int], int]:
-        """Return the index in the order of execution by location, step and call."""
-        rows = locations[["layer", "role", "path"]].itertuples(name=None)
-        index = {(layer, role, path): location for location, layer, role, path in rows}
-        return {
-            (index[entry.name[:3]], entry.step, entry.call): order
-            for order, entry in enumerate(self.entries)
-            if entry.name[:3] in index
-        }
 
 
 def opened_folders(
@@ -88,62 +78,46 @@ def opened_folders(
         other = replace(other, entries=with_derived(other.entries, a.entries, expressions, names))
         return aligned_folders(one, other) if list(opened) == [None, None] else (one.entries, other.entries, "")
 
-    *entries, alignment = aligned(a, b)
-    errors = {}
-    for side, (folder, run) in enumerate(zip((a, b), opened, strict=True)):
-        if run is None and is_foreign(folder.path / FLOAT64):
-            exact = read_folder(folder.path / FLOAT64)
-            of_a, of_b, _ = aligned(a, exact) if side else aligned(exact, b)
-            errors["ab"[side]] = _errors(entries[side], of_b if side else of_a)
-    measured = " and ".join(str((a, b)["ab".index(side)].path / FLOAT64) for side in errors)
-    source = f"measured against {measured}" if errors else "estimated from dtype, depth and length of sums"
-    runs = [
-        replace(folder, entries=own).run(_phase(opened[1 - side]) or "forward") if run is None else run
-        for side, (folder, own, run) in enumerate(zip((a, b), entries, opened, strict=True))
-    ]
-    skipped = [
-        f"not written by {name}: {key} ({text})"
-        for name, each in zip("AB", (a, b), strict=True)
-        for key, text in each.skipped.items()
-    ]
-    return (
-        (runs[0], runs[1]),
-        Noise(errors, source, entries[0]),
-        "\n".join([alignment, *skipped] if alignment else skipped),
+    of_a, of_b, alignment = aligned(a, b)
+    errors, measured = {}, []
+    if opened[0] is None and is_foreign(exact := a.path / FLOAT64):
+        errors["a"] = _errors(of_a, aligned(read_folder(exact), b)[0])
+        measured.append(str(exact))
+    if opened[1] is None and is_foreign(exact := b.path / FLOAT64):
+        errors["b"] = _errors(of_b, aligned(a, read_folder(exact))[1])
+        measured.append(str(exact))
+    source = (
+        f"measured against {' and '.join(measured)}" if errors else "estimated from dtype, depth and length of sums"
     )
+    one = opened[0] or replace(a, entries=of_a).run(_phase(opened[1]))
+    other = opened[1] or replace(b, entries=of_b).run(_phase(opened[0]))
+    lines = [alignment] if alignment else []
+    for side, folder in (("A", a), ("B", b)):
+        lines += [f"not written by {side}: {name} ({text})" for name, text in folder.skipped.items()]
+    order = {(*entry.name, entry.step): index for index, entry in enumerate(of_a)}
+    return (one, other), Noise(errors, source, order), "\n".join(lines)
 
 
 def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str, str, str], float]:
     """Return the largest relative L2 error of each tensor, by layer, role and path."""
-    known = {(*entry.name, entry.step): entry for entry in exact}
+    pairs = {(*entry.name, entry.step): entry for entry in exact}
     errors: dict[tuple[str, str, str], float] = {}
     for entry in entries:
-        reference = known.get((*entry.name, entry.step))
-        if reference is not None:
+        if reference := pairs.get((*entry.name, entry.step)):
             one, other = entry.load(), reference.load()
-            if one.shape == other.shape and one.is_floating_point():
-                l2 = tensor_errors(_numpy(one), _numpy(other), ("float64", "float64")).l2
+            if one.shape == other.shape and one.is_floating_point() and other.dtype == torch.float64:
+                l2 = tensor_errors(one.double().numpy(), other.numpy(), ("float64", "float64")).l2
                 errors[entry.name[:3]] = max(errors.get(entry.name[:3], 0.0), l2)
     return errors
 
 
-def _numpy(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.to(torch.float64).numpy()
-    return array
-
-
-def _phase(run: Run | None) -> str | None:
-    """Return the phase of the recorded tensors of a run; None without any."""
+def _phase(run: Run | None) -> str:
+    """Return the phase of the recorded tensors of a run."""
     batch = next(run.scan("tensors", ["phase"]), None) if run is not None else None
-    return None if batch is None or not batch.num_rows else str(batch["phase"][0])
+    return "forward" if batch is None or not batch.num_rows else str(batch["phase"][0])
 
 
 def _entries_of(run: Run) -> list[Entry]:
     """Return the recorded tensors of a run, without their values, which the comparison reads."""
     columns = ["layer", "role", "path", "step", "call", "module_type"]
-
-    def load() -> Tensor:
-        raise NotImplementedError
-
-    rows = [row for batch in run.scan("tensors", columns) for row in batch.to_pylist()]
-    return [Entry(load=load, **row) for row in rows]
+    return [Entry(load=Tensor, **row) for batch in run.scan("tensors", columns) for row in batch.to_pylist()]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import Field
+
 from ..config.parse import build
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Spec
@@ -49,23 +51,14 @@ class TensorMeaning(Spec):
     layer: str | None = None
     role: Role = "output"
     path: str = ""
-    dims: tuple[Literal["batch", "tokens", "heads", "keys", "other"], ...] = ()
-
-
-class IdNames(Spec):
-    """The names of the tensors that contain the ids of a batch."""
-
-    input_ids: str | None = None
-    position_ids: str | None = None
-    attention_mask: str | None = None
-    samples: str | None = None
+    dims: tuple[Literal["batch", "tokens", "heads"], ...] = ()
 
 
 class NamesFile(Spec):
     """The content of `names.yaml`; tensors whose pattern is null, and those that match no pattern, are left out."""
 
     tensors: dict[str, dict[str, Any] | None]
-    ids: IdNames = IdNames()
+    ids: dict[Literal["input_ids", "position_ids", "attention_mask", "samples"], str] = Field(default_factory=dict)
 
 
 def natural(text: str) -> list[tuple[bool, int, str]]:
@@ -78,20 +71,16 @@ def of_dump(name: str, types: Mapping[str, str]) -> dict[str, Any] | None:
     match = _OF_DUMP.fullmatch(name)
     if not match or (match["role"] == "input" and "mask" in (match["path"] or "").rpartition(".")[2]):
         return None
-    layer, path = match["layer"], match["path"] or ""
-    fields = {"layer": layer, "role": match["role"], "path": path, "call": int(match["call"] or 0)}
-    return {**fields, "module_type": types.get(layer, "")}
+    fields = {**match.groupdict(default=""), "call": int(match["call"] or 0)}
+    return {**fields, "module_type": types.get(match["layer"], "")}
 
 
 def of_plain_name(name: str) -> dict[str, Any]:
     """Return the fields of a tensor without further information: a parameter, or the output of a layer."""
     layer, _, last = name.rpartition(".")
     is_parameter = last in ("weight", "bias")
-    return (
-        {"layer": layer, "role": "param", "path": last}
-        if is_parameter
-        else {"layer": name, "role": "output", "path": ""}
-    )
+    place = (layer, "param", last) if is_parameter else (name, "output", "")
+    return dict(zip(("layer", "role", "path"), place, strict=True))
 
 
 def meaning_of(folder: Path) -> Meaning | None:
@@ -116,12 +105,9 @@ def _of_msprobe(order: Mapping[str, int]) -> Meaning:
         role = match and _ROLE_OF_MSPROBE.get((match["pass"], match["what"]))
         if not match or not role:
             return None
-        end = match.start("what") - 1 if match["what"] else match.start("path") - 1
-        position = (
-            order.get(name[:end], len(order)),
-            role.startswith(("output", "grad_input")),
-            natural(match["path"]),
-        )
+        end = match.start("what" if match["what"] else "path") - 1
+        is_result = role in ("output", "grad_input")
+        position = (order.get(name[:end], len(order)), is_result, natural(match["path"]))
         path, call = match["path"].removeprefix("kwargs."), int(match["number"] or match["call"] or 0)
         place = {"layer": match["layer"] or match["api"], "role": role, "path": path, "call": call}
         return {**place, "module_type": match["type"] or "", "position": position}
@@ -137,17 +123,15 @@ def _of_file(file: Path) -> Meaning:
     if not isinstance(content, dict):
         raise ConfigError(Problem(str(file), "must be a mapping", content, "tensors, ids"))
     names = build(NamesFile, content, str(file))
-    entries: list[tuple[re.Pattern[str], TensorMeaning | None, str]]
-    entries = [(_pattern(text), TensorMeaning(layer="", path=name), BATCH) for name, text in names.ids if text]
+    entries = [(_pattern(text), TensorMeaning(layer="", path=name), BATCH) for name, text in names.ids.items()]
     for text, given in names.tensors.items():
         where, pattern = f"{file}: tensors.{text}", _pattern(text)
-        meaning = None if given is None else build(TensorMeaning, given, where)
+        meaning = TensorMeaning() if given is None else build(TensorMeaning, given, where)
         known = [*pattern.groupindex]
-        for template in (meaning.layer or "", meaning.path) if meaning else ():
-            if unknown := [each for each in _PLACEHOLDER.findall(template) if each not in known]:
-                message = f"the pattern has no placeholder {{{unknown[0]}}}"
-                raise ConfigError(Problem(where, message, template, known or "no placeholders"))
-        entries.append((pattern, meaning, meaning.role if meaning else ""))
+        if unknown := [each for each in _PLACEHOLDER.findall(f"{meaning.layer}{meaning.path}") if each not in known]:
+            message = f"the pattern has no placeholder {{{unknown[0]}}}"
+            raise ConfigError(Problem(where, message, allowed=known or "no placeholders"))
+        entries.append((pattern, meaning, "" if given is None else meaning.role))
 
     def fields(name: str) -> dict[str, Any] | None:
         block, before = 0, None
@@ -155,7 +139,7 @@ def _of_file(file: Path) -> Meaning:
             block, before = (block, before) if {*pattern.groupindex} == before else (index, {*pattern.groupindex})
             if not (match := pattern.fullmatch(name)):
                 continue
-            if meaning is None:
+            if not role:
                 return None
             values = match.groupdict()
             layer = name if meaning.layer is None else _filled(meaning.layer, values)
@@ -174,12 +158,9 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 def _pattern(text: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern with placeholders. `{step}` and `{call}` are numbers."""
-    parts, seen = _PLACEHOLDER.split(text), [""]
-    for index, part in enumerate(parts):
-        if index % 2 == 0:
-            parts[index] = re.escape(part)
-        else:
-            values = r"\d+" if part in ("step", "call") else ".+?"
-            parts[index] = f"(?P={part})" if part in seen else f"(?P<{part}>{values})"
-            seen.append(part)
+    given, parts = _PLACEHOLDER.split(text), []
+    for index, part in enumerate(given):
+        values = r"\d+" if part in ("step", "call") else ".+?"
+        group = f"(?P={part})" if part in given[1:index:2] else f"(?P<{part}>{values})"
+        parts.append(group if index % 2 else re.escape(part))
     return re.compile("".join(parts))
