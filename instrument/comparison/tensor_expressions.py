@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from .foreign_folder import Entry
+from .foreign_folder import KIND_OF_ROLE, Entry
 from .layer_renaming import pattern_of, replaced
-from .tensor_names import KIND_OF_ROLE
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
 _NAME = re.compile(

@@ -6,7 +6,7 @@ This file requires only torch (2.0 or later). Copy it into any environment, such
 
     dump(model, batch, "**", out="dumps/port")
 
-A folder has one file per forward pass of the model: `pass-000000-000.safetensors`, or `.pt` without the package safetensors. The name
+A folder has one file per forward pass of the model: `pass-000000.safetensors`, or `.pt` without the package safetensors. The name
 of a tensor is `LAYER:ROLE.PATH#CALL`, such as `layers.0.mlp:output` or `layers.0:input.hidden_states`; the path and call 0 are
 left out if empty. `:batch.input_ids` and the like are the ids of the batch. The metadata entry `instrument` is JSON with `order`
 (names in the order of execution), `types` (classes of modules), `skipped` (tensors that were not written) and `torch`.
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 IDS = {
     "input_ids": ("input_ids", "tokens", "idx"),
@@ -33,7 +34,6 @@ IDS = {
     "samples": ("samples", "sample_ids"),
 }
 """The ids of a batch, and the arguments of models that contain them."""
-FILE_BYTES = 2**31  # of a file, after which the pass continues in another one
 
 
 class Dump:
@@ -68,7 +68,7 @@ class Dump:
             raise FileExistsError(f"out: {self.out} contains a dump; delete it, or write to another folder")
         self.out.mkdir(parents=True, exist_ok=True)
         self._model, self._handles = model, []  # type: nn.Module, list[Any]
-        self._pass = self._file = self._bytes = 0
+        self._pass = 0
         self._calls: dict[str, int] = {}
         self._tensors: dict[str, Tensor] = {}
         self._skipped: dict[str, str] = {}
@@ -94,9 +94,6 @@ class Dump:
 
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._write()
-        if self._file:
-            self._pass, self._file = self._pass + 1, 0
-        self._calls = {}
         given = _arguments(model, args, kwargs)
         for name, known in IDS.items():
             ids = self.ids.get(name, next((given[each] for each in known if each in given), None))
@@ -121,10 +118,6 @@ class Dump:
         except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse, nested or quantized tensor
             self._tensors.pop(key, None)
             self._skipped[key] = str(error).partition("\n")[0]
-            return
-        self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes >= FILE_BYTES:
-            self._write()
 
     def _write(self) -> None:
         if not self._tensors:
@@ -132,14 +125,14 @@ class Dump:
         types = {name: type(module).__name__ for name, module in self._modules.items()}
         about = {"order": [*self._tensors], "types": types, "skipped": self._skipped, "torch": str(torch.__version__)}
         metadata = {"format": "pt", "instrument": json.dumps(about)}
-        file = self.out / f"pass-{self._pass:06d}-{self._file:03d}"
+        file = self.out / f"pass-{self._pass:06d}"
         try:
             from safetensors.torch import save_file
         except ImportError:
             torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
         else:
             save_file(self._tensors, f"{file}.safetensors", metadata)
-        self._file, self._bytes, self._tensors, self._skipped = self._file + 1, 0, {}, {}
+        self._pass, self._calls, self._tensors, self._skipped = self._pass + 1, {}, {}, {}
 
 
 def dump(
@@ -167,7 +160,8 @@ def dump(
         exact = copy.deepcopy(model).double()
         try:
             with torch.random.fork_rng():
-                _run(exact, _double(batch), Dump(exact, layers, out=Path(out) / "float64", ids=ids))
+                batch = tree_map(_double, dict(batch) if isinstance(batch, Mapping) else batch)
+                _run(exact, batch, Dump(exact, layers, out=Path(out) / "float64", ids=ids))
         except (RuntimeError, TypeError) as error:
             text = str(error).partition("\n")[0]
             warnings.warn(f"the model does not run in float64, so its rounding is not measured: {text}", stacklevel=2)
@@ -180,6 +174,10 @@ def _run(model: nn.Module, batch: Any, recording: Dump) -> None:
             model(**batch)
         else:
             model(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -202,15 +200,6 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (Mapping, tuple, list)):
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _tensors(each, f"{path}.{key}")
-
-
-def _double(value: Any) -> Any:
-    """Return a nested value with floating-point tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _double(each) for key, each in value.items()}
-    return type(value)(map(_double, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _expression(glob: str) -> str:
