@@ -43,7 +43,7 @@ Meaning = Callable[[str], dict[str, Any] | None]
 """Returns the fields of `Entry` by the name of a tensor, with `position` where it orders the tensors; None if it is left out.
 The ids of a batch have the role `batch`."""
 _STEP = re.compile(r"(?:step|iter|pass)[-_]?(\d+)")
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _OF_DUMP = re.compile(r"(?P<layer>[^:]*):(?P<role>[a-z_]+)(?:\.(?P<path>[^#]*))?(?:#(?P<call>\d+))?")
 _OF_MSPROBE = re.compile(
     r"(?:(?:Module|Cell)\.(?:module\.)*(?P<layer>.+?)\.(?P<type>\w+)|(?P<api>[A-Z]\w+\.\w+)\.(?P<number>\d+))"
@@ -110,7 +110,13 @@ class ForeignFolder(RunFiles):
         places = pa.table({key: [getattr(entry, key) for entry in entries] for key in ("step", "layer")})
         places = places.append_column("index", pa.array(range(len(entries)), pa.int64()))
         for index in ds.dataset(places).to_table(filter=condition)["index"].to_pylist() if entries else []:
-            entry, tensor = entries[index], entries[index].load().contiguous()
+            entry = entries[index]
+            try:
+                tensor = entry.load().contiguous()
+            except (RuntimeError, ValueError, IndexError) as error:
+                where, text = f"{self.path}: {entry.label}", str(error).partition("\n")[0]
+                fix = f"leave it out with null, or correct its dims, in {NAMES_FILE}"
+                raise ConfigError(Problem(where, f"cannot be read: {text}", fix=fix)) from error
             moment = (entry.step, 0, 0, self.phase, 0)
             place = ("dump", entry.layer, entry.module_type, KIND_OF_ROLE[entry.role], entry.role, entry.path)
             shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
@@ -212,7 +218,7 @@ def _contents(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Load]
         elif isinstance(content := _torch_load(file), Tensor):
             tensors = {file.stem if "dump_tensor_data" in file.parts else stem: partial(_torch_load, file)}
         else:
-            metadata = content.get("metadata")
+            metadata = content.get("metadata") if isinstance(content, dict) else None
             is_dump = isinstance(metadata, dict) and "instrument" in metadata
             tensors = dict(_leaves(content["tensors"] if is_dump else content, ""))
     except ImportError:
@@ -266,7 +272,7 @@ def _meaning_of(folder: Path) -> Meaning | None:
     if (file := folder / NAMES_FILE).exists():
         return _of_names_file(file)
     if reports := sorted(folder.rglob("dump.json"), key=lambda report: _natural(str(report))):
-        calls = [call for report in reports for call in json.loads(report.read_text()).get("data") or {}]
+        calls = [call for report in reports for call in read_source(report).get("data") or {}]
         return partial(_of_msprobe, {call: index for index, call in reversed([*enumerate(calls)])})
     return None
 
@@ -319,7 +325,7 @@ def _of_names_file(file: Path) -> Meaning:
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
-    return _PLACEHOLDER.sub(lambda part: values[part[1]], template)
+    return _PLACEHOLDER.sub(lambda part: values.get(part[1], part[0]), template)
 
 
 def _pattern(text: str) -> re.Pattern[str]:

@@ -159,7 +159,11 @@ def _aligned(
         ConfigError: The folders have no token in common, or the token ids of the same sample differ.
     """
     if a is None or b is None:
-        text = "" if a is b else f"not aligned: {'A' if a is None else 'B'} contains no ids of tokens or samples"
+        text = (
+            ""
+            if a is b
+            else f"not aligned: {'A' if a is None else 'B'} contains no ids of tokens or samples; pass ids= to instrument.dump"
+        )
         return one, other, text
     is_complete = len(a.table) == sum(int(np.prod(shape)) for shape in a.shapes.values())
     if a.shapes == b.shapes and is_complete and a.table.equals(b.table):
@@ -275,7 +279,7 @@ def _dims(entry: Entry, shape: tuple[int, ...]) -> tuple[str, ...]:
     if entry.dims:
         return entry.dims if "tokens" in entry.dims or len(shape) == 1 else ()
     found = tuple(entry.load().shape)
-    if found[: len(shape)] == shape:
+    if found[: len(shape)] == shape or (len(shape) == 2 and found[:2] == (1, shape[1])):
         return ("batch", "tokens")[-len(shape) :]
     if len(shape) == 1:
         return ()
@@ -291,5 +295,8 @@ def _gathered(parts: dict[int, Entry], tokens: Tokens, index: Tensor) -> Tensor:
     for step, shape in tokens.shapes.items():
         dims = _dims(parts[step], shape)
         first = [dims.index(name) for name in ("batch", "tokens") if name in dims]
-        rows.append(parts[step].load().movedim(first, [*range(len(first))]).flatten(0, len(first) - 1))
+        tensor = parts[step].load().movedim(first, [*range(len(first))])
+        if len(first) == 2:  # positions are often the same for all samples
+            tensor = tensor.expand(*shape, *tensor.shape[2:]).flatten(0, 1)
+        rows.append(tensor)
     return torch.cat(rows)[index]

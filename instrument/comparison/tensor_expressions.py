@@ -127,7 +127,9 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "T":
             node.attr = "mT"  # the transpose of the last two dimensions
-        elif not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
+            continue
+        is_allowed = isinstance(node, _NODES) and isinstance(getattr(node, "op", ast.Add()), _NODES)
+        if not is_allowed or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
             source = re.sub(r"t\d+_", lambda key: names[key[0]], ast.get_source_segment(plain, node) or "")
             message = f"not allowed at character {max(text.find(source), 0)}: {source}"
             raise ConfigError(Problem(where, message, text, ALLOWED))

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 IDS = {
-    "input_ids": ("input_ids", "tokens", "idx"),
-    "position_ids": ("position_ids", "positions"),
-    "attention_mask": ("attention_mask", "padding_mask"),
+    "input_ids": ("input_ids", "tokens", "token_ids", "ids", "idx"),
+    "position_ids": ("position_ids", "positions", "pos"),
+    "attention_mask": ("attention_mask", "padding_mask", "mask"),
     "samples": ("samples", "sample_ids"),
 }
 """The ids of a batch, and the arguments of models that contain them."""

@@ -136,6 +136,7 @@ def test_file_of_names_gives_names_their_meaning(tmp_path: Path) -> None:
         ("tensors: {}\nids: {tokens: a}", "allowed  input_ids"),
         ("tensors: {z: {}}", "no name is matched"),
         ("tensors: [", "is not valid YAML"),
+        ("tensors: {'a{1}': {}}", "no name is matched"),
     ],
 )
 def test_problems_in_the_file_of_names_are_reported(text: str, problem: str, tmp_path: Path) -> None:
@@ -156,6 +157,21 @@ def test_problems_of_folders_are_reported(tmp_path: Path, call: Call) -> None:
     assert "folder not found" in call(main, one, tmp_path / "missing").expect(2).err
     (tmp_path / "empty").mkdir()
     assert "contains no tensors" in call(main, one, tmp_path / "empty", "--as", "foreign").expect(2).err
+
+
+def test_tensors_that_cannot_be_read_are_reported(tmp_path: Path, call: Call) -> None:
+    one, other = write(tmp_path / "a" / "x.pt", {"x": X}), tmp_path / "b"
+    other.mkdir()
+    np.savez(other / "x.npz", x=np.array([{}], dtype=object))
+    assert "b: x: cannot be read: Object arrays" in call(main, one, other).expect(2).err
+    for name, ids in (("c", [[1, 2, 3], [4, 5, 6]]), ("d", [[4, 5, 6], [1, 2, 3]])):
+        folder = write(tmp_path / name / "x.pt", {"x": X, "ids": torch.tensor(ids)})
+        (folder / "names.yaml").write_text("{tensors: {x: {dims: [tokens, batch]}}, ids: {input_ids: ids}}")
+    assert "correct its dims" in call(main, tmp_path / "c", tmp_path / "d").expect(2).err
+    (other / "dump.json").write_text("{")
+    assert "not valid JSON" in call(main, one, other).expect(2).err
+    torch.save([X, {"y": X}], one / "x.pt")
+    assert {*tensors_of(one)} == {"0", "1.y"}
 
 
 def test_equal_bits_are_stated(tmp_path: Path, call: Call) -> None:
@@ -202,6 +218,7 @@ def test_expressions_compute_tensors(name: str, tmp_path: Path) -> None:
         ("c", "mean(a, 1)", "not allowed at character 0: mean"),
         ("c", "(a + b).real", "not allowed at character 0: (a + b).real"),
         ("c", "a * 2 + b[0]", "invalid expression"),
+        ("c", "a[2**3]", "not allowed at character 2: 2**3"),
         ("c", "split(a)", "missing 2 required positional arguments"),
         ("c", "cat(a, b, dim=lambda: 0)", "not allowed"),
         ("c", "a['x']", "B has no tensor x"),
