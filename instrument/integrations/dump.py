@@ -51,19 +51,21 @@ class Dump:
             [tokens]. Those that are missing are read from the arguments of the model. If they change, assign `dump.ids` before each pass.
 
     Raises:
-        ValueError: The patterns match no module.
+        ValueError: The patterns match no module, or a name of `ids` is unknown.
         FileExistsError: The folder contains a dump.
     """
 
     def __init__(
         self, model: nn.Module, layers: Any = "**", *, out: Any, ids: Mapping[str, Tensor] | None = None
     ) -> None:
-        pattern = re.compile("|".join(map(_expression, [layers] if isinstance(layers, str) else layers)))
+        pattern = re.compile("|".join(map(_expression, [layers] if isinstance(layers, str) else layers)) or "(?!)")
         known = dict(model.named_modules())
         self._modules = {name: each for name, each in known.items() if pattern.fullmatch(f"{name}." if name else "")}
         if not self._modules:
             raise ValueError(f"layers: {layers!r} matches no module; the modules are {[*known]}")
         self.out, self.ids = Path(out), dict(ids or {})
+        if unknown := [*(self.ids.keys() - IDS.keys())]:
+            raise ValueError(f"ids: {unknown[0]!r} is unknown; the names are {[*IDS]}")
         if any(self.out.glob("pass-*")):
             raise FileExistsError(f"out: {self.out} contains a dump; delete it, or write to another folder")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -96,7 +98,8 @@ class Dump:
         self._write()
         given = _arguments(model, args, kwargs)
         for name, known in IDS.items():
-            ids = self.ids.get(name, next((given[each] for each in known if each in given), None))
+            ids = next((given[each] for each in known if each in given), None)
+            ids = torch.as_tensor(self.ids[name]) if name in self.ids else ids
             if isinstance(ids, Tensor) and ids.dim() <= 2:  # a mask of attention weights has 4 dimensions
                 self._keep(f":batch.{name}", ids)
 
@@ -128,10 +131,10 @@ class Dump:
         file = self.out / f"pass-{self._pass:06d}"
         try:
             from safetensors.torch import save_file
-        except ImportError:
-            torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
-        else:
+
             save_file(self._tensors, f"{file}.safetensors", metadata)
+        except (ImportError, KeyError):  # safetensors is not installed, or does not have a dtype
+            torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
         self._pass, self._calls, self._tensors, self._skipped = self._pass + 1, {}, {}, {}
 
 
@@ -155,11 +158,13 @@ def dump(
     Returns:
         The folder.
     """
+    random_state = torch.get_rng_state()
     _run(model, batch, Dump(model, layers, out=out, ids=ids))
     if float64:
         exact = copy.deepcopy(model).double()
         try:
             with torch.random.fork_rng():
+                torch.set_rng_state(random_state)  # of dropout
                 batch = tree_map(_double, dict(batch) if isinstance(batch, Mapping) else batch)
                 _run(exact, batch, Dump(exact, layers, out=Path(out) / "float64", ids=ids))
         except (RuntimeError, TypeError) as error:

@@ -424,6 +424,27 @@ def test_dump_selects_layers_and_refuses_mistakes(tmp_path: Path) -> None:
         instrument.dump(network, X, out=tmp_path)
     with pytest.raises(ValueError, match="matches no module"):
         instrument.dump(network, X, "encoder.**", out=tmp_path / "other")
+    with pytest.raises(ValueError, match="matches no module"):
+        instrument.dump(network, X, [], out=tmp_path / "other")
+    with pytest.raises(ValueError, match="'tokens' is unknown"):
+        instrument.dump(network, X, out=tmp_path / "other", ids={"tokens": X})
+
+
+def test_float64_pass_has_the_same_dropout(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2))
+    instrument.dump(network, X, out=tmp_path, float64=True)
+    one, exact = tensors_of(tmp_path)["1"], tensors_of(tmp_path / "float64")["1"]
+    assert torch.allclose(one.double(), exact, rtol=1e-4)
+
+
+def test_dtypes_that_safetensors_does_not_have_are_written(tmp_path: Path) -> None:
+    class Complex(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(x.double(), x.double())
+
+    instrument.dump(Complex(), X, out=tmp_path, ids={"samples": cast(Any, [3, 4])})
+    assert torch.equal(tensors_of(tmp_path)["."], Complex()(X))
+    assert read_folder(tmp_path).ids[0]["samples"].tolist() == [3, 4]
 
 
 def test_added_tensor_belongs_to_its_pass(tmp_path: Path) -> None:
