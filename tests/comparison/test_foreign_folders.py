@@ -295,6 +295,14 @@ def test_samples_correspond_by_the_tokens_that_both_have(tmp_path: Path) -> None
         instrument.diff(tmp_path / "a", tmp_path / "c")
 
 
+def test_other_inputs_are_stated(tmp_path: Path) -> None:
+    for name, x in (("a", X), ("b", X + 1)):
+        instrument.dump(model(), x, out=tmp_path / name)
+    text = str(instrument.diff(tmp_path / "a", tmp_path / "b"))
+    assert "The inputs of the models differ" in text
+    assert "record the inputs" not in text
+
+
 def test_names_with_a_hyphen_are_not_expressions(tmp_path: Path) -> None:
     one, other = write(tmp_path / "a" / "x.pt", {"a-1": X}), write(tmp_path / "b" / "x.pt", {"b-1": X})
     assert instrument.diff(one, other, rename={"a-1": "b-1"}).is_identical
