@@ -210,4 +210,5 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 def _expression(glob: str) -> str:
     """Return the regular expression of a pattern of names, of which each segment ends with a dot."""
     segments = [] if glob == "." else glob.split(".")
-    return "".join(r"(?:[^.]+\.)*" if s == "**" else re.escape(s).replace(r"\*", "[^.]*") + r"\." for s in segments)
+    texts = (r"(?:[^.]+\.)*" if s == "**" else re.escape(s).replace(r"\*", "[^.]*") + r"\." for s in segments)
+    return f"(?:{''.join(texts)})"

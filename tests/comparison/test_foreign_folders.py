@@ -428,6 +428,8 @@ def test_dump_selects_layers_and_refuses_mistakes(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     instrument.dump(network, X, ["0.*", "1"], out=tmp_path)
     assert {entry.layer for entry in read_folder(tmp_path).entries} == {"0.0", "0.1", "1"}
+    instrument.dump(network, X, ".", out=tmp_path / "root")
+    assert {entry.layer for entry in read_folder(tmp_path / "root").entries} == {""}
     with pytest.raises(FileExistsError, match="contains a dump"):
         instrument.dump(network, X, out=tmp_path)
     with pytest.raises(ValueError, match="matches no module"):
