@@ -150,18 +150,16 @@ def _with_paths_of(one: pd.DataFrame, other: pd.DataFrame) -> pd.DataFrame:
     of the other one: a module can return a tensor in one implementation, and a tuple in another.
     """
     keys = [name for name in LOCATION if name != "path"]
-    paths = [
-        each[each["role"].isin(["input", "output"])].groupby(keys, sort=False)["path"].agg(list)
-        for each in (one, other)
+    first, theirs = (
+        each[each["role"].isin(["input", "output"])].drop_duplicates(keys)[[*LOCATION]] for each in (one, other)
+    )
+    both = theirs.reset_index().merge(first, on=keys, suffixes=("", "_a")).set_index("index")
+    places = [{*each[[*LOCATION]].itertuples(index=False, name=None)} for each in (one, other)]
+    is_free = [
+        (*key, path) not in places[0] and (*key, path_a) not in places[1]
+        for *key, path, path_a in both[[*keys, "path", "path_a"]].itertuples(index=False, name=None)
     ]
-    renamed: dict[tuple[str, ...], str] = {}
-    for key, theirs in paths[1].items():
-        ours = paths[0].get(key)
-        if ours and ours[0] not in theirs and theirs[0] not in ours:
-            renamed[(*cast("tuple[str, ...]", key), theirs[0])] = ours[0]
-    places = other[[*LOCATION]].itertuples(index=False, name=None)
-    paths_of_one = pd.Series([renamed.get(place, place[-1]) for place in places], other.index, dtype=object)
-    return other.assign(path=paths_of_one)
+    return other.assign(path=both["path_a"][is_free].reindex(other.index).fillna(other["path"]))
 
 
 def aligned(

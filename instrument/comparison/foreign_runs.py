@@ -1,10 +1,15 @@
-"""Folders of tensors opened as runs for a comparison: with computed tensors, aligned tokens, and their rounding noise."""
+"""Folders of tensors opened as runs for a comparison: with computed tensors, aligned tokens, and their rounding noise.
+
+Two folders have the same tokens of the same samples in the same order, without padding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,11 +18,13 @@ from torch import Tensor
 
 from ..analysis.load import Run
 from ..errors import ConfigError, Problem
+from ..formatting import shorten
 from .foreign_folder import FLOAT64, Entry, ForeignFolder, is_foreign, read_folder
 from .layer_renaming import renamed_layers
 from .tensor_errors import tensor_errors
 from .tensor_expressions import with_derived
-from .token_alignment import aligned_folders
+
+MAX_NAMES = 4  # maximum number of tokens or layers in a message
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,12 @@ class Noise:
     Attributes:
         errors: For each side that was measured, `a` or `b`: the errors by layer, role and path.
         source: A description of how the noise is known.
-        entries: The tensors of A in the order of execution.
+        order: The index of each tensor of A in the order of execution, by layer, role, path, call and step.
     """
 
     errors: Mapping[str, Mapping[tuple[str, str, str], float]]
     source: str
-    entries: Sequence[Entry]
+    order: Mapping[tuple[str, str, str, int, int], int]
 
     def of(self, locations: pd.DataFrame) -> np.ndarray:
         """Return the noise of each location, the larger one of both sides; float64, shape [locations], NaN where it is unknown."""
@@ -42,16 +49,6 @@ class Noise:
             keys = locations[columns].itertuples(index=False, name=None)
             noise = np.fmax(noise, [errors.get(key, np.nan) for key in keys])
         return noise
-
-    def order_of(self, locations: pd.DataFrame) -> dict[tuple[int, int, int], int]:
-        """Return the index in the order of execution by location, step and call."""
-        rows = locations[["layer", "role", "path"]].itertuples(name=None)
-        index = {(layer, role, path): location for location, layer, role, path in rows}
-        return {
-            (index[entry.name[:3]], entry.step, entry.call): order
-            for order, entry in enumerate(self.entries)
-            if entry.name[:3] in index
-        }
 
 
 def opened_folders(
@@ -75,7 +72,7 @@ def opened_folders(
         ConfigError: A folder cannot be read, an expression is invalid, or the folders have no token in common.
     """
     a, b = (
-        read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run), {}, {}, None)
+        read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run))
         for path, run in zip(paths, opened, strict=True)
     )
     if expressions and opened[1] is not None:
@@ -85,65 +82,221 @@ def opened_folders(
     names = renamed_layers(rename, *(list(dict.fromkeys(entry.layer for entry in each.entries)) for each in (a, b)))
 
     def aligned(one: ForeignFolder, other: ForeignFolder) -> tuple[list[Entry], list[Entry], str]:
-        other = replace(other, entries=with_derived(other.entries, a.entries, expressions, names))
-        return aligned_folders(one, other) if list(opened) == [None, None] else (one.entries, other.entries, "")
+        derived = with_derived(other.entries, a.entries, expressions, names)
+        tokens = (_tokens_of(one), _tokens_of(other)) if list(opened) == [None, None] else (None, None)
+        return _aligned(one.entries, derived, *tokens)
 
-    *entries, alignment = aligned(a, b)
-    errors = {}
-    for side, (folder, run) in enumerate(zip((a, b), opened, strict=True)):
-        if run is None and is_foreign(folder.path / FLOAT64):
-            exact = read_folder(folder.path / FLOAT64)
-            of_a, of_b, _ = aligned(a, exact) if side else aligned(exact, b)
-            errors["ab"[side]] = _errors(entries[side], of_b if side else of_a)
-    measured = " and ".join(str((a, b)["ab".index(side)].path / FLOAT64) for side in errors)
-    source = f"measured against {measured}" if errors else "estimated from dtype, depth and length of sums"
-    runs = [
-        replace(folder, entries=own).run(_phase(opened[1 - side]) or "forward") if run is None else run
-        for side, (folder, own, run) in enumerate(zip((a, b), entries, opened, strict=True))
-    ]
-    skipped = [
-        f"not written by {name}: {key} ({text})"
-        for name, each in zip("AB", (a, b), strict=True)
-        for key, text in each.skipped.items()
-    ]
-    return (
-        (runs[0], runs[1]),
-        Noise(errors, source, entries[0]),
-        "\n".join([alignment, *skipped] if alignment else skipped),
+    of_a, of_b, alignment = aligned(a, b)
+    exact_a, exact_b = (
+        read_folder(each.path / FLOAT64) if run is None and is_foreign(each.path / FLOAT64) else None
+        for each, run in zip((a, b), opened, strict=True)
     )
+    errors = {"a": _errors(of_a, aligned(exact_a, b)[0])} if exact_a else {}
+    errors |= {"b": _errors(of_b, aligned(a, exact_b)[1])} if exact_b else {}
+    measured = " and ".join(str(each.path) for each in (exact_a, exact_b) if each)
+    source = f"measured against {measured}" if measured else "estimated from dtype, depth and length of sums"
+    a.entries, b.entries, a.phase, b.phase = of_a, of_b, _phase(opened[1]), _phase(opened[0])
+    one, other = opened[0] or a.run(), opened[1] or b.run()
+    lines = [alignment] if alignment else []
+    for side, folder in (("A", a), ("B", b)):
+        lines += [f"not written by {side}: {name} ({text})" for name, text in folder.skipped.items()]
+    order = {(*entry.name, entry.step): index for index, entry in enumerate(of_a)}
+    return (one, other), Noise(errors, source, order), "\n".join(lines)
 
 
 def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str, str, str], float]:
     """Return the largest relative L2 error of each tensor, by layer, role and path."""
-    known = {(*entry.name, entry.step): entry for entry in exact}
+    pairs = {(*entry.name, entry.step): entry for entry in exact}
     errors: dict[tuple[str, str, str], float] = {}
     for entry in entries:
-        reference = known.get((*entry.name, entry.step))
-        if reference is not None:
+        if reference := pairs.get((*entry.name, entry.step)):
             one, other = entry.load(), reference.load()
-            if one.shape == other.shape and one.is_floating_point():
-                l2 = tensor_errors(_numpy(one), _numpy(other), ("float64", "float64")).l2
+            if one.shape == other.shape and one.is_floating_point() and other.dtype == torch.float64:
+                l2 = tensor_errors(one.double().numpy(), other.numpy(), ("float64", "float64")).l2
                 errors[entry.name[:3]] = max(errors.get(entry.name[:3], 0.0), l2)
     return errors
 
 
-def _numpy(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.to(torch.float64).numpy()
-    return array
-
-
-def _phase(run: Run | None) -> str | None:
-    """Return the phase of the recorded tensors of a run; None without any."""
+def _phase(run: Run | None) -> str:
+    """Return the phase of the recorded tensors of a run."""
     batch = next(run.scan("tensors", ["phase"]), None) if run is not None else None
-    return None if batch is None or not batch.num_rows else str(batch["phase"][0])
+    return "forward" if batch is None or not batch.num_rows else str(batch["phase"][0])
 
 
 def _entries_of(run: Run) -> list[Entry]:
     """Return the recorded tensors of a run, without their values, which the comparison reads."""
     columns = ["layer", "role", "path", "step", "call", "module_type"]
+    return [Entry(load=Tensor, **row) for batch in run.scan("tensors", columns) for row in batch.to_pylist()]
 
-    def load() -> Tensor:
-        raise NotImplementedError
 
-    rows = [row for batch in run.scan("tensors", columns) for row in batch.to_pylist()]
-    return [Entry(load=load, **row) for row in rows]
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a folder.
+
+    Attributes:
+        table: One row per token that is not padding: `index` (among all ids of all steps), `sample`, `position`, and `token` (its
+            id; -1 if unknown).
+        shapes: The shape of the ids of each step: [batch, tokens]; [tokens] if samples are packed; [batch] if only samples
+            are known.
+        is_named: Whether the samples have ids that both folders can share.
+    """
+
+    table: pd.DataFrame
+    shapes: dict[int, tuple[int, ...]]
+    is_named: bool
+
+
+def _aligned(
+    one: list[Entry], other: list[Entry], a: Tokens | None, b: Tokens | None
+) -> tuple[list[Entry], list[Entry], str]:
+    """Return the tensors of two folders with the tokens that both have, and a description of the alignment.
+
+    Tokens correspond if their sample and their position are equal. Without ids of samples, samples correspond whose token ids
+    are equal at the positions that both have. The tokens of all steps are joined into step 0. Tensors without a dimension of tokens
+    are left out. If both folders have the same tokens in the same order without padding, the tensors are returned unchanged.
+
+    Raises:
+        ConfigError: The folders have no token in common, or the token ids of the same sample differ.
+    """
+    if a is None or b is None:
+        text = (
+            ""
+            if a is b
+            else f"not aligned: {'A' if a is None else 'B'} contains no ids of tokens or samples; pass ids= to instrument.dump"
+        )
+        return one, other, text
+    is_complete = len(a.table) == sum(int(np.prod(shape)) for shape in a.shapes.values())
+    if a.shapes == b.shapes and is_complete and a.table.equals(b.table):
+        return one, other, "aligned: the same tokens in the same order, without padding"
+    pairs = _pairs(a, b)
+    chosen_a, rest_a = _with_tokens(one, a, pairs["index_a"])
+    chosen_b, rest_b = _with_tokens(other, b, pairs["index_b"])
+    text = f"aligned: {len(pairs):,} of {len(a.table):,} tokens of A and {len(b.table):,} of B, by sample and position"
+    listed = shorten(list(dict.fromkeys([*rest_a, *rest_b])), MAX_NAMES)
+    return chosen_a, chosen_b, f"{text}; without a dimension of tokens, not compared: {listed}" if listed else text
+
+
+def _tokens_of(folder: ForeignFolder) -> Tokens | None:
+    """Return the tokens of a folder; None if its steps have no ids."""
+    tables, shapes, offset, is_named = [], {}, 0, True
+    for step, tensors in sorted(folder.ids.items()):
+        ids = {name: tensor.numpy() for name, tensor in tensors.items()}
+        known = [ids[name] for name in ("input_ids", "position_ids", "samples") if name in ids]
+        if not known:
+            continue
+        shape = max(known, key=np.size).shape
+        try:
+            table, mask = _table_of(ids, shape)
+        except ValueError:
+            given = ", ".join(f"{name} {[*each.shape]}" for name, each in ids.items())
+            raise ConfigError(
+                Problem(f"{folder.path}: step {step}", "the shapes of the ids do not fit", given)
+            ) from None
+        table = table.assign(step=step, index=np.arange(len(table)) + offset)[mask]
+        if "samples" not in ids:  # a sample ends with its row, and where the positions do not continue
+            is_named = False
+            table["sample"] = ((table["row"].diff() != 0) | (table["position"].diff() != 1)).cumsum()
+        tables.append(table)
+        shapes[step], offset = shape, offset + len(mask)
+    if not tables:
+        return None
+    table = pd.concat(tables, ignore_index=True)
+    if table.duplicated(["sample", "position"]).any():  # several batches, whose samples have no ids
+        table["sample"], is_named = table.groupby(["step", "sample"], sort=False).ngroup(), False
+    if table.duplicated(["sample", "position"]).any():
+        fix = "pass ids of samples and positions that differ for each token"
+        raise ConfigError(Problem(str(folder.path), "two tokens have the same sample and position", fix=fix))
+    return Tokens(table[["index", "sample", "position", "token"]], shapes, is_named)
+
+
+def _table_of(ids: dict[str, np.ndarray], shape: tuple[int, ...]) -> tuple[pd.DataFrame, np.ndarray]:
+    """Return row, sample, position and id of each token of a step, and which tokens are not padding."""
+    mask = ids["attention_mask"].astype(bool) if "attention_mask" in ids else np.ones(shape, bool)
+    positions = mask.cumsum(-1) - 1 if "input_ids" in ids else np.zeros(shape, np.int64)
+    columns = {
+        "row": np.indices(shape)[0] if len(shape) == 2 else np.zeros(shape, np.int64),
+        "sample": ids["samples"].reshape(-1, *[1] * (len(shape) - 1)) if "samples" in ids else np.array(0),
+        "position": ids.get("position_ids", positions)[..., -shape[-1] :],  # with a cache, the mask has earlier tokens
+        "token": ids.get("input_ids", np.array(-1)),
+    }
+    table = pd.DataFrame({name: np.broadcast_to(each, shape).ravel() for name, each in columns.items()})
+    return table, np.broadcast_to(mask[..., -shape[-1] :], shape).ravel()
+
+
+def _pairs(a: Tokens, b: Tokens) -> pd.DataFrame:
+    """Return the tokens that both have, in the order of A: `sample`, `position`, and `index` and `token` of each side."""
+    other = b.table
+    if not (a.is_named and b.is_named):
+        other = other.assign(sample=other["sample"].map(_same_samples(a.table, b.table))).dropna(subset="sample")
+    pairs = a.table.merge(other.astype({"sample": np.int64}), on=["sample", "position"], suffixes=("_a", "_b"))
+    if pairs.empty:
+        firsts = [each.table[each.table["sample"] == each.table["sample"].iloc[0]]["token"] for each in (a, b)]
+        given = "; ".join(
+            f"{name}: {shorten([*map(str, each)], MAX_NAMES)}" for name, each in zip("AB", firsts, strict=True)
+        )
+        fix = "run both with the same samples and tokens, or pass the ids of the samples"
+        raise ConfigError(Problem("", "no sample has the same tokens in both folders", given, fix=fix))
+    are_known = (pairs["token_a"] >= 0) & (pairs["token_b"] >= 0)
+    for wrong in pairs[are_known & (pairs["token_a"] != pairs["token_b"])].itertuples():
+        where, given = f"sample {wrong.sample}, position {wrong.position}", f"A: {wrong.token_a}; B: {wrong.token_b}"
+        raise ConfigError(Problem(where, "the token ids differ", given, fix="run both with the same tokens"))
+    return pairs
+
+
+def _same_samples(a: pd.DataFrame, b: pd.DataFrame) -> dict[Any, Any]:
+    """Return the sample of A for each sample of B that has one: that with the most tokens in common, and none that differs."""
+    one, other = (each.pivot(index="sample", columns="position", values="token") for each in (a, b))
+    one, other = one.align(other, join="outer", axis=1)
+    left, pairs = one.to_numpy(np.float64, copy=True), {}
+    for sample in other.count(axis=1).sort_values(ascending=False, kind="stable").index:  # parts of samples come last
+        text = other.loc[sample].to_numpy(np.float64)
+        in_both, in_one = ~np.isnan(left) & ~np.isnan(text), ~np.isnan(left) | ~np.isnan(text)
+        shared = np.where(((left == text) | ~in_both).all(1), in_both.sum(1) / in_one.sum(1), 0.0)
+        if shared[best := int(shared.argmax())] > 0.0:
+            pairs[sample] = one.index[best]
+            left[best] = np.nan
+    return pairs
+
+
+def _with_tokens(entries: Sequence[Entry], tokens: Tokens, index: pd.Series) -> tuple[list[Entry], list[str]]:
+    """Return the tensors with the tokens of an index, and the labels of those that have no dimension of tokens in every step."""
+    groups: dict[tuple[Any, ...], dict[int, Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.name, {})[entry.step] = entry
+    chosen, rest = [], []
+    for parts in groups.values():
+        entry = next(iter(parts.values()))
+        if parts.keys() == tokens.shapes.keys() and all(_dims(parts[step], tokens.shapes[step]) for step in parts):
+            load = partial(_gathered, parts, tokens, torch.tensor(index.to_numpy()))
+            chosen.append(entry._replace(step=0, load=load, dims=()))
+        else:
+            rest.append(entry.label)
+    return chosen, rest
+
+
+def _dims(entry: Entry, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the names of the first dimensions of a tensor, up to that of its tokens; empty if it has none."""
+    if entry.dims:
+        return entry.dims if "tokens" in entry.dims or len(shape) == 1 else ()
+    found = tuple(entry.load().shape)
+    if found[: len(shape)] == shape or (len(shape) == 2 and found[:2] == (1, shape[1])):
+        return ("batch", "tokens")[-len(shape) :]
+    if len(shape) == 1:
+        return ()
+    batch, tokens = shape
+    if len(found) == 4 and (found[0], found[2]) == shape and found[3] != tokens:  # otherwise attention weights
+        return "batch", "heads", "tokens"
+    return ("tokens", "batch") if found[:2] == (tokens, batch) else ("tokens",) * (found[:1] == (batch * tokens,))
+
+
+def _gathered(parts: dict[int, Entry], tokens: Tokens, index: Tensor) -> Tensor:
+    """Return the tokens of an index: [tokens, ...]."""
+    rows = []
+    for step, shape in tokens.shapes.items():
+        dims = _dims(parts[step], shape)
+        first = [dims.index(name) for name in ("batch", "tokens") if name in dims]
+        tensor = parts[step].load().movedim(first, [*range(len(first))])
+        if len(first) == 2:  # positions are often the same for all samples
+            tensor = tensor.expand(*shape, *tensor.shape[2:]).flatten(0, 1)
+        rows.append(tensor)
+    return torch.cat(rows)[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,9 +47,8 @@ PRECISIONS = {
 }
 NOISE_RATIO = 10.0
 """The ratio of an error to the rounding noise of its layer above which rounding does not explain it: one order of magnitude."""
-_RMS_OF_ROUNDING = (
-    0.4  # of one rounding, in units: errors are uniform in half a unit in the last place, the significand is not
-)
+# Of one rounding, in units: errors are uniform in half a unit in the last place, the significand is not.
+_RMS_OF_ROUNDING = 0.4
 _AUTOCAST = {"fp16": "float16", "bf16": "bfloat16"}
 _EXTREMES = ("min", "max", "abs_max")
 _FRACTION = 0.25  # of the locations: so many determine the precision of a run
@@ -73,8 +73,8 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     return coarsest(precisions) if precisions else PRECISIONS["float32"]
 
 
-def rounding_noise(precision: Precision, depth: np.ndarray, terms: np.ndarray) -> np.ndarray:
-    """Return the expected relative error of layers after random rounding errors; float64, the shape of `depth`.
+def rounding_noise(precision: Precision, depth: int, terms: int) -> float:
+    """Return the expected relative error of a layer after random rounding errors.
 
     Each layer adds one rounding, of which the errors add up like the square root of their number; so do those of the terms of a
     sum in float32 and float64 (Higham and Mary, as above).
@@ -84,7 +84,7 @@ def rounding_noise(precision: Precision, depth: np.ndarray, terms: np.ndarray) -
         terms: The number of terms of the longest sum so far.
     """
     is_summed_in_own_type = precision.digits >= PRECISIONS["float32"].digits
-    return _RMS_OF_ROUNDING * precision.unit * np.sqrt(depth * (terms if is_summed_in_own_type else 1.0))
+    return _RMS_OF_ROUNDING * precision.unit * math.sqrt(depth * (terms if is_summed_in_own_type else 1))
 
 
 def coarsest(precisions: Sequence[Precision]) -> Precision:

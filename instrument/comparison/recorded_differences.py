@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -66,7 +67,7 @@ class Comparison:
         tolerance: The relative difference above which tensors differ; None for that of the coarser precision.
         noise: For tensors of other programs, the measured rounding noise of each location, NaN where it is unknown. It determines the
             tolerances, if none is given. float64, shape [locations].
-        order: For tensors of other programs, the index of each location, step and call in the order of execution.
+        order: For tensors of other programs, the index in the order of execution by layer, role, path, call and step.
 
     Attributes:
         tolerances: The tolerance of each location; float64, shape [locations].
@@ -87,7 +88,7 @@ class Comparison:
         tables: Mapping[str, tuple[RecordedTable, RecordedTable]],
         tolerance: float | None,
         noise: np.ndarray | None = None,
-        order: Mapping[tuple[int, int, int], int] | None = None,
+        order: Mapping[Any, int] = MappingProxyType({}),
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
         self.steps = {
@@ -105,7 +106,7 @@ class Comparison:
                 self.unmatched[side] += sum(count for (_, step), count in one.rows.items() if step not in common)
         self.other_parts = 0
         count = len(locations)
-        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order or {}
+        self.tolerances, self._noise, self._order = np.full(count, self.tolerance), noise, order
         self._depth = np.maximum((locations["role"] == "output").to_numpy(np.int64).cumsum(), 1)
         self._terms, self._coarsest = 1, PRECISIONS["float64"]  # of all tensors so far
         self.rows = np.zeros(count, np.int64)
@@ -152,8 +153,10 @@ class Comparison:
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
             if len(rows):
                 rows = rows if self._noise is None else _without_leading_ones(rows)
-                calls = zip(rows["location"], rows["step"], rows["call"], strict=True)
-                rows = rows.assign(order=[self._order.get(call, call[0]) for call in calls])
+                places = self.locations.loc[rows["location"], ["layer", "role", "path"]].to_numpy().tolist()
+                moments = rows[["call", "step", "location"]].to_numpy().tolist()
+                keys = [((*place, *moment[:2]), moment[2]) for place, moment in zip(places, moments, strict=True)]
+                rows = rows.assign(order=[self._order.get(key, location) for key, location in keys])
                 rows = self._in_order(rows, rows["order"])
             all_errors = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
             known = np.array([errors is not None for errors in all_errors], bool)
@@ -248,18 +251,17 @@ class Comparison:
 
         The noise is the measured one, but at least that of one rounding; `rounding_noise` where it is not measured. Integers have none.
         """
-        assert self._noise is not None
-        for row in cast("list[dict[str, Any]]", rows.to_dict("records")):
-            location, names = row["location"], [row["dtype_a"], row["dtype_b"]]
-            self._terms = max([self._terms, *row["shape_a"][-1:]])
-            if known := [PRECISIONS[name] for name in names if name in PRECISIONS]:
+        for row in rows[["location", "dtype_a", "dtype_b", "shape_a"]].itertuples(index=False, name=None):
+            location, names, shape = row[0], row[1:3], row[3]
+            self._terms = max([self._terms, *shape[-1:]])
+            known = [PRECISIONS[name] for name in names if name in PRECISIONS]
+            noise = 0.0
+            if known:
                 self._coarsest = coarsest([self._coarsest, *known])
-                measured = max(self._noise[location], rounding_noise(coarsest(known), np.ones(()), np.ones(())))
-                estimate = rounding_noise(self._coarsest, self._depth[location], np.array(self._terms))
-                noise = estimate if np.isnan(self._noise[location]) else measured
-                self.tolerances[location] = NOISE_RATIO * noise
-            else:
-                self.tolerances[location] = 0.0
+                noise = self._noise[location] if self._noise is not None else math.nan
+                estimate = rounding_noise(self._coarsest, self._depth[location], self._terms)
+                noise = estimate if math.isnan(noise) else max(noise, rounding_noise(coarsest(known), 1, 1))
+            self.tolerances[location] = NOISE_RATIO * noise
         self.tolerance = float(np.nanmax(self.tolerances))
         return self.tolerances[rows["location"]]
 

@@ -188,7 +188,7 @@ def verdict(diff: Diff) -> Iterator[str]:
             yield f"  {ratio} the rounding noise of this layer, {row['noise']:.2g}; cosine {row['cosine']:.6f}"
         if diff.suspect != diff.layers["layer"][first.location]:
             yield f"  The code of {diff.suspect or '.'} computes this input, or a layer in it that was not recorded."
-        yield from (f"  {line}" for line in _before(first))
+        yield from (f"  {line}" for line in _before(diff, first))
 
 
 def _equality(diff: Diff) -> str:
@@ -238,8 +238,10 @@ def _numbers(first: FirstDifference) -> str:
     return f"{first.statistic} {first.a:.6g} and {first.b:.6g}: {difference}"
 
 
-def _before(first: FirstDifference) -> Iterator[str]:
-    if first.location == 0 and first.before == 0.0:
+def _before(diff: Diff, first: FirstDifference) -> Iterator[str]:
+    if diff.noise and first.location == 0 and not diff.suspect and diff.layers["role"][0] == "input":
+        yield "The inputs of the models differ: write both folders with the same batch."
+    elif first.location == 0 and first.before == 0.0:
         yield "It is the first recorded tensor of the step, so the weights or the batches may differ too. To exclude them,"
         yield "record the inputs (kind: forward_pre) and the parameters (kind: step_pre, role: param)."
     elif first.before == 0.0:

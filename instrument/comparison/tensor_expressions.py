@@ -7,22 +7,33 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from .foreign_folder import Entry
+from .foreign_folder import KIND_OF_ROLE, Entry
 from .layer_renaming import pattern_of, replaced
-from .tensor_names import KIND_OF_ROLE
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
 _NAME = re.compile(
     r"(?<![\w.*])(?:[A-Za-z_*][\w*]*(?:\.[\w*]+)*|\d+(?:\.[\w*]+)+)(?::[a-z_]+(?:\.[\w.]+)?)?(?![\w.*(:])"
 )
 """The name of a tensor, such as `h.*.attn:input`; the second form begins with a number."""
+_NODES = (
+    *(ast.Expression, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Constant, ast.UnaryOp, ast.USub),
+    *(ast.BinOp, ast.Add, ast.Sub, ast.Subscript, ast.Slice, ast.Tuple),
+)
+"""What expressions consist of. All functions and names in them are known, so that no other code can run."""
+_FUNCTIONS: dict[str, Any] = {
+    "cat": lambda *tensors, dim=-1: torch.cat(tensors, dim),
+    "split": lambda tensor, index, parts, dim=-1: tensor.tensor_split(parts, dim)[index],
+    "heads": lambda tensor, number: tensor.unflatten(-1, (number, -1)).transpose(-3, -2),
+    "merge": lambda tensor: tensor.transpose(-3, -2).flatten(-2),
+    "transpose": torch.transpose,
+}
 
 
 def with_derived(
@@ -48,7 +59,6 @@ def with_derived(
         for path in (None, entry.path):
             moments.setdefault((entry.layer, entry.role, path), {}).setdefault((entry.step, entry.call), entry)
     derived: list[Entry] = []
-    counterparts = {*names.values()}
     used: set[tuple[Any, ...]] = set()
     for old, text in expressions.items():
         where = f"rename {old}={text}"
@@ -65,20 +75,19 @@ def with_derived(
         for entry, match in matching.values():
             sources: dict[str, dict[tuple[int, int], Entry]] = {}
             for name, source in given.items():
-                wanted, source_role, source_path = _place(source, where)
+                wanted, *rest = _place(source, where)
                 if wanted.count("*") > layer.count("*"):
                     message = "a name has more wildcards than the name of A"
                     raise ConfigError(Problem(where, message, source, f"as many as in {layer}"))
-                key = (replaced(wanted, match), source_role, source_path)
+                key: Any = (replaced(wanted, match), *rest)
                 if key not in moments:
-                    raise ConfigError(_unknown(where, f"B has no tensor {key[0]}:{source_role}", source, entries))
+                    raise ConfigError(_unknown(where, f"B has no tensor {key[0]}:{key[1]}", source, entries))
                 sources[name] = moments[key]
-            for moment in set.intersection(*({*each} for each in sources.values())):
-                at = {name: each[moment] for name, each in sources.items()}
-                used |= {(*each.name, each.step) for each in at.values() if each.layer not in counterparts}
+            for step, call in set.intersection(*({*each} for each in sources.values())):
+                at = {name: each[step, call] for name, each in sources.items()}
+                used |= {(*each.name, each.step) for each in at.values() if each.layer not in names.values()}
                 load, dims = partial(_evaluated, code, at, where), next(iter(at.values())).dims
-                step, call = moment
-                derived.append(Entry(names[entry.layer], entry.role, entry.path, load, step, call, dims=dims))
+                derived.append(Entry(names[entry.layer], role, entry.path, load, step, call, dims=dims))
     used |= {(*entry.name, entry.step) for entry in derived}
     return [*(entry for entry in entries if (*entry.name, entry.step) not in used), *derived]
 
@@ -99,19 +108,16 @@ def _place(name: str, where: str) -> tuple[str, str, str | None]:
 
 def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
     """Return the names in an expression, by their placeholders in the code, and the code."""
-    names: dict[str, str] = {}
+    keys: dict[str, str] = {}
 
     def placeholder(match: re.Match[str]) -> str:
-        name, suffix = match[0], ""
-        if name == "dim":
-            return name
-        while name.endswith(".T"):
-            name, suffix = name[:-2], f"{suffix}.T"
-        key = next((key for key, known in names.items() if known == name), f"t{len(names)}_")
-        names[key] = name
-        return key + suffix
+        if match[0] == "dim":
+            return "dim"
+        name = re.sub(r"(\.T)+$", "", match[0])
+        return keys.setdefault(name, f"t{len(keys)}_") + match[0][len(name) :]
 
     plain = _NAME.sub(placeholder, text).strip()
+    names = {key: name for name, key in keys.items()}
     try:
         tree = ast.parse(plain, mode="eval")
     except SyntaxError as error:
@@ -121,39 +127,13 @@ def _parsed(text: str, where: str) -> tuple[dict[str, str], CodeType]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "T":
             node.attr = "mT"  # the transpose of the last two dimensions
-        elif not isinstance(node, _NODES) or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
-            source = ast.get_source_segment(plain, node) or ""
-            for key, name in names.items():
-                source = source.replace(key, name)
+            continue
+        is_allowed = isinstance(node, _NODES) and isinstance(getattr(node, "op", ast.Add()), _NODES)
+        if not is_allowed or (isinstance(node, ast.Name) and node.id not in {*names, *_FUNCTIONS}):
+            source = re.sub(r"t\d+_", lambda key: names[key[0]], ast.get_source_segment(plain, node) or "")
             message = f"not allowed at character {max(text.find(source), 0)}: {source}"
             raise ConfigError(Problem(where, message, text, ALLOWED))
     return names, compile(tree, where, "eval")
-
-
-_NODES = (
-    *(ast.Expression, ast.Name, ast.Load, ast.Call, ast.keyword, ast.Constant, ast.UnaryOp, ast.USub),
-    *(ast.BinOp, ast.Add, ast.Sub, ast.Subscript, ast.Slice, ast.Tuple),
-)
-"""What expressions consist of. All functions and names in them are known, so that no other code can run."""
-
-
-def _cat(*tensors: Tensor, dim: int = -1) -> Tensor:
-    return torch.cat(tensors, dim)
-
-
-def _split(tensor: Tensor, index: int, parts: int, dim: int = -1) -> Tensor:
-    return tensor.tensor_split(parts, dim)[index]
-
-
-def _heads(tensor: Tensor, number: int) -> Tensor:
-    return cast(Tensor, tensor.unflatten(-1, (number, -1)).transpose(-3, -2))
-
-
-def _merge(tensor: Tensor) -> Tensor:
-    return tensor.transpose(-3, -2).flatten(-2)
-
-
-_FUNCTIONS = {"cat": _cat, "split": _split, "heads": _heads, "merge": _merge, "transpose": torch.transpose}
 
 
 def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
@@ -164,11 +144,9 @@ def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
     """
     tensors = {name: entry.load() for name, entry in sources.items()}
     try:
-        value = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})
+        value: Tensor = eval(code, {"__builtins__": {}, **_FUNCTIONS, **tensors})[...]  # an error if it is not a tensor
+        return value
     except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
         message = f"cannot be computed: {str(error).partition(chr(10))[0]}"
         raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error
-    if not isinstance(value, Tensor):
-        raise ConfigError(Problem(where, "must be a tensor", value, ALLOWED))
-    return value

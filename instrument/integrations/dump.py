@@ -6,17 +6,15 @@ This file requires only torch (2.0 or later). Copy it into any environment, such
 
     dump(model, batch, "**", out="dumps/port")
 
-A folder has one file per forward pass of the model: `pass-000000-000.safetensors`, or `.pt` without the package
-safetensors. The name
+A folder has one file per forward pass of the model: `pass-000000.safetensors`, or `.pt` without the package safetensors. The name
 of a tensor is `LAYER:ROLE.PATH#CALL`, such as `layers.0.mlp:output` or `layers.0:input.hidden_states`; the path and call 0 are
 left out if empty. `:batch.input_ids` and the like are the ids of the batch. The metadata entry `instrument` is JSON with `order`
-(names in the order of execution), `same` (tensors with the bytes of an earlier one), `types` (classes) and `skipped`.
+(names in the order of execution), `types` (classes of modules), `skipped` (tensors that were not written) and `torch`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import inspect
 import json
 import re
@@ -27,15 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 IDS = {
-    "input_ids": ("input_ids", "tokens", "idx"),
-    "position_ids": ("position_ids", "positions"),
-    "attention_mask": ("attention_mask", "padding_mask"),
+    "input_ids": ("input_ids", "tokens", "token_ids", "ids", "idx"),
+    "position_ids": ("position_ids", "positions", "pos"),
+    "attention_mask": ("attention_mask", "padding_mask", "mask"),
     "samples": ("samples", "sample_ids"),
 }
 """The ids of a batch, and the arguments of models that contain them."""
-FILE_BYTES = 2**31  # of a file, after which the pass continues in another one
 
 
 class Dump:
@@ -53,37 +51,36 @@ class Dump:
             [tokens]. Those that are missing are read from the arguments of the model. If they change, assign `dump.ids` before each pass.
 
     Raises:
-        ValueError: The patterns match no module.
+        ValueError: The patterns match no module, or a name of `ids` is unknown.
         FileExistsError: The folder contains a dump.
     """
 
     def __init__(
         self, model: nn.Module, layers: Any = "**", *, out: Any, ids: Mapping[str, Tensor] | None = None
     ) -> None:
-        patterns = [_pattern(each) for each in ([layers] if isinstance(layers, str) else layers)]
-        names = {
-            name: module for name, module in model.named_modules() if any(p.fullmatch(_dotted(name)) for p in patterns)
-        }
-        if not names:
-            raise ValueError(
-                f"layers: {layers!r} matches no module; the modules are {[n for n, _ in model.named_modules()]}"
-            )
+        pattern = re.compile("|".join(map(_expression, [layers] if isinstance(layers, str) else layers)) or "(?!)")
+        known = dict(model.named_modules())
+        self._modules = {name: each for name, each in known.items() if pattern.fullmatch(f"{name}." if name else "")}
+        if not self._modules:
+            raise ValueError(f"layers: {layers!r} matches no module; the modules are {[*known]}")
         self.out, self.ids = Path(out), dict(ids or {})
+        if unknown := [*(self.ids.keys() - IDS.keys())]:
+            raise ValueError(f"ids: {unknown[0]!r} is unknown; the names are {[*IDS]}")
         if any(self.out.glob("pass-*")):
             raise FileExistsError(f"out: {self.out} contains a dump; delete it, or write to another folder")
         self.out.mkdir(parents=True, exist_ok=True)
-        self._model, self._modules, self._handles = model, names, []  # type: nn.Module, dict[str, nn.Module], list[Any]
-        self._pass, self._file = 0, 0
-        self._digests: dict[str, str] = {}
+        self._model, self._handles = model, []  # type: nn.Module, list[Any]
+        self._pass = 0
         self._calls: dict[str, int] = {}
-        self._clear()
+        self._tensors: dict[str, Tensor] = {}
+        self._skipped: dict[str, str] = {}
 
     def __enter__(self) -> Dump:
         self._handles = [self._model.register_forward_pre_hook(self._start, with_kwargs=True)]
         for name, module in self._modules.items():
             self._handles += [
-                module.register_forward_pre_hook(self._inputs(name), with_kwargs=True),
-                module.register_forward_hook(self._outputs(name)),
+                module.register_forward_pre_hook(self._hook(name, "input"), with_kwargs=True),
+                module.register_forward_hook(self._hook(name, "output")),
             ]
         return self
 
@@ -99,77 +96,46 @@ class Dump:
 
     def _start(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         self._write()
-        if self._file:
-            self._pass, self._file = self._pass + 1, 0
-        self._digests, self._calls = {}, {}
         given = _arguments(model, args, kwargs)
         for name, known in IDS.items():
-            found = [self.ids[name]] if name in self.ids else [given[each] for each in known if each in given]
-            if (
-                found and isinstance(found[0], Tensor) and found[0].dim() <= 2
-            ):  # a mask of attention weights has 4 dimensions
-                self._keep(f":batch.{name}", found[0])
+            ids = next((given[each] for each in known if each in given), None)
+            ids = torch.as_tensor(self.ids[name]) if name in self.ids else ids
+            if isinstance(ids, Tensor) and ids.dim() <= 2:  # a mask of attention weights has 4 dimensions
+                self._keep(f":batch.{name}", ids)
 
-    def _inputs(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls[name] = self._calls.get(name, -1) + 1
-            self._keep_all(name, "input", _arguments(module, args, kwargs))
-
-        return hook
-
-    def _outputs(self, name: str) -> Any:
-        def hook(module: nn.Module, _: Any, output: Any) -> None:
-            self._types[name] = type(module).__name__
-            self._keep_all(name, "output", output)
+    def _hook(self, name: str, role: str) -> Any:
+        def hook(module: nn.Module, args: Any, value: Any) -> None:
+            if role == "input":
+                self._calls[name] = self._calls.get(name, -1) + 1
+                value = _arguments(module, args, value)
+            call = f"#{self._calls[name]}" if self._calls[name] else ""
+            for path, tensor in _tensors(value, ""):
+                self._keep(f"{name}:{role}{path}{call}", tensor)
 
         return hook
-
-    def _keep_all(self, name: str, role: str, value: Any) -> None:
-        call = self._calls[name]
-        for path, tensor in _tensors(value, ""):
-            self._keep(f"{name}:{role}" + (f".{path}" if path else "") + (f"#{call}" if call else ""), tensor)
 
     def _keep(self, key: str, tensor: Tensor) -> None:
-        """Copy a tensor. A tensor with the same bytes as an earlier one of the pass is only named."""
         try:
-            kept = tensor.detach().to("cpu", copy=True).contiguous()
-            content = kept.reshape(-1).view(torch.uint8).numpy()
+            self._tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+            self._tensors[key].view(-1)
         except (RuntimeError, NotImplementedError, TypeError) as error:  # a sparse, nested or quantized tensor
+            self._tensors.pop(key, None)
             self._skipped[key] = str(error).partition("\n")[0]
-            return
-        digest = hashlib.blake2b(f"{kept.dtype}{tuple(kept.shape)}".encode() + content.tobytes()).hexdigest()
-        self._order.append(key)
-        if digest in self._digests:
-            self._same[key] = self._digests[digest]
-            return
-        self._digests[digest] = key
-        self._tensors[key] = kept
-        self._bytes += content.nbytes
-        if self._bytes >= FILE_BYTES:
-            self._write()
-
-    def _clear(self) -> None:
-        self._bytes = 0
-        self._tensors: dict[str, Tensor] = {}
-        self._order: list[str] = []
-        self._same: dict[str, str] = {}
-        self._types: dict[str, str] = {}
-        self._skipped: dict[str, str] = {}
 
     def _write(self) -> None:
-        if not self._order:
+        if not self._tensors:
             return
-        about = {"order": self._order, "same": self._same, "types": self._types, "skipped": self._skipped}
-        metadata = {"format": "pt", "instrument": json.dumps({**about, "torch": str(torch.__version__)})}
-        file = self.out / f"pass-{self._pass:06d}-{self._file:03d}"
+        types = {name: type(module).__name__ for name, module in self._modules.items()}
+        about = {"order": [*self._tensors], "types": types, "skipped": self._skipped, "torch": str(torch.__version__)}
+        metadata = {"format": "pt", "instrument": json.dumps(about)}
+        file = self.out / f"pass-{self._pass:06d}"
         try:
             from safetensors.torch import save_file
-        except ImportError:
-            torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
-        else:
+
             save_file(self._tensors, f"{file}.safetensors", metadata)
-        self._file += 1
-        self._clear()
+        except (ImportError, KeyError):  # safetensors is not installed, or does not have a dtype
+            torch.save({"tensors": self._tensors, "metadata": metadata}, f"{file}.pt")
+        self._pass, self._calls, self._tensors, self._skipped = self._pass + 1, {}, {}, {}
 
 
 def dump(
@@ -192,12 +158,15 @@ def dump(
     Returns:
         The folder.
     """
+    random_state = torch.get_rng_state()
     _run(model, batch, Dump(model, layers, out=out, ids=ids))
     if float64:
         exact = copy.deepcopy(model).double()
         try:
             with torch.random.fork_rng():
-                _run(exact, _double(batch), Dump(exact, layers, out=Path(out) / "float64", ids=ids))
+                torch.set_rng_state(random_state)  # of dropout
+                batch = tree_map(_double, dict(batch) if isinstance(batch, Mapping) else batch)
+                _run(exact, batch, Dump(exact, layers, out=Path(out) / "float64", ids=ids))
         except (RuntimeError, TypeError) as error:
             text = str(error).partition("\n")[0]
             warnings.warn(f"the model does not run in float64, so its rounding is not measured: {text}", stacklevel=2)
@@ -212,46 +181,34 @@ def _run(model: nn.Module, batch: Any, recording: Dump) -> None:
             model(*(batch if isinstance(batch, (tuple, list)) else (batch,)))
 
 
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a call by name."""
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        signature = inspect.signature(module.forward)
+        given = dict(signature.bind(*args, **kwargs).arguments)
     except (TypeError, ValueError):
         return {**{str(index): value for index, value in enumerate(args)}, **kwargs}
-    given = dict(bound.arguments)
-    for name, parameter in inspect.signature(module.forward).parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             given.update(given.pop(name, {}))
     return given
 
 
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested value, with the keys and indices that lead to each."""
+    """Yield the tensors of a nested value, with the keys and indices that lead to each, such as `.hidden_states.0`."""
     if isinstance(value, Tensor):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, (tuple, list)):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, (Mapping, tuple, list)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(each, f"{path}.{key}")
 
 
-def _double(value: Any) -> Any:
-    """Return a nested value with floating-point tensors in float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {key: _double(each) for key, each in value.items()}
-    return type(value)(map(_double, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _dotted(name: str) -> str:
-    return f"{name}." if name else ""
-
-
-def _pattern(glob: str) -> re.Pattern[str]:
+def _expression(glob: str) -> str:
+    """Return the regular expression of a pattern of names, of which each segment ends with a dot."""
     segments = [] if glob == "." else glob.split(".")
-    return re.compile(
-        "".join(r"(?:[^.]+\.)*" if s == "**" else re.escape(s).replace(r"\*", "[^.]*") + r"\." for s in segments)
-    )
+    texts = (r"(?:[^.]+\.)*" if s == "**" else re.escape(s).replace(r"\*", "[^.]*") + r"\." for s in segments)
+    return f"(?:{''.join(texts)})"

@@ -133,9 +133,10 @@ def test_file_of_names_gives_names_their_meaning(tmp_path: Path) -> None:
         ("tensors: {a: {dims: [token]}}", "similar  tokens"),
         ("tensors: {a: 3}", "tensors.a"),
         ("tensors: {'a{n}': {layer: 'x.{m}'}}", "has no placeholder {m}"),
-        ("tensors: {}\nids: {tokens: a}", "unknown"),
+        ("tensors: {}\nids: {tokens: a}", "allowed  input_ids"),
         ("tensors: {z: {}}", "no name is matched"),
         ("tensors: [", "is not valid YAML"),
+        ("tensors: {'a{1}': {}}", "no name is matched"),
     ],
 )
 def test_problems_in_the_file_of_names_are_reported(text: str, problem: str, tmp_path: Path) -> None:
@@ -156,6 +157,21 @@ def test_problems_of_folders_are_reported(tmp_path: Path, call: Call) -> None:
     assert "folder not found" in call(main, one, tmp_path / "missing").expect(2).err
     (tmp_path / "empty").mkdir()
     assert "contains no tensors" in call(main, one, tmp_path / "empty", "--as", "foreign").expect(2).err
+
+
+def test_tensors_that_cannot_be_read_are_reported(tmp_path: Path, call: Call) -> None:
+    one, other = write(tmp_path / "a" / "x.pt", {"x": X}), tmp_path / "b"
+    other.mkdir()
+    np.savez(other / "x.npz", x=np.array([{}], dtype=object))
+    assert "b: x: cannot be read: Object arrays" in call(main, one, other).expect(2).err
+    for name, ids in (("c", [[1, 2, 3], [4, 5, 6]]), ("d", [[4, 5, 6], [1, 2, 3]])):
+        folder = write(tmp_path / name / "x.pt", {"x": X, "ids": torch.tensor(ids)})
+        (folder / "names.yaml").write_text("{tensors: {x: {dims: [tokens, batch]}}, ids: {input_ids: ids}}")
+    assert "correct its dims" in call(main, tmp_path / "c", tmp_path / "d").expect(2).err
+    (other / "dump.json").write_text("{")
+    assert "not valid JSON" in call(main, one, other).expect(2).err
+    torch.save([X, {"y": X}], one / "x.pt")
+    assert {*tensors_of(one)} == {"0", "1.y"}
 
 
 def test_equal_bits_are_stated(tmp_path: Path, call: Call) -> None:
@@ -202,6 +218,7 @@ def test_expressions_compute_tensors(name: str, tmp_path: Path) -> None:
         ("c", "mean(a, 1)", "not allowed at character 0: mean"),
         ("c", "(a + b).real", "not allowed at character 0: (a + b).real"),
         ("c", "a * 2 + b[0]", "invalid expression"),
+        ("c", "a[2**3]", "not allowed at character 2: 2**3"),
         ("c", "split(a)", "missing 2 required positional arguments"),
         ("c", "cat(a, b, dim=lambda: 0)", "not allowed"),
         ("c", "a['x']", "B has no tensor x"),
@@ -276,6 +293,14 @@ def test_samples_correspond_by_the_tokens_that_both_have(tmp_path: Path) -> None
     instrument.dump(model(), X, out=tmp_path / "c", ids={"input_ids": ids, "attention_mask": torch.ones(3, 4)})
     with pytest.raises(ConfigError, match="the shapes of the ids do not fit"):
         instrument.diff(tmp_path / "a", tmp_path / "c")
+
+
+def test_other_inputs_are_stated(tmp_path: Path) -> None:
+    for name, x in (("a", X), ("b", X + 1)):
+        instrument.dump(model(), x, out=tmp_path / name)
+    text = str(instrument.diff(tmp_path / "a", tmp_path / "b"))
+    assert "The inputs of the models differ" in text
+    assert "record the inputs" not in text
 
 
 def test_names_with_a_hyphen_are_not_expressions(tmp_path: Path) -> None:
@@ -421,27 +446,47 @@ def test_dump_selects_layers_and_refuses_mistakes(tmp_path: Path) -> None:
     network = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     instrument.dump(network, X, ["0.*", "1"], out=tmp_path)
     assert {entry.layer for entry in read_folder(tmp_path).entries} == {"0.0", "0.1", "1"}
+    instrument.dump(network, X, ".", out=tmp_path / "root")
+    assert {entry.layer for entry in read_folder(tmp_path / "root").entries} == {""}
     with pytest.raises(FileExistsError, match="contains a dump"):
         instrument.dump(network, X, out=tmp_path)
     with pytest.raises(ValueError, match="matches no module"):
         instrument.dump(network, X, "encoder.**", out=tmp_path / "other")
+    with pytest.raises(ValueError, match="matches no module"):
+        instrument.dump(network, X, [], out=tmp_path / "other")
+    with pytest.raises(ValueError, match="'tokens' is unknown"):
+        instrument.dump(network, X, out=tmp_path / "other", ids={"tokens": X})
 
 
-def test_large_pass_is_split_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_pass_has_the_same_dropout(tmp_path: Path) -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.Dropout(), nn.Linear(6, 2))
+    instrument.dump(network, X, out=tmp_path, float64=True)
+    one, exact = tensors_of(tmp_path)["1"], tensors_of(tmp_path / "float64")["1"]
+    assert torch.allclose(one.double(), exact, rtol=1e-4)
+
+
+def test_dtypes_that_safetensors_does_not_have_are_written(tmp_path: Path) -> None:
+    class Complex(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.complex(x.double(), x.double())
+
+    instrument.dump(Complex(), X, out=tmp_path, ids={"samples": cast(Any, [3, 4])})
+    assert torch.equal(tensors_of(tmp_path)["."], Complex()(X))
+    assert read_folder(tmp_path).ids[0]["samples"].tolist() == [3, 4]
+
+
+def test_added_tensor_belongs_to_its_pass(tmp_path: Path) -> None:
     instrument.dump(model(), X, out=tmp_path / "one")
-    monkeypatch.setattr("instrument.integrations.dump.FILE_BYTES", 1)
-    with instrument.Dump(model(), out=tmp_path / "many") as dump:
+    with instrument.Dump(network := model(), out=tmp_path / "many") as dump:
         for _ in range(2):
-            dump._model(X)
+            network(X)
             dump.add("total", X.sum())
-    names = sorted(file.name for file in (tmp_path / "many").iterdir())
-    assert names[0] == "pass-000000-000.safetensors"
-    assert len(names) > 8
+    files = sorted((tmp_path / "many").iterdir())
+    assert [file.name for file in files] == ["pass-000000.safetensors", "pass-000001.safetensors"]
+    assert all("total:output" in load_file(file) for file in files)
     found = instrument.diff(tmp_path / "one", tmp_path / "many")
     assert found.is_identical
-    assert len(found.tensors) == 8
     assert [*found.unmatched["layer"]] == ["total"]
-    assert sum(len(load_file(file)) for file in (tmp_path / "many").iterdir()) == 2 * 5
 
 
 class Single(nn.Linear):
