@@ -289,7 +289,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
         "EQUAL STATISTICS",
         "EQUAL: all compared elements are equal",
     ),
-    "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "source_shape [2, 3] and [3, 2]"),
+    "shape": (torch.ones(2, 3), torch.ones(3, 2), "shape [2, 3] and [3, 2]", "shape [2, 3] and [3, 2]"),
     "empty": (torch.ones(0, 3), torch.ones(0, 3), "EQUAL STATISTICS", "EQUAL BITS: all compared elements"),
     "int64": (torch.tensor([2**53]), torch.tensor([2**53 + 1]), "WITHIN", "WITHIN"),
     "dtype": (
