@@ -24,7 +24,7 @@ from instrument.commands.verbs import ALL
 Cli = Callable[..., Any]
 TABLES = {
     *("stats", "distributions", "tensors", "effects", "metrics", "coverage", "layers", "events", "generated"),
-    *("samples", "spectra", "experts", "position_losses", "relations", "operators"),
+    *("samples", "spectra", "experts", "position_losses", "relations", "operators", "collectives", "casts"),
 }
 MAIN = 'if __name__ == "__main__":'
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")

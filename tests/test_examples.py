@@ -118,7 +118,7 @@ def test_hooks_of_all_kinds_fire_in_order(script: Script) -> None:
     lines = script("order.py")
     fired = [line.split() for line in lines]
     assert [int(number) for number, *_ in fired] == list(range(1, len(fired) + 1))
-    assert {kind for _, kind, *_ in fired} == set(KINDS)
+    assert {kind for _, kind, *_ in fired} == set(KINDS) - {"collective"}
     first = {kind: i for i, (_, kind, *_) in reversed(list(enumerate(fired)))}
     order = [
         *("forward_pre", "function", "forward", "loss", "full_backward_pre", "parameter_grad_micro"),

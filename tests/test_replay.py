@@ -149,6 +149,7 @@ def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
         "steps": [9, 12],
         "counterfactual": [],
         "first_step": None,
+        "operators": False,
         "forced": [],
         "changes": [],
         "changes_left_out": [],

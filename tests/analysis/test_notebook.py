@@ -74,7 +74,7 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
     assert "loss 0.1235 · accuracy 0.5 · 1,200 steps" in words
     assert (
         "stats distributions tensors effects metrics coverage layers events generated samples spectra experts position_losses "
-        "relations 1 0 0 0 1,200 0 0 0 0 0 0 0 0 0" in words
+        "relations collectives casts operators 1 0 0 0 1,200 0 0 0 0 0 0 0 0 0 0 0 0" in words
     )
     assert "first recorded non-finite value a output" in words
     assert "1 NaN, 0 infinite of 10" in words
