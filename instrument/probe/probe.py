@@ -30,6 +30,7 @@ from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..relations.relation_set import RelationSet
+from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..runtime.deferred_interrupts import deferred_signals
 from ..runtime.forks import OwnedByProcess
@@ -117,7 +118,8 @@ class Probe(OwnedByProcess):
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.rules = RuleSet(rules or {}, self._write_event, frozen_layers(plan))
+        read = {name: rule for name, rule in (rules or {}).items() if hooks_read(rule, plan.specs) != []}
+        self.rules = RuleSet(read, self._write_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_rows = RuleRows(self.rules)
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)

@@ -498,9 +498,9 @@ class StatisticsRows(SlabRows):
         for row, custom in self.taken.others.items():
             value = custom.get(name)
             values[row] = np.nan if value is None else value
-        if (table := joined_table(name)) is not None:
+        if (table := joined_table(name)) is not None and (joined := self._joined.get(table)):
             at = TABLES[table].names.index(name)
-            numbers = {row[: len(IDENTITY)]: row[at] for row in self._joined.get(table, ())}
+            numbers = {row[: len(IDENTITY)]: row[at] for row in joined}
             for index, (moment, site) in enumerate(zip(self.taken.moments_of_rows, self.sites, strict=True)):
                 if (number := numbers.get((*moment, *site))) is not None:
                     values[index] = number

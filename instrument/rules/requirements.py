@@ -51,7 +51,7 @@ def check_rules(
         raise ConfigError(*problems)
     followed = {spec.when for spec in hooks.values()}
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
-    read = {name: _hooks_read(rule, hooks) for name, rule in required.items()}
+    read = {name: hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
         problems += _count_problems(
             f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations, steps=steps
@@ -144,7 +144,7 @@ def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) ->
             yield Problem(f"{where}.{field}", "no hook has this name", name, allowed, similar_names(name, allowed))
 
 
-def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | None:
+def hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | None:
     """Return the hooks whose rows a rule reads; None if it does not read statistics of tensors."""
     if isinstance(rule, CustomRule | ReferenceRule):  # see `check_references`
         return None
