@@ -114,12 +114,14 @@ class Recording:
     """What the runs of this process recorded.
 
     Attributes:
-        rules: The rules: the default ones, or None for none.
+        rules: The rules: the default ones, rules in addition to them, or None for none.
+        out: The folder of the run; None for none.
         events: The warnings of rules: rule, layer, step and message.
         losses: The training losses of the process that is measured.
     """
 
-    rules: Literal["default"] | None = "default"
+    rules: Mapping[str, Any] | Literal["default"] | None = "default"
+    out: Path | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
@@ -167,9 +169,10 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Attache
         optimizer: Its optimizers.
         options: Further arguments of `instrument.attach`.
     """
-    with instrument.attach(model, hooks(model), optimizer=optimizer, rules=RECORDING.rules, **options) as probe:
+    options |= {"rules": RECORDING.rules, "out": RECORDING.out}
+    with instrument.attach(model, hooks(model), optimizer=optimizer, **options) as probe:
         yield probe
-    events, rules = probe.run.events, default_rules()
+    events, rules = probe.run.events, {*default_rules(), "reference"}
     if RECORDING.rules is not None:
         for event in events[events.severity == "warning"].itertuples():
             if event.rule in rules:

@@ -3,6 +3,7 @@
 python benchmarks/strangers/run.py --half build --seeds 1
 python benchmarks/strangers/run.py --half build --seeds 3 --only gpt2
 python benchmarks/strangers/run.py --half "held out" --no-rules    # whether each program runs to its end
+python benchmarks/strangers/run.py --half "held out" --reference 5    # also with the rule `reference`
 
 Each program runs in a new process with one thread. A fault counts as found if a rule that names its cause warns within 20 recorded
 steps of the start of its effect, and its healthy twin has no such warning. Other warnings that the twin does not have are wrong causes.
@@ -24,7 +25,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -32,13 +33,17 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from registry import EVERY, GROUPS, HALVES, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
 
+from instrument import ConfigError, make_reference
+
 MODULES = [module for modules in HALVES.values() for module in modules]
 LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
+REFERENCE_SEED = 100  # the first seed of the healthy trainings in a reference
 LAST_LOSSES = 20  # the final loss is the mean of so many training losses, unless the program returns one
 
 for module in MODULES:
@@ -92,25 +97,24 @@ def train(program: Program, fault: str, seed: int) -> Result:
     return Result(fault or program.name, seed, loss, RECORDING.losses, seconds, RECORDING.events, error)
 
 
-def _run(name: str, fault: str, seed: int, rules: bool, writer: Any) -> None:
+def _run(name: str, fault: str, seed: int, settings: Mapping[str, Any], writer: Any) -> None:
     os.setpgid(0, 0)  # so that a program with several processes can be ended as a whole
     torch.set_num_threads(1)
-    if not rules:
-        RECORDING.rules = None
+    vars(RECORDING).update(settings)
     writer.send(asdict(train(PROGRAMS[name], fault, seed)))
 
 
-def run(job: tuple[Program, str, int], rules: bool) -> Result:
+def run(job: tuple[Program, str, int], **settings: Any) -> Result:
     """Run a program in a new process.
 
     Args:
         job: The program, the name of its fault or an empty string, and the seed.
-        rules: Whether the default rules read its rows.
+        settings: Attributes of `RECORDING`.
     """
     program, fault, seed = job
     context = get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(program.name, fault, seed, rules, writer))
+    process = context.Process(target=_run, args=(program.name, fault, seed, settings, writer))
     process.start()
     writer.close()
     failed = partial(Result, fault or program.name, seed, math.nan, (), 0.0, ())
@@ -145,6 +149,23 @@ def jobs_of(programs: Sequence[Program], only: Sequence[str], seeds: int) -> Ite
             yield from product([program], ["", *faults], range(seeds))
 
 
+def references_of(names: Iterable[str], count: int, folder: Path, pool: ThreadPoolExecutor) -> dict[str, Path]:
+    """Return a file for the rule `reference` of each program, if its healthy trainings make one."""
+    jobs = [(PROGRAMS[name], "", REFERENCE_SEED + at) for name in names for at in range(count)]
+    results = pool.map(lambda job: run(job, rules=None, out=folder / job[0].name / str(job[2])), jobs)
+    errors = {result.name: result.error for result in results if result.error is not None}
+    files = {name: folder / f"{name}.parquet" for name in names if name not in errors}
+    for name in list(files):
+        try:
+            make_reference(folder / name, out=files[name])
+        except ConfigError as error:
+            del files[name]
+            errors[name] = error.problems[0].message
+    for name, error in errors.items():
+        print(f"{name} is not judged with a reference: {error.strip().splitlines()[-1]}")
+    return files
+
+
 def names_cause(fault: Fault, event: Mapping[str, Any]) -> bool:
     """Return whether a warning is a correct diagnosis of a fault."""
     for cause in fault.causes:
@@ -154,17 +175,32 @@ def names_cause(fault: Fault, event: Mapping[str, Any]) -> bool:
     return False
 
 
+def default_events(result: Result) -> list[Mapping[str, Any]]:
+    """Return the warnings of the default rules."""
+    return [event for event in result.events if event["rule"] != "reference"]
+
+
+def outside(result: Result) -> Mapping[str, Any] | None:
+    """Return the warning of the rule `reference`; None if the run stays within its reference."""
+    return next((event for event in result.events if event["rule"] == "reference"), None)
+
+
+def in_time(fault: Fault, event: Mapping[str, Any]) -> bool:
+    """Return whether a warning is within 20 recorded steps of the start of the effect of a fault."""
+    return bool(fault.since <= event["step"] <= fault.since + WITHIN * EVERY)
+
+
 def judge(fault: Fault, result: Result, twin: Result) -> tuple[list[str], list[str]]:
     """Return the warnings that name the cause of a fault in time, and the rules that warn of something else.
 
     Warnings of the same rule at the same layer as in the twin count as neither.
     """
     same = {(event["rule"], event["layer"]) for event in twin.events}
-    new = [event for event in result.events if (event["rule"], event["layer"]) not in same]
+    new = [event for event in default_events(result) if (event["rule"], event["layer"]) not in same]
     right = [
         f"{event['rule']} @ {event['layer'] or 'run'}"
         for event in new
-        if names_cause(fault, event) and fault.since <= event["step"] <= fault.since + WITHIN * EVERY
+        if names_cause(fault, event) and in_time(fault, event)
     ]
     return right, list(dict.fromkeys(event["rule"] for event in new if not names_cause(fault, event)))
 
@@ -181,17 +217,21 @@ def changes_loss(faulty: Sequence[Result], healthy: Sequence[Result]) -> bool:
 Runs = Mapping[tuple[str, str], Sequence[Result]]  # the results of all seeds, by program and fault
 
 
+def pairs_of(runs: Runs) -> Iterator[tuple[Program, Fault, list[tuple[Result, Result]]]]:
+    """Yield each fault with its program, and for each seed its result and that of its twin, if both ended."""
+    for (name, fault_name), results in runs.items():
+        pairs = [(r, t) for r, t in zip(results, runs[name, ""], strict=True) if r.error is None and t.error is None]
+        if fault_name and pairs:
+            (fault,) = (fault for fault in PROGRAMS[name].faults if fault.name == fault_name)
+            yield PROGRAMS[name], fault, pairs
+
+
 def report_faults(runs: Runs) -> None:
     """Print which faults were found, and the sums of each group."""
     print("\n| group | fault | found | by | wrong causes | loss | loss of the twin |\n|---|---|---|---|---|---|---|")
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     wrong_rules: Counter[str] = Counter()
-    for (name, fault_name), results in runs.items():
-        program = PROGRAMS[name]
-        pairs = [(r, t) for r, t in zip(results, runs[name, ""], strict=True) if r.error is None and t.error is None]
-        if not fault_name or not pairs:
-            continue
-        (fault,) = (fault for fault in program.faults if fault.name == fault_name)
+    for program, fault, pairs in pairs_of(runs):
         verdicts = [judge(fault, result, twin) for result, twin in pairs]
         found = sum(bool(right) for right, _ in verdicts)
         changed = changes_loss([result for result, _ in pairs], [twin for _, twin in pairs])
@@ -203,7 +243,7 @@ def report_faults(runs: Runs) -> None:
         by = ", ".join(dict.fromkeys(right[0] for right, _ in verdicts if right))
         losses = [sum(pair[side].loss for pair in pairs) / len(pairs) for side in (0, 1)]
         print(
-            f"| {program.group} | {fault_name} ({name}) | {found} of {len(pairs)} | {by} | {', '.join(wrong)} "
+            f"| {program.group} | {fault.name} ({program.name}) | {found} of {len(pairs)} | {by} | {', '.join(wrong)} "
             f"| {losses[0]:.4g}{'' if changed else ' (not changed)'} | {losses[1]:.4g} |"
         )
     print("\n| group | faults found | of those that change the loss | with a wrong cause |\n|---|---|---|---|")
@@ -216,11 +256,34 @@ def report_faults(runs: Runs) -> None:
     print("\nWrong causes:", _numbers(wrong_rules))
 
 
+def report_reference(runs: Runs) -> None:
+    """Print which faults that change the loss, and which healthy programs, leave the reference."""
+    print("\n| group | fault that changes the loss | in time | of the twin | rule `reference` |\n|---|---|---|---|---|")
+    counts: Counter[str] = Counter()
+    for program, fault, pairs in pairs_of(runs):
+        for result, twin in pairs if changes_loss(*zip(*pairs, strict=True)) else ():
+            event, of_twin = outside(result), outside(twin)
+            is_timely = event is not None and in_time(fault, event)
+            found = bool(judge(fault, result, twin)[0])
+            counts.update(faults=1, outside=event is not None, timely=is_timely, new=is_timely and of_twin is None)
+            counts.update(found=found, either=found or is_timely)
+            what = "" if event is None else event["message"]
+            print(f"| {program.group} | {fault.name} ({program.name}) | {is_timely} | {of_twin is not None} | {what} |")
+    healthy = [each for (_, fault), results in runs.items() if not fault for each in results if each.error is None]
+    events = [(each.name, event["message"]) for each in healthy if (event := outside(each)) is not None]
+    print(f"\nFaults that change the loss: {counts['faults']}; outside of the reference: {counts['outside']}")
+    print(f"In time: {counts['timely']}, of these {counts['new']} whose twin is never outside")
+    print(f"Found by the default rules: {counts['found']}; by these or outside in time: {counts['either']}")
+    print(f"Healthy programs outside of the reference: {len(events)} of {len(healthy)}")
+    for name, message in events:
+        print(f"    {name}: {message}")
+
+
 def report_healthy(runs: Runs) -> None:
     """Print which rules warn in healthy programs."""
     results = [(name, result) for (name, fault), group in runs.items() if not fault for result in group]
     healthy = [(name, result) for name, result in results if result.error is None]
-    warned = [(name, Counter(event["rule"] for event in result.events)) for name, result in healthy if result.events]
+    warned = [(name, rules) for name, each in healthy if (rules := Counter(e["rule"] for e in default_events(each)))]
     print(f"\nHealthy programs with a warning: {len(warned)} of {len(healthy)}")
     print("Of these, by rule:", _numbers(Counter(rule for _, rules in warned for rule in rules)))
     print("\n| group | healthy program | warnings |\n|---|---|---|")
@@ -239,7 +302,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="only programs and faults whose name contains one of these"
     )
-    parser.add_argument("--no-rules", action="store_true", help="only losses, without rules")
+    judged = parser.add_mutually_exclusive_group()
+    judged.add_argument("--no-rules", action="store_true", help="only losses, without rules")
+    judged.add_argument("--reference", type=int, default=0, metavar="N", help="also the rule reference, of N trainings")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="programs that run at the same time")
     parser.add_argument("--out", type=Path, default="outputs/strangers.json", help="a JSON file for the results")
     arguments = parser.parse_args()
@@ -250,8 +315,12 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path[1:]])
     get_context("forkserver").set_forkserver_preload(MODULES)
     results = []
-    with ThreadPoolExecutor(arguments.processes) as pool:
-        for result in pool.map(partial(run, rules=not arguments.no_rules), jobs):
+    names = list(dict.fromkeys(program.name for program, *_ in jobs)) if arguments.reference else []
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.processes) as pool:
+        references = references_of(names, arguments.reference, Path(folder), pool)
+        rules = {name: {"reference": {"rule": "reference", "from": str(file)}} for name, file in references.items()}
+        default = None if arguments.no_rules else "default"
+        for result in pool.map(lambda job: run(job, rules=rules.get(job[0].name, default)), jobs):
             results.append(result)
             state = "failed" if result.error else f"loss {result.loss:.4g}, {len(result.losses)} steps"
             print(f"{result.name}, seed {result.seed}: {state}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
@@ -263,6 +332,8 @@ def main() -> None:
     if not arguments.no_rules:
         report_faults(runs)
         report_healthy(runs)
+    if references:
+        report_reference({key: results for key, results in runs.items() if key[0] in references})
     failed = [result for result in results if result.error is not None]
     print(f"\nPrograms that failed: {len(failed)} of {len(results)}")
     for result in failed:

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,6 +79,7 @@ def result(strangers: ModuleType, loss: float = 1.0, events: Sequence[tuple[str,
         (("overfit", "conv", 50), ["overfit @ conv"], []),  # each rule at this layer
         (("overfit", None, 50), [], ["overfit"]),
         (("dead_units", "fc1", 50), [], []),  # its twin warns, too
+        (("reference", "conv", 50), [], []),  # counted separately
     ],
 )
 def test_warnings_are_compared_with_causes_and_twin(
@@ -118,3 +120,65 @@ def test_hook_sets_fit_models_without_transformer_or_with_an_unknown_router(
         probe.end_step(loss=1.0)
     assert registry.RECORDING.losses == [1.0]
     registry.RECORDING.losses.clear()
+
+
+def test_faults_and_healthy_programs_outside_of_the_reference_are_counted(
+    strangers: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, fault = "causal_attention", "attention_looks_ahead"
+    rule = "looks_ahead"  # names the cause of the fault
+    stays, in_time, late = [], [("reference", "head", 10)], [("reference", "head", 210)]
+    faulty = [in_time, late, in_time, [*stays, (rule, None, 10)]]
+    runs = {
+        (name, ""): [result(strangers, 1.0, events) for events in (stays, stays, late, stays)],
+        (name, fault): [result(strangers, 2.0, events) for events in faulty],
+        (name, "tied_weights_separated"): [result(strangers, 1.0, in_time)] * 4,  # does not change the loss
+    }
+    strangers.report_reference(runs)
+    lines = capsys.readouterr().out.splitlines()
+    assert "Faults that change the loss: 4; outside of the reference: 3" in lines
+    assert "In time: 2, of these 1 whose twin is never outside" in lines
+    assert "Found by the default rules: 1; by these or outside in time: 3" in lines
+    assert "Healthy programs outside of the reference: 1 of 4" in lines
+
+
+def test_training_is_judged_with_a_reference(
+    strangers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import registry
+
+    def events_of(rate: float, **settings: Any) -> list[dict[str, Any]]:
+        monkeypatch.setattr(registry, "RECORDING", recording := registry.Recording(**settings))
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        with registry.attach(model, optimizer := torch.optim.SGD(model.parameters(), rate)) as probe:
+            for _ in range(21):
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4)).square().mean()
+                loss.backward()
+                optimizer.step()
+                probe.end_step(loss=loss)
+        return recording.events
+
+    assert events_of(0.1, rules=None, out=tmp_path / "healthy") == []
+    rules = {"reference": {"rule": "reference", "from": str(tmp_path / "healthy"), "stats": ["rms"]}}
+    assert events_of(0.1, rules=rules) == []
+    (event,) = (event for event in events_of(0.0, rules=rules) if event["rule"] == "reference")
+    assert event["step"] == 10  # the second recorded step without an update
+
+
+def test_programs_without_a_reference_are_not_judged_with_one(
+    strangers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(job: tuple[Any, str, int], **settings: Any) -> Any:
+        name, seed = job[0].name, job[2]
+        error = "Traceback\nValueError: wrong shape" if (name, seed) == ("causal_attention", 101) else None
+        return strangers.Result(name, seed, 1.0, [1.0], 1.0, [], error)
+
+    monkeypatch.setattr(strangers, "run", run)
+    with ThreadPoolExecutor(1) as pool:
+        assert strangers.references_of(["causal_attention", "dcgan"], 2, tmp_path, pool) == {}
+    failed, without_runs = capsys.readouterr().out.splitlines()
+    assert failed == "causal_attention is not judged with a reference: ValueError: wrong shape"
+    assert without_runs.startswith("dcgan is not judged with a reference: ")
+    assert "file or folder not found" in without_runs
