@@ -119,9 +119,8 @@ class OperatorMode(TorchDispatchMode):
         self._step, self._number = -1, 0
         # Who made the nodes of this step: for each maker, the largest sequence number of its nodes, in ascending order.
         self._sequence, self._origins = [-1], [_Location()]
-        self._makes_another = (
-            False  # the last operator changed a view in place, which makes another node (`CopySlices`) afterwards
-        )
+        # Whether the last operator changed a view in place, which makes another node (`CopySlices`) afterwards.
+        self._makes_another = False
         self._codes: dict[int, tuple[CodeType, str]] = {}
         self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Measured] | None]] = []
 
