@@ -59,6 +59,16 @@ class RuleRows:
         is_complete: bool,
     ) -> None:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
+        if is_complete and stats is not None and len(metrics) == 1 and not (samples or relations or self._begun):
+            step, phase, of_step = metrics[0]
+            moment = stats.moment
+            if moment is not None and moment.step == step and moment.phase == phase:  # one complete step
+                layout, numbers = (
+                    self._rules.layout(stats.sites, phase, _site),
+                    (stats.layout.built_in, stats.values[0]),
+                )
+                self._rules.update(StepRows(step, phase, layout, stats.column, of_step, numbers=numbers))
+                return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
         targets = _targets(samples) if samples else {}
         indices = {} if stats is None else _indices(stats)

@@ -60,6 +60,7 @@ class RelationSet(InertWhenCopied):
         self._next = sys.maxsize  # the next checked step after the current one
         self._observed: list[RemovableHandle] = []  # the hooks of the checked steps
         self._seen: Counter[tuple[str, str]] = Counter()  # rows by relation, and by relation and location
+        self.reads_fingerprints = False  # whether a relation reads those that hooks record; see `Training.fingerprints`
 
     def attach(self) -> None:
         """Register the hooks of all relations. After an exception, `detach` removes those that were registered."""
@@ -69,12 +70,14 @@ class RelationSet(InertWhenCopied):
         self._first = step if self._first is None else self._first
         wrappers = wrappers_of(training.model) if has_processes() else []
         training.replicated_by = wrappers[0] if wrappers else None
+        sources = [source for relation in self._relations.values() for source in relation.sources]
+        self.reads_fingerprints = has_processes() and "fingerprints" in sources
         if calls_hooks(training.model):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
         for optimizer in training.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
-        if any("batches" in relation.sources for relation in self._relations.values()):
+        if "batches" in sources:
             observe_batches(self._on_batch)
         for relation in self._relations.values():
             relation.attach()
@@ -140,11 +143,6 @@ class RelationSet(InertWhenCopied):
                 getattr(relation, method)(optimizer)
             except Exception as error:  # it reads values of any optimizer, and must not end its training
                 relation.error = error
-
-    @property
-    def reads_fingerprints(self) -> bool:
-        """Whether a relation reads the fingerprints that hooks record; see `Training.fingerprints`."""
-        return has_processes() and any("fingerprints" in relation.sources for relation in self._relations.values())
 
     def _on_batch(self, batch: LoaderBatch) -> None:
         if len(self.training.batches) >= _MAX_BATCHES:

@@ -54,23 +54,22 @@ class StepBounds:
 
     def contain(self, rows: StepRows) -> bool:
         """Return whether a step is within the bounds. If it is, keep its values."""
-        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES:
+        if not self._left or rows.step > self._last or rows.phase not in STEP_PHASES or not self._contain_metrics(rows):
             return False
-        if not self._contain_metrics(rows):
-            return False
-        if len(rows.layout):
+        layout = rows.layout
+        if len(layout):
             if rows.numbers is None:
                 return False
             statistics, numbers = rows.numbers
-            bounds = self._of_layout.get(rows.layout)
+            bounds = self._of_layout.get(layout)
             if bounds is None or bounds.statistics is not statistics:
-                bounds = self._bounds_of(rows.layout, statistics)
+                bounds = self._bounds_of(layout, statistics)
             np.less(numbers, bounds.low, bounds.below)
             np.greater(numbers, bounds.high, bounds.above)  # NaN is a missing value and never outside
             if np.count_nonzero(bounds.outside):
                 return False
-            self._kept.append((bounds, rows.layout, numbers))
-            self._rows += len(rows.layout)
+            self._kept.append((bounds, layout, numbers))
+            self._rows += len(layout)
         if rows.phase == "train" and (loss := rows.metric("loss")) is not None:
             self._losses.append(loss)
         self._left -= 1
