@@ -60,14 +60,11 @@ class RuleRows:
     ) -> None:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
         if is_complete and stats is not None and len(metrics) == 1 and not (samples or relations or self._begun):
-            step, phase, of_step = metrics[0]
-            moment = stats.moment
-            if moment is not None and moment.step == step and moment.phase == phase:  # one complete step
-                layout, numbers = (
-                    self._rules.layout(stats.sites, phase, _site),
-                    (stats.layout.built_in, stats.values[0]),
-                )
-                self._rules.update(StepRows(step, phase, layout, stats.column, of_step, numbers=numbers))
+            (step, phase, row), of_rows = metrics[0], stats.moment
+            if of_rows is not None and of_rows.step == step and of_rows.phase == phase:  # one complete step
+                layout, values = self._rules.layout(stats.sites, phase, _site), stats.values[0]
+                numbers = stats.layout.built_in, values
+                self._rules.update(StepRows(step, phase, layout, stats.column, row, numbers=numbers))
                 return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
         targets = _targets(samples) if samples else {}
@@ -81,13 +78,9 @@ class RuleRows:
             if not is_complete and phase in STEP_PHASES:
                 self._begun[moment] = part
                 continue
-            layout, numbers, of_step = (
-                self._rules.layout(part.sites, phase, _site),
-                part.numbers,
-                relations.get(moment, ()),
-            )
+            layout, of_step = self._rules.layout(part.sites, phase, _site), relations.get(moment, ())
             given = part.statistic, metrics_by_step.get(moment), part.targets
-            self._rules.update(StepRows(step, phase, layout, *given, numbers=numbers, relations=of_step))
+            self._rules.update(StepRows(step, phase, layout, *given, numbers=part.numbers, relations=of_step))
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:

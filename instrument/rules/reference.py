@@ -16,7 +16,7 @@ from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from .reference_ranges import STARTS, Reference, key_of, phase_of
 from .rule import Bounds, Firing, PersistentLocatedRule
-from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
+from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
 
 def _as_text(value: Any) -> Any:
@@ -56,7 +56,11 @@ class ReferenceRule(PersistentRule):
     margin: NonNegative = Field(
         1.0, description="How many times the margin is used: 0 for the range itself, 2 for twice the margin."
     )
-    for_: Count = Field(2, alias="for", description="How often in succession a location has to be outside.")
+    for_: Count = Field(
+        2,
+        alias="for",
+        description="How often in succession a location has to be outside; a location that the runs recorded at fewer steps, at each.",
+    )
 
     @cached_property
     def reference(self) -> Reference:
@@ -90,6 +94,12 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
 
     def selects(self, location: Location) -> bool:
         return key_of(location) in self.reference.index
+
+    def times_needed(self, slots: IndexArray) -> IndexArray:
+        """A location that the runs recorded at fewer steps has to be outside at each of them."""
+        has_range = np.any(np.isfinite(self._high[self._of_slot[slots], :, :-1]), axis=1)
+        steps: IndexArray = np.where(has_range, np.diff(STARTS)[: has_range.shape[-1]], 0).sum(axis=1)
+        return np.clip(steps, 1, self.spec.for_)
 
     def grow(self, count: int) -> None:
         super().grow(count)

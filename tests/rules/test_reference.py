@@ -125,6 +125,14 @@ def test_rule_fires_outside_of_the_range_and_its_margin(tmp_path: Path) -> None:
     assert (event.step, event.threshold) == (1, 1.0)
 
 
+@pytest.mark.parametrize("recorded", [1, 2, 3])
+def test_location_recorded_at_fewer_steps_has_to_be_outside_at_each(tmp_path: Path, recorded: int) -> None:
+    entry = {"from": str(write_healthy(tmp_path, [[1.0] * recorded] * 2)), "margin": 0, "for": 3}
+    (event,) = fired(entry, stepped([9.0] * recorded))
+    assert event.step == recorded - 1
+    assert fired(entry, stepped([9.0] * (recorded - 1) + [1.0])) == []
+
+
 def test_rule_compares_by_step_and_ends_with_the_reference(tmp_path: Path) -> None:
     write_values(tmp_path / "a", {"rms": [1.0, 2.0, 4.0]}, every=10)  # steps 0, 10 and 20, until step 22
     entry = {"from": str(tmp_path), "margin": 0, "for": 1}
