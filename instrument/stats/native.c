@@ -153,30 +153,149 @@ static inline uint64_t bits_of_float64(const double *x) {
             m->low = low[j] < m->low ? low[j] : m->low;                                                               \
             m->high = high[j] > m->high ? high[j] : m->high;                                                          \
         }                                                                                                             \
+    }
+
+KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
+KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
+KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
+
+#define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
+#define MAX_ITEM 16    /* bytes of an element */
+#define WORDS (TILE * MAX_ITEM / 8)
+#define FACTOR 0x9e3779b97f4a7c15u
+#define SECOND_FACTOR 0xd6e8feb86659fd93u
+
+static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
+static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
+static uint64_t keys_of_words[WORDS] ALIGNED;
+
+#define LOW_HALF 0xffffffffu
+
+static uint64_t mixed(uint64_t number) {
+    number *= SECOND_FACTOR;
+    return (number ^ number >> 32) * FACTOR;
+}
+
+/* The number of a tile, mixed with its index. */
+static uint64_t of_tile(uint64_t number, size_t tile) { return mixed(number ^ ((uint64_t)tile + 1) * FACTOR); }
+
+/* The sum of x + low(x) * high(x) over words, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. `at` is the position of
+   the first word in its tile, in bytes. */
+typedef struct {
+    uint64_t sum;
+} Words_plain;
+
+static inline void add_words_plain(Words_plain *words, const char *memory, size_t at, size_t size) {
+    for (size_t i = 0; i < size / 8; i++) {
+        uint64_t x;
+        memcpy(&x, memory + 8 * i, sizeof x);
+        x ^= keys_of_words[at / 8 + i];
+        words->sum += x + (x & LOW_HALF) * (x >> 32);
+    }
+}
+
+static inline uint64_t total_of_plain(const Words_plain *words) { return words->sum; }
+
+/* Adds a condition to a count. Which form takes fewer instructions depends on the processor. */
+#define COUNT_plain(n, is_one) (n) += (is_one)
+#define COUNT_avx2 COUNT_plain
+#define COUNT_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
+
+#define TILE_OF(TAG, PROCESSOR)                                                                                       \
+    PROCESSOR static uint64_t tile_##TAG(const char *memory, size_t size) {                                           \
+        Words_##TAG words = {0};                                                                                      \
+        add_words_##TAG(&words, memory, 0, size);                                                                     \
+        return total_of_##TAG(&words);                                                                                \
+    }
+
+TILE_OF(plain, )
+
+static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
+
+#ifdef HAS_VECTORS
+#define FOR_AVX2 __attribute__((target("avx2")))
+#define FOR_AVX512 __attribute__((target("avx512f")))
+
+/* GCC does not find the instruction that multiplies 32-bit numbers. */
+#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE)                                                                \
+    typedef struct {                                                                                                  \
+        VECTOR sums[2];                                                                                               \
+    } Words_##TAG;                                                                                                    \
+                                                                                                                      \
+    PROCESSOR                                                                                                         \
+    static inline void add_words_##TAG(Words_##TAG *words, const char *memory, size_t at, size_t size) {              \
+        for (size_t i = 0; i < size; i += sizeof(VECTOR)) {                                                           \
+            const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + i));                                  \
+            const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at + i));          \
+            const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                          \
+            VECTOR *sum = words->sums + i / sizeof(VECTOR) % 2;                                                       \
+            *sum = PREFIX##_add_epi64(*sum, PREFIX##_add_epi64(x, PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)))); \
+        }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
-    FOR_EACH_PROCESSOR                                                                                                \
-    static void NAME(const ELEMENT *x, size_t count, double shift, int with_l1, Moments *m) {                         \
+    PROCESSOR static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                       \
+        const VECTOR all = PREFIX##_add_epi64(words->sums[0], words->sums[1]);                                        \
+        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
+        memcpy(lanes, &all, sizeof lanes);                                                                            \
+        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
+            total += lanes[i];                                                                                        \
+        return total;                                                                                                 \
+    }                                                                                                                 \
+                                                                                                                      \
+    TILE_OF(TAG, PROCESSOR)
+
+WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512)
+WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256)
+#endif
+
+/* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
+static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t tile) {
+    const size_t tile_size = TILE * item;
+    uint64_t sum = 0, padded[WORDS];
+    for (size_t start = 0; start < size; start += tile_size) {
+        const char *elements = memory + start;
+        if (size - start < tile_size) {
+            memset(padded, 0, tile_size);
+            memcpy(padded, elements, size - start);
+            elements = (const char *)padded;
+        }
+        sum += of_tile(tile_of(elements, tile_size), tile++);
+    }
+    return sum;
+}
+
+/* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
+#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, WORD, WITH, TAG)                                     \
+    PROCESSOR                                                                                                         \
+    static void FUNCTION(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits) {   \
         for (size_t start = 0; start < count; start += CHUNK) {                                                       \
-            const ELEMENT *chunk = x + start;                                                                         \
+            const ELEMENT *chunk = (const ELEMENT *)memory + start;                                                   \
             const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
-            const size_t whole = size - size % LANES;                                                                 \
+            const size_t whole = size - size % LANES, step_size = LANES * sizeof(ELEMENT);                            \
             VALUE low[LANES], high[LANES];                                                                            \
             double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                           \
-            int32_t zeros[LANES] = {0};                                                                               \
+            WORD zeros[LANES] = {0};                                                                                  \
             for (int j = 0; j < LANES; j++)                                                                           \
                 low[j] = high[j] = whole ? READ(chunk[j]) : 0;                                                        \
-            for (size_t i = 0; i < whole; i += LANES) {                                                               \
-                PREFETCH(chunk + i + AHEAD);                                                                          \
-                for (int j = 0; j < LANES; j++) {                                                                     \
-                    const VALUE value = READ(chunk[i + j]);                                                           \
-                    const double moved = (double)value - shift;                                                       \
-                    sum[j] += moved;                                                                                  \
-                    squares[j] += moved * moved;                                                                      \
-                    low[j] = value < low[j] ? value : low[j];                                                         \
-                    high[j] = value > high[j] ? value : high[j];                                                      \
-                    zeros[j] += value == 0;                                                                           \
+            for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
+                const size_t end = whole - tile < step ? whole : tile + step;                                         \
+                Words_##TAG words = {0};                                                                              \
+                for (size_t i = tile; i < end; i += LANES) {                                                          \
+                    PREFETCH(chunk + i + AHEAD);                                                                      \
+                    for (int j = 0; j < LANES; j++) {                                                                 \
+                        const VALUE value = READ(chunk[i + j]);                                                       \
+                        const double moved = (double)value - (WITH ? 0.0 : shift);                                    \
+                        sum[j] += moved;                                                                              \
+                        squares[j] += moved * moved;                                                                  \
+                        low[j] = value < low[j] ? value : low[j];                                                     \
+                        high[j] = value > high[j] ? value : high[j];                                                  \
+                        COUNT_##TAG(zeros[j], value == 0);                                                            \
+                    }                                                                                                 \
+                    if (WITH)                                                                                         \
+                        add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
                 }                                                                                                     \
+                if (WITH && end - tile == TILE)                                                                       \
+                    *bits += of_tile(total_of_##TAG(&words), (start + tile) / TILE);                                  \
             }                                                                                                         \
             if (with_l1)                                                                                              \
                 for (size_t i = 0; i < whole; i += LANES)                                                             \
@@ -197,95 +316,45 @@ static inline uint64_t bits_of_float64(const double *x) {
                 m->high = high[j] > m->high ? high[j] : m->high;                                                      \
                 m->squares += squares[j];                                                                             \
                 m->l1 += l1[j];                                                                                       \
-                m->zeros += zeros[j];                                                                                 \
+                m->zeros += (int64_t)zeros[j];                                                                        \
             }                                                                                                         \
             NAME##_slowly(chunk + whole, size - whole, shift, m);                                                     \
         }                                                                                                             \
     }
 
-KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
-KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
-KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
+typedef void Kernel(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-#define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
-#define MAX_ITEM 16    /* bytes of an element */
-#define WORDS (TILE * MAX_ITEM / 8)
-#define FACTOR 0x9e3779b97f4a7c15u
-#define SECOND_FACTOR 0xd6e8feb86659fd93u
+/* SHORT is the tag for bfloat16, whose vectors have 32 bytes. */
+#define KERNELS(TAG, SHORT, PROCESSOR)                                                                                \
+    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
+    SUMS_OF(bfloat16_##TAG, PROCESSOR, of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, 0, SHORT)               \
+    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 0, TAG)                         \
+    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 1, TAG)                      \
+    SUMS_OF(bfloat16_bits_##TAG, PROCESSOR, of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, 1, SHORT)          \
+    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 1, TAG)                    \
+    static Kernel *const kernels_##TAG[2][3] = {{float32_##TAG, bfloat16_##TAG, float64_##TAG},                       \
+                                                {float32_bits_##TAG, bfloat16_bits_##TAG, float64_bits_##TAG}};
 
-static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
-static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
-static uint64_t keys_of_words[WORDS] ALIGNED;
-
-#define LOW_HALF 0xffffffffu
-
-/* The sum of x + low(x) * high(x) over the words of a tile, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. */
-static uint64_t tile_plainly(const char *memory, size_t words) {
-    uint64_t sum = 0;
-    for (size_t i = 0; i < words; i++) {
-        uint64_t x;
-        memcpy(&x, memory + 8 * i, sizeof x);
-        x ^= keys_of_words[i];
-        sum += x + (x & LOW_HALF) * (x >> 32);
-    }
-    return sum;
-}
-
-static uint64_t (*tile_of)(const char *memory, size_t words) = tile_plainly;
-
+KERNELS(plain, plain, )
 #ifdef HAS_VECTORS
-/* GCC does not find the instruction that multiplies 32-bit numbers. */
-#define TILE_OF(NAME, TARGET, VECTOR, PREFIX, SIZE)                                                                   \
-    __attribute__((target(TARGET))) static uint64_t NAME(const char *memory, size_t words) {                          \
-        VECTOR sums[2] = {0}, plain[2] = {0};                                                                         \
-        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
-        for (size_t i = 0; i < 8 * words; i += sizeof sums)                                                           \
-            for (size_t j = 0; j < 2; j++) {                                                                          \
-                const size_t at = i + j * sizeof(VECTOR);                                                             \
-                const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + at));                             \
-                const VECTOR key = PREFIX##_loadu_##SIZE((const VECTOR *)((const char *)keys_of_words + at));         \
-                const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                      \
-                plain[j] = PREFIX##_add_epi64(plain[j], x);                                                           \
-                sums[j] = PREFIX##_add_epi64(sums[j], PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)));             \
-            }                                                                                                         \
-        const VECTOR all = PREFIX##_add_epi64(PREFIX##_add_epi64(sums[0], plain[0]), PREFIX##_add_epi64(sums[1], plain[1])); \
-        memcpy(lanes, &all, sizeof lanes);                                                                            \
-        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
-            total += lanes[i];                                                                                        \
-        return total;                                                                                                 \
-    }
-
-TILE_OF(tile_avx512, "avx512f", __m512i, _mm512, si512)
-TILE_OF(tile_avx2, "avx2", __m256i, _mm256, si256)
+KERNELS(avx2, avx2, FOR_AVX2)
+KERNELS(avx512, avx2, FOR_AVX512)
 #endif
 
-static uint64_t mixed(uint64_t number) {
-    number *= SECOND_FACTOR;
-    return (number ^ number >> 32) * FACTOR;
-}
+static Kernel *const (*kernels)[3] = kernels_plain; /* by whether bits are requested, and kind */
 
-static void prepare_fingerprints(void) {
+static void choose_kernels(void) {
     for (size_t i = 0; i < WORDS; i++)
         keys_of_words[i] = mixed(mixed(i + 1) + 1);
 #ifdef HAS_VECTORS
-    tile_of = __builtin_cpu_supports("avx512f") ? tile_avx512 : __builtin_cpu_supports("avx2") ? tile_avx2 : tile_plainly;
-#endif
-}
-
-/* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
-static uint64_t bits_of(const char *memory, size_t size, size_t item, uint64_t tile) {
-    const size_t tile_size = TILE * item;
-    uint64_t sum = 0, padded[WORDS];
-    for (size_t start = 0; start < size; start += tile_size) {
-        const char *elements = memory + start;
-        if (size - start < tile_size) {
-            memset(padded, 0, tile_size);
-            memcpy(padded, elements, size - start);
-            elements = (const char *)padded;
-        }
-        sum += mixed(tile_of(elements, tile_size / 8) ^ (++tile * FACTOR));
+    if (__builtin_cpu_supports("avx512f")) {
+        tile_of = tile_avx512;
+        kernels = kernels_avx512;
+    } else if (__builtin_cpu_supports("avx2")) {
+        tile_of = tile_avx2;
+        kernels = kernels_avx2;
     }
-    return sum;
+#endif
 }
 
 /* A number of 52 bits for a dtype and a shape. */
@@ -315,21 +384,13 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* `sum_of_bits` is NULL if it is not requested. It is computed chunk by chunk, while the elements are in the cache. */
+/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
-    const size_t item = (size_t)item_sizes[kind], step = sum_of_bits ? CHUNK : count;
-    for (size_t start = 0; start < count; start += step) {
-        const size_t size = count - start < step ? count - start : step;
-        const char *elements = (const char *)memory + start * item;
-        if (kind == FLOAT32)
-            of_float32((const void *)elements, size, shift, with_l1, &m);
-        else if (kind == BFLOAT16)
-            of_bfloat16((const void *)elements, size, shift, with_l1, &m);
-        else
-            of_float64((const void *)elements, size, shift, with_l1, &m);
-        if (sum_of_bits)
-            *sum_of_bits += bits_of(elements, size * item, item, start / TILE);
+    kernels[sum_of_bits != NULL][kind](memory, count, shift, with_l1, &m, sum_of_bits);
+    if (sum_of_bits) {
+        const size_t item = (size_t)item_sizes[kind], tiles = count / TILE;
+        *sum_of_bits += bits_of((const char *)memory + tiles * TILE * item, count % TILE * item, item, tiles);
     }
     return m;
 }
@@ -1234,7 +1295,7 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit_native(void) {
-    prepare_fingerprints();
+    choose_kernels();
     PyObject *created = PyModule_Create(&module);
     slab_type = created ? (PyTypeObject *)PyType_FromSpec(&slab_spec) : NULL;
     if (!slab_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) || add_plain_calls(created))

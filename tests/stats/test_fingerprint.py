@@ -102,16 +102,20 @@ def test_fingerprint_is_that_of_the_definition(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 1023, 4095, 4096, 9001, 40_000])
+@pytest.mark.parametrize("count", [2, 1023, 1024, 1040, 4095, 4096, 5120, 9001, 40_000])
 def test_kernel_of_hooks_gives_the_same_with_the_sums(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count).double() if dtype == torch.float64 else random_bits((count,), dtype)
     assert by_slab(tensor.view(1, -1)) == fingerprint(tensor.view(1, -1))
-    without, with_bits = make_slab(len(COLUMNS)), make_slab(len(COLUMNS))
-    finite = torch.randn(count).to(dtype)
-    assert without.add(finite, 0, None, 1)
-    assert with_bits.add(finite, 0, None, 3)
-    one, other = (np.frombuffer(each.take()[0])[:10] for each in (without, with_bits))
-    assert np.array_equal(one, other, equal_nan=True)
+    finite = torch.randn(count)
+    special = finite.clone()
+    special[:: count // 2] = torch.nan
+    special[1 :: count // 2] = -torch.inf
+    for values in (finite, special, finite.relu(), finite + 1e4):  # the last one is read again, relative to the mean
+        slab, given = make_slab(len(COLUMNS)), values.to(dtype)
+        for further in (1, 3):
+            assert slab.add(given, 0, None, further)
+        one, other = np.frombuffer(slab.take()[0]).reshape(2, -1)[:, :10]
+        assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.usefixtures("kernel")
