@@ -123,8 +123,7 @@ def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | Non
 def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
     """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS]."""
     row = np.full(len(COLUMNS), np.nan)
-    wide = flat.detach().to(torch.float32) if flat.dtype == torch.float16 else flat
-    base = kernel_sums(wide, with_magnitudes=MAGNITUDES in terms)
+    base = kernel_sums(flat, with_magnitudes=MAGNITUDES in terms)
     high_power = any(each.power >= _HIGH_POWER for each in terms)
     if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
         base = None

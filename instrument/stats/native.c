@@ -3,8 +3,8 @@
    `instrument.stats.cpu_kernel` documents the functions and the class `Slab`, and `instrument.stats.sums.BASE` the sums of a tensor. `unit`
    is 1 here: sums of powers of x are not scaled. Without a finite element, all sums but the counts are NaN.
 
-   In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and on devices 3 for float16. The global interpreter lock
-   is released during the computation, except for small tensors.
+   In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and 3 for float16, which on the CPU only the sums support. The
+   global interpreter lock is released during the computation, except for small tensors.
 
    `add` and `add_effect` of a slab with a buffer launch a kernel for tensors on its device, which writes to a row of the buffer. They
    add no row if the buffer is full, if the current stream has no launcher for the dtype, if an address is not divisible by 16, if
@@ -69,10 +69,6 @@ static inline float from_bfloat16(uint16_t bits) {
     return value;
 }
 
-static inline uint32_t bits_of_bfloat16(const uint16_t *x) {
-    return (uint32_t)*x << 16;
-}
-
 static inline uint32_t bits_of_float32(const float *x) {
     uint32_t bits;
     memcpy(&bits, x, sizeof bits);
@@ -84,6 +80,30 @@ static inline uint64_t bits_of_float64(const double *x) {
     memcpy(&bits, x, sizeof bits);
     return bits;
 }
+
+/* Without an operation on a subnormal number, which some programs let the processor flush to zero. */
+static inline float from_float16(uint16_t bits) {
+    const uint32_t magnitude = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
+    const uint32_t small = magnitude + 0x38800000u; /* 2^-14 plus the value, if that is subnormal */
+    float subnormal, value;
+    memcpy(&subnormal, &small, sizeof small);
+    subnormal -= 0x1p-14f;
+    uint32_t wide = bits_of_float32(&subnormal);
+    wide = magnitude < 0x00800000u ? wide : magnitude + (magnitude < 0x0f800000u ? 0x38000000u : 0x70000000u);
+    wide |= sign;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+#define WIDEN(NAME, FROM)                                                                                             \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static void NAME(const uint16_t *x, size_t count, float *values) {                                                \
+        for (size_t i = 0; i < count; i++)                                                                            \
+            values[i] = FROM(x[i]);                                                                                   \
+    }
+
+WIDEN(widen_bfloat16, from_bfloat16)
+WIDEN(widen_float16, from_float16)
 
 #define AS_IT_IS(x) (x)
 
@@ -156,7 +176,6 @@ static inline uint64_t bits_of_float64(const double *x) {
     }
 
 KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
-KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
 KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
 
 #define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
@@ -219,7 +238,7 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
 /* GCC does not find the instruction that multiplies 32-bit numbers. */
 #define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE)                                                                \
     typedef struct {                                                                                                  \
-        VECTOR sums[2];                                                                                               \
+        VECTOR sums;                                                                                                  \
     } Words_##TAG;                                                                                                    \
                                                                                                                       \
     PROCESSOR                                                                                                         \
@@ -228,15 +247,14 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
             const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + i));                                  \
             const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at + i));          \
             const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                          \
-            VECTOR *sum = words->sums + i / sizeof(VECTOR) % 2;                                                       \
-            *sum = PREFIX##_add_epi64(*sum, PREFIX##_add_epi64(x, PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)))); \
+            const VECTOR products = PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32));                                \
+            words->sums = PREFIX##_add_epi64(words->sums, PREFIX##_add_epi64(x, products));                           \
         }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
     PROCESSOR static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                       \
-        const VECTOR all = PREFIX##_add_epi64(words->sums[0], words->sums[1]);                                        \
         uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
-        memcpy(lanes, &all, sizeof lanes);                                                                            \
+        memcpy(lanes, &words->sums, sizeof lanes);                                                                    \
         for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
             total += lanes[i];                                                                                        \
         return total;                                                                                                 \
@@ -324,24 +342,20 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 
 typedef void Kernel(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-/* SHORT is the tag for bfloat16, whose vectors have 32 bytes. */
-#define KERNELS(TAG, SHORT, PROCESSOR)                                                                                \
+#define KERNELS(TAG, PROCESSOR)                                                                                       \
     SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
-    SUMS_OF(bfloat16_##TAG, PROCESSOR, of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, 0, SHORT)               \
     SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 0, TAG)                         \
     SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 1, TAG)                      \
-    SUMS_OF(bfloat16_bits_##TAG, PROCESSOR, of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, 1, SHORT)          \
     SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 1, TAG)                    \
-    static Kernel *const kernels_##TAG[2][3] = {{float32_##TAG, bfloat16_##TAG, float64_##TAG},                       \
-                                                {float32_bits_##TAG, bfloat16_bits_##TAG, float64_bits_##TAG}};
+    static Kernel *const kernels_##TAG[2][2] = {{float32_##TAG, float64_##TAG}, {float32_bits_##TAG, float64_bits_##TAG}};
 
-KERNELS(plain, plain, )
+KERNELS(plain, )
 #ifdef HAS_VECTORS
-KERNELS(avx2, avx2, FOR_AVX2)
-KERNELS(avx512, avx2, FOR_AVX512)
+KERNELS(avx2, FOR_AVX2)
+KERNELS(avx512, FOR_AVX512)
 #endif
 
-static Kernel *const (*kernels)[3] = kernels_plain; /* by whether bits are requested, and kind */
+static Kernel *const (*kernels)[2] = kernels_plain; /* by whether bits are requested, and whether elements are float64 */
 
 static void choose_kernels(void) {
     for (size_t i = 0; i < WORDS; i++)
@@ -384,13 +398,25 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. */
+/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. Chunks of 16-bit elements stay in the cache until they are measured. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
-    kernels[sum_of_bits != NULL][kind](memory, count, shift, with_l1, &m, sum_of_bits);
-    if (sum_of_bits) {
-        const size_t item = (size_t)item_sizes[kind], tiles = count / TILE;
-        *sum_of_bits += bits_of((const char *)memory + tiles * TILE * item, count % TILE * item, item, tiles);
+    const size_t item = (size_t)item_sizes[kind];
+    size_t rest = 0; /* the first element whose bits are not in the sum */
+    if (item > 2) {
+        kernels[sum_of_bits != NULL][kind == FLOAT64](memory, count, shift, with_l1, &m, sum_of_bits);
+        rest = count - count % TILE;
+    }
+    for (size_t start = rest; start < count; start += CHUNK) {
+        const size_t size = count - start < CHUNK ? count - start : CHUNK;
+        const char *chunk = (const char *)memory + start * item;
+        if (item == 2) {
+            float values[CHUNK] ALIGNED;
+            (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const void *)chunk, size, values);
+            kernels[0][0](values, size, shift, with_l1, &m, NULL);
+        }
+        if (sum_of_bits)
+            *sum_of_bits += bits_of(chunk, size * item, item, start / TILE);
     }
     return m;
 }
@@ -458,8 +484,8 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "Knip", &address, &count, &kind, &with_magnitudes))
         return NULL;
-    if (kind < 0 || kind > 2 || count < 0) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, and count 0 or more");
+    if (kind < FLOAT32 || kind > FLOAT16 || count < 0) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
         return NULL;
     }
     if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, with_magnitudes, row))
@@ -591,7 +617,7 @@ int has_kernel_layout(PyObject *object) {
     return describe_on_any_device(object, &t, &kind, &memory) > 0;
 }
 
-/* Describes a tensor that the kernels for the CPU support. Returns the number of its elements, otherwise 0. */
+/* Describes a tensor that all kernels for the CPU support. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     const size_t numel = describe_on_any_device(object, t, kind, memory);
     return numel && t->device.type == CPU && *kind != FLOAT16 ? numel : 0;
@@ -885,8 +911,7 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
         row[FORM] = form_of(kind, t.ndim, t.shape);
     if (row || PyErr_Occurred())
         return row ? 1 : -1;
-    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
-        !write_sums_unlocked(memory, numel, kind, further, numbers))
+    if (!numel || t.device.type != CPU || !write_sums_unlocked(memory, numel, kind, further, numbers))
         return 0;
     row = slab_row(self, slot, moment, t.ndim, t.shape);
     if (!row)

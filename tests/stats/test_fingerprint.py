@@ -101,7 +101,7 @@ def test_fingerprint_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert fingerprint(tensor) == expected(tensor), shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [2, 1023, 1024, 1040, 4095, 4096, 5120, 9001, 40_000])
 def test_kernel_of_hooks_gives_the_same_with_the_sums(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count).double() if dtype == torch.float64 else random_bits((count,), dtype)
