@@ -216,14 +216,15 @@ static inline void add_words_plain(Words_plain *words, const char *memory, size_
 static inline uint64_t total_of_plain(const Words_plain *words) { return words->sum; }
 
 /* Adds a condition to a count. Which form takes fewer instructions depends on the processor. */
-#define COUNT_plain(n, is_one) (n) += (is_one)
-#define COUNT_avx2 COUNT_plain
-#define COUNT_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
+#define ADD_plain(n, is_one) (n) += (is_one)
+#define ADD_avx2 ADD_plain
+#define ADD_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
 
 #define TILE_OF(TAG, PROCESSOR)                                                                                       \
     PROCESSOR static uint64_t tile_##TAG(const char *memory, size_t size) {                                           \
         Words_##TAG words = {0};                                                                                      \
-        add_words_##TAG(&words, memory, 0, size);                                                                     \
+        for (size_t at = 0; at < size; at += 128)                                                                     \
+            add_words_##TAG(&words, memory + at, at, 128);                                                            \
         return total_of_##TAG(&words);                                                                                \
     }
 
@@ -235,10 +236,10 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
 #define FOR_AVX2 __attribute__((target("avx2")))
 #define FOR_AVX512 __attribute__((target("avx512f")))
 
-/* GCC does not find the instruction that multiplies 32-bit numbers. */
-#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE)                                                                \
+/* GCC does not find the instruction that multiplies 32-bit numbers. SUM_COUNT is the fastest in the loop of SUMS_OF. */
+#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE, SUM_COUNT)                                                     \
     typedef struct {                                                                                                  \
-        VECTOR sums;                                                                                                  \
+        VECTOR sums[SUM_COUNT];                                                                                       \
     } Words_##TAG;                                                                                                    \
                                                                                                                       \
     PROCESSOR                                                                                                         \
@@ -248,13 +249,14 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
             const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at + i));          \
             const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                          \
             const VECTOR products = PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32));                                \
-            words->sums = PREFIX##_add_epi64(words->sums, PREFIX##_add_epi64(x, products));                           \
+            VECTOR *sum = words->sums + i / sizeof(VECTOR) % SUM_COUNT;                                               \
+            *sum = PREFIX##_add_epi64(*sum, PREFIX##_add_epi64(x, products));                                         \
         }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
-    PROCESSOR static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                       \
-        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
-        memcpy(lanes, &words->sums, sizeof lanes);                                                                    \
+    static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                                 \
+        uint64_t lanes[sizeof *words / 8], total = 0;                                                                 \
+        memcpy(lanes, words, sizeof lanes);                                                                           \
         for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
             total += lanes[i];                                                                                        \
         return total;                                                                                                 \
@@ -262,8 +264,8 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
                                                                                                                       \
     TILE_OF(TAG, PROCESSOR)
 
-WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512)
-WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256)
+WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512, 1)
+WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256, 2)
 #endif
 
 /* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
@@ -283,7 +285,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 }
 
 /* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
-#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, WORD, WITH, TAG)                                     \
+#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, WITH, TAG)                                    \
     PROCESSOR                                                                                                         \
     static void FUNCTION(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits) {   \
         for (size_t start = 0; start < count; start += CHUNK) {                                                       \
@@ -292,7 +294,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
             const size_t whole = size - size % LANES, step_size = LANES * sizeof(ELEMENT);                            \
             VALUE low[LANES], high[LANES];                                                                            \
             double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                           \
-            WORD zeros[LANES] = {0};                                                                                  \
+            COUNT zeros[LANES] = {0};                                                                                 \
             for (int j = 0; j < LANES; j++)                                                                           \
                 low[j] = high[j] = whole ? READ(chunk[j]) : 0;                                                        \
             for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
@@ -307,7 +309,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
                         squares[j] += moved * moved;                                                                  \
                         low[j] = value < low[j] ? value : low[j];                                                     \
                         high[j] = value > high[j] ? value : high[j];                                                  \
-                        COUNT_##TAG(zeros[j], value == 0);                                                            \
+                        ADD_##TAG(zeros[j], value == 0);                                                              \
                     }                                                                                                 \
                     if (WITH)                                                                                         \
                         add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
@@ -342,17 +344,17 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 
 typedef void Kernel(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-#define KERNELS(TAG, PROCESSOR)                                                                                       \
+#define KERNELS(TAG, PROCESSOR, COUNT)                                                                                \
     SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
-    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 0, TAG)                         \
+    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 0, TAG)                            \
     SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 1, TAG)                      \
-    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, uint64_t, 1, TAG)                    \
+    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 1, TAG)                       \
     static Kernel *const kernels_##TAG[2][2] = {{float32_##TAG, float64_##TAG}, {float32_bits_##TAG, float64_bits_##TAG}};
 
-KERNELS(plain, )
+KERNELS(plain, , uint32_t)
 #ifdef HAS_VECTORS
-KERNELS(avx2, FOR_AVX2)
-KERNELS(avx512, FOR_AVX512)
+KERNELS(avx2, FOR_AVX2, uint64_t)
+KERNELS(avx512, FOR_AVX512, uint64_t)
 #endif
 
 static Kernel *const (*kernels)[2] = kernels_plain; /* by whether bits are requested, and whether elements are float64 */
