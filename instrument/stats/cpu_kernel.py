@@ -202,17 +202,21 @@ def add_launcher(  # noqa: PLR0917
             launch_devices[device] = True
 
 
-def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+def kernel_sums(flat: Tensor, further: int = 0) -> np.ndarray[Any, np.dtype[np.float64]] | None:
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
+    Args:
+        flat: The tensor.
+        further: See `Slab.add`.
+
     Returns:
-        float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
+        float64, without the form, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
         squares overflow or underflow, or the tensor has no memory: the gradient of `sgn` is a zero tensor of this kind.
     """
     kind = _KINDS.get(flat.dtype)
     if native is None or kind is None or flat._is_zerotensor():
         return None
-    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
+    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further)
     return None if numbers is None else np.frombuffer(numbers)
 
 

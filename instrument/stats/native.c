@@ -10,7 +10,7 @@
    add no row if the buffer is full, if the current stream has no launcher for the dtype, if an address is not divisible by 16, if
    the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
-   `further` of `add` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
+   `further` of `add` and `sums` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -481,18 +481,18 @@ static int write_sums_unlocked(const void *memory, size_t count, int kind, int f
 static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned long long address;
     Py_ssize_t count;
-    int kind, with_magnitudes;
-    double row[SUMS];
+    int kind, further;
+    double row[ALL_SUMS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "Knip", &address, &count, &kind, &with_magnitudes))
+    if (!PyArg_ParseTuple(args, "Knii", &address, &count, &kind, &further))
         return NULL;
     if (kind < FLOAT32 || kind > FLOAT16 || count < 0) {
         PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
         return NULL;
     }
-    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, with_magnitudes, row))
+    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, further, row))
         Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize((const char *)row, sizeof row);
+    return PyBytes_FromStringAndSize((const char *)row, (further & WITH_BITS ? FORM : SUMS) * (Py_ssize_t)sizeof *row);
 }
 
 /* The structures of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html. */
@@ -1309,7 +1309,7 @@ static PyMethodDef methods[] = {
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
-    {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
+    {"sums", sums, METH_VARARGS, "sums(address, count, kind, further) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"lost_by_cast", lost_by_cast, METH_VARARGS,
      "lost_by_cast(address, rows, length, is_bfloat16, scale, numbers, errors, mantissa, least, largest, block, scales) -> None"},

@@ -228,6 +228,21 @@ def test_hooks_record_fingerprints_as_int64() -> None:
     assert rows[rows["hook"] == "others"]["fingerprint"].isna().all()
 
 
+def test_fingerprint_next_to_another_table_is_from_the_same_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    sums = cpu_kernel.native.sums
+    kernel = mock.Mock(wraps=cpu_kernel.native, sums=lambda *given: reads.append(given[3]) or sums(*given))
+    monkeypatch.setattr(cpu_kernel, "native", kernel)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        tensor = torch.randn(3, 700).to(dtype)
+        for given in (tensor, tensor.t(), tensor.abs().to(torch.int32)):
+            hooks = {"bits": record("forward", stats=["mean", "l1", "fingerprint"], histogram=2)}
+            probe = forward_steps(Calls(lambda x: x.clone()), hooks, [given])
+            assert probe.stats["fingerprint"].tolist() == [expected(given)]
+    assert [further for further in reads if further >= 2] == 4 * [3]
+    assert kernel.bits.call_count == 4 * 2  # for the others
+
+
 def test_fingerprints_of_empty_and_nan_tensors_are_recorded() -> None:
     for tensor in (torch.empty(0, 3), torch.full((2, 3), torch.nan), torch.tensor(True)):
         probe = forward_steps(Calls(lambda x: x.clone()), {"bits": record("forward", stats=["fingerprint"])}, [tensor])

@@ -530,10 +530,10 @@ def test_kernel_converts_every_16_bit_float_as_torch(dtype: torch.dtype, flush: 
     assert torch.set_flush_denormal(flush) or not flush
     try:
         for low, high in ((one, one + 2) for one in range(0, len(finite) - 2, 37)):
-            assert cpu_kernel.kernel_sums(finite[low:high], with_magnitudes=False)[4] == wide[low:high].min()
+            assert cpu_kernel.kernel_sums(finite[low:high])[4] == wide[low:high].min()
         for given in (finite, finite.abs(), every):
-            by_kernel = cpu_kernel.kernel_sums(given, with_magnitudes=True)
-            assert by_kernel.tobytes() == cpu_kernel.kernel_sums(given.float(), with_magnitudes=True).tobytes()
+            by_kernel = cpu_kernel.kernel_sums(given, 1)
+            assert by_kernel.tobytes() == cpu_kernel.kernel_sums(given.float(), 1).tobytes()
     finally:
         torch.set_flush_denormal(False)
 
@@ -593,7 +593,7 @@ def test_effect_is_left_to_other_code_where_squares_are_not_exact(magnitude: flo
 def test_kernel_refuses_unknown_types() -> None:
     assert cpu_kernel.native is not None
     with pytest.raises(ValueError, match="kind has to be 0 to 3"):
-        cpu_kernel.native.sums(0, 0, 4, False)
+        cpu_kernel.native.sums(0, 0, 4, 0)
     with pytest.raises(ValueError, match="count 0 or more"):
-        cpu_kernel.native.sums(0, -1, 0, False)
-    assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, False))[:4].tolist() == [0, 0, 0, 0]
+        cpu_kernel.native.sums(0, -1, 0, 0)
+    assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, 0))[:4].tolist() == [0, 0, 0, 0]
