@@ -180,6 +180,7 @@ KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff000
 
 #define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
 #define MAX_ITEM 16    /* bytes of an element */
+#define PIECE 128      /* bytes of which a tile is a multiple */
 #define WORDS (TILE * MAX_ITEM / 8)
 #define FACTOR 0x9e3779b97f4a7c15u
 #define SECOND_FACTOR 0xd6e8feb86659fd93u
@@ -187,6 +188,7 @@ KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff000
 static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
 static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
 static uint64_t keys_of_words[WORDS] ALIGNED;
+static uint64_t sums_of_zeros[WORDS * 8 / PIECE + 1]; /* over the words before a piece of a tile of zeros */
 
 #define LOW_HALF 0xffffffffu
 
@@ -220,17 +222,18 @@ static inline uint64_t total_of_plain(const Words_plain *words) { return words->
 #define ADD_avx2 ADD_plain
 #define ADD_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
 
-#define TILE_OF(TAG, PROCESSOR)                                                                                       \
-    PROCESSOR static uint64_t tile_##TAG(const char *memory, size_t size) {                                           \
+#define SUM_OF_WORDS(TAG, PROCESSOR)                                                                                  \
+    PROCESSOR static uint64_t sum_##TAG(const char *memory, size_t at, size_t size) {                                 \
         Words_##TAG words = {0};                                                                                      \
-        for (size_t at = 0; at < size; at += 128)                                                                     \
-            add_words_##TAG(&words, memory + at, at, 128);                                                            \
+        for (size_t i = 0; i < size; i += PIECE)                                                                      \
+            add_words_##TAG(&words, memory + i, at + i, PIECE);                                                       \
         return total_of_##TAG(&words);                                                                                \
     }
 
-TILE_OF(plain, )
+SUM_OF_WORDS(plain, )
 
-static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
+/* The sum over the words of pieces; see `add_words_plain`. */
+static uint64_t (*sum_of_words)(const char *memory, size_t at, size_t size) = sum_plain;
 
 #ifdef HAS_VECTORS
 #define FOR_AVX2 __attribute__((target("avx2")))
@@ -262,7 +265,7 @@ static uint64_t (*tile_of)(const char *memory, size_t size) = tile_plain;
         return total;                                                                                                 \
     }                                                                                                                 \
                                                                                                                       \
-    TILE_OF(TAG, PROCESSOR)
+    SUM_OF_WORDS(TAG, PROCESSOR)
 
 WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512, 1)
 WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256, 2)
@@ -271,15 +274,16 @@ WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256, 2)
 /* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
 static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t tile) {
     const size_t tile_size = TILE * item;
-    uint64_t sum = 0, padded[WORDS];
+    uint64_t sum = 0;
     for (size_t start = 0; start < size; start += tile_size) {
-        const char *elements = memory + start;
-        if (size - start < tile_size) {
-            memset(padded, 0, tile_size);
-            memcpy(padded, elements, size - start);
-            elements = (const char *)padded;
+        const size_t left = size - start < tile_size ? size - start : tile_size, whole = left - left % PIECE;
+        uint64_t number = sum_of_words(memory + start, 0, whole);
+        if (left < tile_size) {
+            char padded[PIECE] = {0};
+            memcpy(padded, memory + start + whole, left - whole);
+            number += sum_of_words(padded, whole, PIECE) + sums_of_zeros[tile_size / PIECE] - sums_of_zeros[whole / PIECE + 1];
         }
-        sum += of_tile(tile_of(elements, tile_size), tile++);
+        sum += of_tile(number, tile++);
     }
     return sum;
 }
@@ -364,13 +368,16 @@ static void choose_kernels(void) {
         keys_of_words[i] = mixed(mixed(i + 1) + 1);
 #ifdef HAS_VECTORS
     if (__builtin_cpu_supports("avx512f")) {
-        tile_of = tile_avx512;
+        sum_of_words = sum_avx512;
         kernels = kernels_avx512;
     } else if (__builtin_cpu_supports("avx2")) {
-        tile_of = tile_avx2;
+        sum_of_words = sum_avx2;
         kernels = kernels_avx2;
     }
 #endif
+    const char zeros[PIECE] = {0};
+    for (size_t i = 0; i < WORDS * 8; i += PIECE)
+        sums_of_zeros[i / PIECE + 1] = sums_of_zeros[i / PIECE] + sum_of_words(zeros, i, PIECE);
 }
 
 /* A number of 52 bits for a dtype and a shape. */
@@ -417,8 +424,13 @@ static Moments moments_of(const void *memory, size_t count, int kind, double shi
             (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const void *)chunk, size, values);
             kernels[0][0](values, size, shift, with_l1, &m, NULL);
         }
-        if (sum_of_bits)
+        if (sum_of_bits) {
+            /* The processor does not prefetch the next chunk after two loops over this one. */
+            const size_t end = count - start < 2 * CHUNK ? count - start : 2 * CHUNK;
+            for (size_t i = CHUNK; i < end; i += 64 / item)
+                PREFETCH(chunk + i * item);
             *sum_of_bits += bits_of(chunk, size * item, item, start / TILE);
+        }
     }
     return m;
 }
