@@ -407,7 +407,7 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. Chunks of 16-bit elements stay in the cache until they are measured. */
+/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. 16-bit elements are widened chunk by chunk, and stay in the cache. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
     const size_t item = (size_t)item_sizes[kind];
@@ -421,16 +421,15 @@ static Moments moments_of(const void *memory, size_t count, int kind, double shi
         const char *chunk = (const char *)memory + start * item;
         if (item == 2) {
             float values[CHUNK] ALIGNED;
-            (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const void *)chunk, size, values);
+            for (size_t at = 0; at < size; at += TILE) {
+                const size_t part = size - at < TILE ? size - at : TILE;
+                (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const uint16_t *)chunk + at, part, values + at);
+                if (sum_of_bits)
+                    *sum_of_bits += bits_of(chunk + at * item, part * item, item, (start + at) / TILE);
+            }
             kernels[0][0](values, size, shift, with_l1, &m, NULL);
-        }
-        if (sum_of_bits) {
-            /* The processor does not prefetch the next chunk after two loops over this one. */
-            const size_t end = count - start < 2 * CHUNK ? count - start : 2 * CHUNK;
-            for (size_t i = CHUNK; i < end; i += 64 / item)
-                PREFETCH(chunk + i * item);
+        } else if (sum_of_bits)
             *sum_of_bits += bits_of(chunk, size * item, item, start / TILE);
-        }
     }
     return m;
 }
