@@ -177,19 +177,25 @@ def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float
     return rules, hooks
 
 
-def cost_of_fingerprint(elements: int, rounds: int) -> tuple[float, float]:
-    """Return the duration of the kernel for the default statistics of a float32 tensor, and with its fingerprint.
+def cost_of_fingerprint(dtype: torch.dtype, elements: int, rounds: int) -> tuple[float, float]:
+    """Return the duration of the kernel for the default statistics of a tensor, in microseconds, and its ratio with the fingerprint.
 
-    Both are the shortest of all rounds, in microseconds.
+    Both are the medians of all rounds, in which the calls alternate.
     """
-    tensor, slab = torch.randn(elements), make_slab(len(COLUMNS))
-    shortest = [float("inf")] * 2
-    for _ in range(rounds * max(1, 10_000_000 // elements)):
-        for with_bits in (False, True):
+    tensor, slab = torch.randn(elements).to(dtype), make_slab(len(COLUMNS))
+    calls = max(1, 100_000 // elements)
+    durations, ratios = [], []
+    for _ in range(rounds * max(1, min(10, 1_000_000 // elements))):
+        times = []
+        for further in (0, 2):
             start = time.perf_counter()
-            slab.add(tensor, 0, None, 2 * with_bits)
-            shortest[with_bits] = min(shortest[with_bits], (time.perf_counter() - start) * 1e6)
-    return shortest[0], shortest[1]
+            for _ in range(calls):
+                slab.add(tensor, 0, None, further)
+            times.append((time.perf_counter() - start) / calls * 1e6)
+        slab.take()
+        durations.append(times[0])
+        ratios.append(times[1] / times[0])
+    return statistics.median(durations), statistics.median(ratios)
 
 
 def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
@@ -275,10 +281,11 @@ def main() -> None:
     if options.only:
         return
     torch.set_num_threads(1)
-    print("\n| elements | default statistics, microseconds | with fingerprint | ratio |\n|---|---|---|---|")
-    for elements in (1 << 12, 1 << 18, 10_000_000):
-        without, with_bits = cost_of_fingerprint(elements, options.rounds)
-        print(f"| {elements:,} | {without:.1f} | {with_bits:.1f} | {with_bits / without:.2f} |", flush=True)
+    print("\n| dtype | elements | default statistics, microseconds | ratio with fingerprint |\n|---|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for elements in (1 << 12, 1 << 18, 10_000_000):
+            duration, ratio = cost_of_fingerprint(dtype, elements, options.rounds)
+            print(f"| {dtype} | {elements:,} | {duration:.1f} | {ratio:.2f} |", flush=True)
     print(f"\n| layers, {HOOKS} hooks each | microseconds per tensor | of these in end_step, per row |\n|---|---|---|")
     for layers in (20, 50, 100, 200):
         extra, end = growth(layers, rounds=options.rounds, steps=options.steps)

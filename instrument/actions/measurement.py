@@ -19,7 +19,7 @@ from ..formatting import human_bytes
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
 from ..stats.portable import widest
-from ..stats.sums import needs_of
+from ..stats.sums import INDEX, needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from ..tables.kinds import KINDS
 from ..tables.statistics import (
@@ -134,7 +134,8 @@ def measure_in_context(
         HookError: The tensor has no such dimension of units.
     """
     measured = measure(tensor, needs, memory)
-    for function in dict.fromkeys(need.function for need in needs if need.function):
+    functions = (need.function for need in needs if need.function and math.isnan(measured.row[INDEX[need.name]]))
+    for function in dict.fromkeys(functions):
         for sum_, number in _imported(function)(tensor, context, dim).items():
             measured[sum_] = number
     return measured

@@ -26,7 +26,7 @@ KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
-_FLOAT16 = _KINDS[torch.float16]  # measured only on devices
+_FLOAT16 = _KINDS[torch.float16]  # on the CPU, only its sums are computed
 DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
 """The dtypes by their number in the kernel."""
 _NO_SHAPE = -1
@@ -48,9 +48,10 @@ class Slab(Protocol):
     def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
-        Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
-        elements, and elements in a contiguous block in any order of the dimensions. On a device, their dtype and the current stream
-        have a launcher, their address is divisible by 16, and the buffer has a free row, to which the device writes the sums.
+        Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16, float16 or float64, at
+        least two elements, and elements in a contiguous block in any order of the dimensions. On a device, their dtype and the
+        current stream have a launcher, their address is divisible by 16, and the buffer has a free row, to which the device
+        writes the sums.
 
         Args:
             slot: The identity of the row.
@@ -69,7 +70,7 @@ class Slab(Protocol):
         """Add the effect of an intervention, in the order of `instrument.actions.base.EFFECT`.
 
         Returns:
-            The index of the row. None if the tensors are not plain, or differ in shape, dtype or strides.
+            The index of the row. None if the tensors are not plain, differ in shape, dtype or strides, or are float16 on the CPU.
         """
 
     def set_buffer(self, device_type: int, device_id: int, address: int, rows: int) -> None:
@@ -201,17 +202,21 @@ def add_launcher(  # noqa: PLR0917
             launch_devices[device] = True
 
 
-def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+def kernel_sums(flat: Tensor, further: int = 0) -> np.ndarray[Any, np.dtype[np.float64]] | None:
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
+    Args:
+        flat: The tensor.
+        further: See `Slab.add`.
+
     Returns:
-        float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
+        float64, without the form, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
         squares overflow or underflow, or the tensor has no memory: the gradient of `sgn` is a zero tensor of this kind.
     """
     kind = _KINDS.get(flat.dtype)
-    if native is None or kind in (None, _FLOAT16) or flat._is_zerotensor():
+    if native is None or kind is None or flat._is_zerotensor():
         return None
-    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
+    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further)
     return None if numbers is None else np.frombuffer(numbers)
 
 

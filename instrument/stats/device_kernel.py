@@ -121,7 +121,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
     # As if all elements were finite. Blocks without a mask are read in words of 16 bytes.
     lanes = tl.arange(0, block_size)
     for block in tl.range(program, full_blocks, programs, num_stages=_STAGES):
-        x = _as_float(tl.load(elements + block * block_size + lanes), is_bfloat16)
+        stored = tl.load(elements + block * block_size + lanes)
+        x = _as_float(stored, is_bfloat16)
         low, high = tl.minimum(low, x), tl.maximum(high, x)
         zeros += (x == 0.0).to(tl.int32)
         value = x.to(tl.float64)
@@ -129,12 +130,13 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         squares += (value - shift) * (value - shift)
         magnitudes += tl.abs(value)
         if with_bits:
-            bits += _bits_of_tile(elements, numel, block, block_size)
+            bits += _bits_of_tile(stored, numel * 0 + block)
     count = tl.maximum((full_blocks - program + programs - 1) // programs, 0) * block_size
     remainder = numel - full_blocks * block_size
     if (remainder > 0) & (full_blocks % programs == program):
         inside = lanes < remainder
-        x = _as_float(tl.load(elements + full_blocks * block_size + lanes, mask=inside, other=0), is_bfloat16)
+        stored = tl.load(elements + full_blocks * block_size + lanes, mask=inside, other=0)
+        x = _as_float(stored, is_bfloat16)
         low, high = tl.minimum(low, tl.where(inside, x, low)), tl.maximum(high, tl.where(inside, x, high))
         zeros += (inside & (x == 0.0)).to(tl.int32)
         value = x.to(tl.float64)
@@ -144,7 +146,7 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         magnitudes += tl.abs(value)
         count += remainder
         if with_bits:
-            bits += _bits_of_tile(elements, numel, full_blocks, block_size)
+            bits += _bits_of_tile(stored, full_blocks)
     n, nan, total = count.to(tl.float64), (0 * count).to(tl.float64), tl.sum(sums, 0)
     if not (tl.abs(total) < float("inf")):  # not all elements are
         n, nan, shift, zeros, low, high, sums, squares, magnitudes = _of_finite_elements(
@@ -180,19 +182,17 @@ def _measure_part(  # noqa: PLR0915, PLR0917
 
 # The number of a tile in `instrument.stats.fingerprint`, mixed with its index. A block is a tile; elements after the last one are zeros.
 @triton.jit
-def _bits_of_tile(elements, numel, block, block_size: tl.constexpr):
-    item: tl.constexpr = elements.dtype.element_ty.primitive_bitwidth
-    each: tl.constexpr = 64 // item
-    integers = elements.to(tl.pointer_type(tl.int32 if item == 32 else tl.int16), bitcast=True)
-    lanes = tl.arange(0, block_size // each)
-    x = _mixed(_mixed((lanes + 1).to(tl.int64)) + 1)
-    for part in tl.static_range(each):
-        offsets = block * block_size + lanes * each + part
-        element = tl.load(integers + offsets, mask=offsets < numel, other=0).to(tl.int64)
-        x ^= (element & ((1 << item) - 1)) << (part * item)
+def _bits_of_tile(stored, block):
+    if stored.dtype.primitive_bitwidth == 16:
+        first, second = tl.split(tl.reshape(stored.to(tl.int16, bitcast=True), [stored.shape[0] // 2, 2]))
+        halves = (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
+    else:
+        halves = stored.to(tl.int32, bitcast=True)
+    low, high = tl.split(tl.reshape(halves, [halves.shape[0] // 2, 2]))
+    keys = _mixed(_mixed((tl.arange(0, low.shape[0]) + 1).to(tl.int64)) + 1)
+    x = ((low.to(tl.int64) & _LOW_HALF) | (high.to(tl.int64) << 32)) ^ keys
     number = tl.sum(x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), 0)
-    index = (numel * 0 + block + 1).to(tl.int64)
-    return _mixed(number ^ (index * _FACTOR))
+    return _mixed(number ^ ((block.to(tl.int64) + 1) * _FACTOR))
 
 
 @triton.jit

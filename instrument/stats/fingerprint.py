@@ -9,7 +9,7 @@ bit always changes the sum: by 2^b times a number below 2^33 that is not 0. Othe
 less. It is not a cryptographic hash.
 
 A fingerprint is this sum, plus a number of 52 bits for dtype and shape times an odd constant (`Sums.fingerprint`). `native.c`, the Triton
-kernel and PyTorch operations give equal results.
+kernel and PyTorch operations give equal results. Both kernels compute it with the other sums from one read of the elements.
 """
 
 from __future__ import annotations

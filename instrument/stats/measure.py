@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..tables.statistics import MAGNITUDES, Sum, statistic_of
+from ..tables.statistics import FORM, MAGNITUDES, Sum, statistic_of
 from .cpu_kernel import kernel_sums
 from .device_choice import measure_on_device
 from .device_sums import DeviceSums, sums_on_host
+from .fingerprint import form_of
 from .flatten import is_on_host, stored_elements
 from .portable import SAFE_EXPONENT, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, add_zeros, needs_of, statistics_of
@@ -101,17 +102,19 @@ def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = N
 
     Args:
         tensor: The tensor. It is not modified.
-        needs: Which sums with a term are required, in addition to those of every tensor.
+        needs: Which sums with a term are required, in addition to those of every tensor. Sums of the fingerprint are included
+            where the compiled kernel computes them from the same read.
         memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
 
     Returns:
         The sums.
     """
-    flat, zeros = (tensor, 0) if _is_plain(tensor) else stored_elements(tensor)
+    is_plain = _is_plain(tensor)
+    flat, zeros = (tensor, 0) if is_plain else stored_elements(tensor)
     terms = [each for each in needs if each.term is not None]
     if not is_on_host(flat):
         return Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory))
-    row = _host_sums(flat, terms)
+    row = _host_sums(flat, terms, with_bits=is_plain and FORM in needs)
     return Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row)
 
 
@@ -120,11 +123,13 @@ def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | Non
     return measure(tensor, needs_of(tuple(names))).statistics(names)
 
 
-def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
-    """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS]."""
+def _host_sums(flat: Tensor, terms: Sequence[Sum], *, with_bits: bool) -> Row:
+    """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS].
+
+    With bits, the compiled kernel adds those of the fingerprint, for a contiguous tensor of a dtype that it supports.
+    """
     row = np.full(len(COLUMNS), np.nan)
-    wide = flat.detach().to(torch.float32) if flat.dtype == torch.float16 else flat
-    base = kernel_sums(wide, with_magnitudes=MAGNITUDES in terms)
+    base = kernel_sums(flat, (MAGNITUDES in terms) + 2 * with_bits)
     high_power = any(each.power >= _HIGH_POWER for each in terms)
     if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
         base = None
@@ -133,6 +138,8 @@ def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
         row[0] = flat.numel()
     else:
         row[: len(base)] = base
+        if with_bits:
+            row[INDEX[FORM.name]] = form_of(flat.dtype, flat.shape)
     if missing := [each for each in terms if np.isnan(row[INDEX[each.name]])]:
         sums = further_sums(flat.detach().reshape(-1), torch.from_numpy(row), missing)
         row[[INDEX[each.name] for each in missing]] = [float(each) for each in sums]

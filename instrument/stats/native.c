@@ -3,14 +3,14 @@
    `instrument.stats.cpu_kernel` documents the functions and the class `Slab`, and `instrument.stats.sums.BASE` the sums of a tensor. `unit`
    is 1 here: sums of powers of x are not scaled. Without a finite element, all sums but the counts are NaN.
 
-   In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and on devices 3 for float16. The global interpreter lock
-   is released during the computation, except for small tensors.
+   In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and 3 for float16, which on the CPU only the sums support. The
+   global interpreter lock is released during the computation, except for small tensors.
 
    `add` and `add_effect` of a slab with a buffer launch a kernel for tensors on its device, which writes to a row of the buffer. They
    add no row if the buffer is full, if the current stream has no launcher for the dtype, if an address is not divisible by 16, if
    the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
-   `further` of `add` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
+   `further` of `add` and `sums` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -69,10 +69,6 @@ static inline float from_bfloat16(uint16_t bits) {
     return value;
 }
 
-static inline uint32_t bits_of_bfloat16(const uint16_t *x) {
-    return (uint32_t)*x << 16;
-}
-
 static inline uint32_t bits_of_float32(const float *x) {
     uint32_t bits;
     memcpy(&bits, x, sizeof bits);
@@ -84,6 +80,30 @@ static inline uint64_t bits_of_float64(const double *x) {
     memcpy(&bits, x, sizeof bits);
     return bits;
 }
+
+/* Without an operation on a subnormal number, which some programs let the processor flush to zero. */
+static inline float from_float16(uint16_t bits) {
+    const uint32_t magnitude = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
+    const uint32_t small = magnitude + 0x38800000u; /* 2^-14 plus the value, if that is subnormal */
+    float subnormal, value;
+    memcpy(&subnormal, &small, sizeof small);
+    subnormal -= 0x1p-14f;
+    uint32_t wide = bits_of_float32(&subnormal);
+    wide = magnitude < 0x00800000u ? wide : magnitude + (magnitude < 0x0f800000u ? 0x38000000u : 0x70000000u);
+    wide |= sign;
+    memcpy(&value, &wide, sizeof value);
+    return value;
+}
+
+#define WIDEN(NAME, FROM)                                                                                             \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static void NAME(const uint16_t *x, size_t count, float *values) {                                                \
+        for (size_t i = 0; i < count; i++)                                                                            \
+            values[i] = FROM(x[i]);                                                                                   \
+    }
+
+WIDEN(widen_bfloat16, from_bfloat16)
+WIDEN(widen_float16, from_float16)
 
 #define AS_IT_IS(x) (x)
 
@@ -153,30 +173,153 @@ static inline uint64_t bits_of_float64(const double *x) {
             m->low = low[j] < m->low ? low[j] : m->low;                                                               \
             m->high = high[j] > m->high ? high[j] : m->high;                                                          \
         }                                                                                                             \
+    }
+
+KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
+KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
+
+#define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
+#define MAX_ITEM 16    /* bytes of an element */
+#define PIECE 128      /* bytes of which a tile is a multiple */
+#define WORDS (TILE * MAX_ITEM / 8)
+#define FACTOR 0x9e3779b97f4a7c15u
+#define SECOND_FACTOR 0xd6e8feb86659fd93u
+
+static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
+static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
+static uint64_t keys_of_words[WORDS] ALIGNED;
+static uint64_t sums_of_zeros[WORDS * 8 / PIECE + 1]; /* over the words before a piece of a tile of zeros */
+
+#define LOW_HALF 0xffffffffu
+
+static uint64_t mixed(uint64_t number) {
+    number *= SECOND_FACTOR;
+    return (number ^ number >> 32) * FACTOR;
+}
+
+/* The number of a tile, mixed with its index. */
+static uint64_t of_tile(uint64_t number, size_t tile) { return mixed(number ^ ((uint64_t)tile + 1) * FACTOR); }
+
+/* The sum of x + low(x) * high(x) over words, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. `at` is the position of
+   the first word in its tile, in bytes. */
+typedef struct {
+    uint64_t sum;
+} Words_plain;
+
+static inline void add_words_plain(Words_plain *words, const char *memory, size_t at, size_t size) {
+    for (size_t i = 0; i < size / 8; i++) {
+        uint64_t x;
+        memcpy(&x, memory + 8 * i, sizeof x);
+        x ^= keys_of_words[at / 8 + i];
+        words->sum += x + (x & LOW_HALF) * (x >> 32);
+    }
+}
+
+static inline uint64_t total_of_plain(const Words_plain *words) { return words->sum; }
+
+/* Adds a condition to a count. Which form takes fewer instructions depends on the processor. */
+#define ADD_plain(n, is_one) (n) += (is_one)
+#define ADD_avx2 ADD_plain
+#define ADD_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
+
+#define SUM_OF_WORDS(TAG, PROCESSOR)                                                                                  \
+    PROCESSOR static uint64_t sum_##TAG(const char *memory, size_t at, size_t size) {                                 \
+        Words_##TAG words = {0};                                                                                      \
+        for (size_t i = 0; i < size; i += PIECE)                                                                      \
+            add_words_##TAG(&words, memory + i, at + i, PIECE);                                                       \
+        return total_of_##TAG(&words);                                                                                \
+    }
+
+SUM_OF_WORDS(plain, )
+
+/* The sum over the words of pieces; see `add_words_plain`. */
+static uint64_t (*sum_of_words)(const char *memory, size_t at, size_t size) = sum_plain;
+
+#ifdef HAS_VECTORS
+#define FOR_AVX2 __attribute__((target("avx2")))
+#define FOR_AVX512 __attribute__((target("avx512f")))
+
+/* GCC does not find the instruction that multiplies 32-bit numbers. SUM_COUNT is the fastest in the loop of SUMS_OF. */
+#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE, SUM_COUNT)                                                     \
+    typedef struct {                                                                                                  \
+        VECTOR sums[SUM_COUNT];                                                                                       \
+    } Words_##TAG;                                                                                                    \
+                                                                                                                      \
+    PROCESSOR                                                                                                         \
+    static inline void add_words_##TAG(Words_##TAG *words, const char *memory, size_t at, size_t size) {              \
+        for (size_t i = 0; i < size; i += sizeof(VECTOR)) {                                                           \
+            const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + i));                                  \
+            const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at + i));          \
+            const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                          \
+            const VECTOR products = PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32));                                \
+            VECTOR *sum = words->sums + i / sizeof(VECTOR) % SUM_COUNT;                                               \
+            *sum = PREFIX##_add_epi64(*sum, PREFIX##_add_epi64(x, products));                                         \
+        }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
-    FOR_EACH_PROCESSOR                                                                                                \
-    static void NAME(const ELEMENT *x, size_t count, double shift, int with_l1, Moments *m) {                         \
+    static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                                 \
+        uint64_t lanes[sizeof *words / 8], total = 0;                                                                 \
+        memcpy(lanes, words, sizeof lanes);                                                                           \
+        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
+            total += lanes[i];                                                                                        \
+        return total;                                                                                                 \
+    }                                                                                                                 \
+                                                                                                                      \
+    SUM_OF_WORDS(TAG, PROCESSOR)
+
+WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512, 1)
+WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256, 2)
+#endif
+
+/* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
+static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t tile) {
+    const size_t tile_size = TILE * item;
+    uint64_t sum = 0;
+    for (size_t start = 0; start < size; start += tile_size) {
+        const size_t left = size - start < tile_size ? size - start : tile_size, whole = left - left % PIECE;
+        uint64_t number = sum_of_words(memory + start, 0, whole);
+        if (left < tile_size) {
+            char padded[PIECE] = {0};
+            memcpy(padded, memory + start + whole, left - whole);
+            number += sum_of_words(padded, whole, PIECE) + sums_of_zeros[tile_size / PIECE] - sums_of_zeros[whole / PIECE + 1];
+        }
+        sum += of_tile(number, tile++);
+    }
+    return sum;
+}
+
+/* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
+#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, WITH, TAG)                                    \
+    PROCESSOR                                                                                                         \
+    static void FUNCTION(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits) {   \
         for (size_t start = 0; start < count; start += CHUNK) {                                                       \
-            const ELEMENT *chunk = x + start;                                                                         \
+            const ELEMENT *chunk = (const ELEMENT *)memory + start;                                                   \
             const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
-            const size_t whole = size - size % LANES;                                                                 \
+            const size_t whole = size - size % LANES, step_size = LANES * sizeof(ELEMENT);                            \
             VALUE low[LANES], high[LANES];                                                                            \
             double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                           \
-            int32_t zeros[LANES] = {0};                                                                               \
+            COUNT zeros[LANES] = {0};                                                                                 \
             for (int j = 0; j < LANES; j++)                                                                           \
                 low[j] = high[j] = whole ? READ(chunk[j]) : 0;                                                        \
-            for (size_t i = 0; i < whole; i += LANES) {                                                               \
-                PREFETCH(chunk + i + AHEAD);                                                                          \
-                for (int j = 0; j < LANES; j++) {                                                                     \
-                    const VALUE value = READ(chunk[i + j]);                                                           \
-                    const double moved = (double)value - shift;                                                       \
-                    sum[j] += moved;                                                                                  \
-                    squares[j] += moved * moved;                                                                      \
-                    low[j] = value < low[j] ? value : low[j];                                                         \
-                    high[j] = value > high[j] ? value : high[j];                                                      \
-                    zeros[j] += value == 0;                                                                           \
+            for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
+                const size_t end = whole - tile < step ? whole : tile + step;                                         \
+                Words_##TAG words = {0};                                                                              \
+                for (size_t i = tile; i < end; i += LANES) {                                                          \
+                    PREFETCH(chunk + i + AHEAD);                                                                      \
+                    for (int j = 0; j < LANES; j++) {                                                                 \
+                        const VALUE value = READ(chunk[i + j]);                                                       \
+                        const double moved = (double)value - (WITH ? 0.0 : shift);                                    \
+                        sum[j] += moved;                                                                              \
+                        squares[j] += moved * moved;                                                                  \
+                        low[j] = value < low[j] ? value : low[j];                                                     \
+                        high[j] = value > high[j] ? value : high[j];                                                  \
+                        ADD_##TAG(zeros[j], value == 0);                                                              \
+                    }                                                                                                 \
+                    if (WITH)                                                                                         \
+                        add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
                 }                                                                                                     \
+                if (WITH && end - tile == TILE)                                                                       \
+                    *bits += of_tile(total_of_##TAG(&words), (start + tile) / TILE);                                  \
             }                                                                                                         \
             if (with_l1)                                                                                              \
                 for (size_t i = 0; i < whole; i += LANES)                                                             \
@@ -197,95 +340,44 @@ static inline uint64_t bits_of_float64(const double *x) {
                 m->high = high[j] > m->high ? high[j] : m->high;                                                      \
                 m->squares += squares[j];                                                                             \
                 m->l1 += l1[j];                                                                                       \
-                m->zeros += zeros[j];                                                                                 \
+                m->zeros += (int64_t)zeros[j];                                                                        \
             }                                                                                                         \
             NAME##_slowly(chunk + whole, size - whole, shift, m);                                                     \
         }                                                                                                             \
     }
 
-KERNEL(of_float32, float, float, AS_IT_IS, uint32_t, bits_of_float32, 0x7f800000u)
-KERNEL(of_bfloat16, uint16_t, float, from_bfloat16, uint32_t, bits_of_bfloat16, 0x7f800000u)
-KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff0000000000000u)
+typedef void Kernel(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-#define TILE 1024      /* elements of a tile; see `instrument.stats.fingerprint` */
-#define MAX_ITEM 16    /* bytes of an element */
-#define WORDS (TILE * MAX_ITEM / 8)
-#define FACTOR 0x9e3779b97f4a7c15u
-#define SECOND_FACTOR 0xd6e8feb86659fd93u
+#define KERNELS(TAG, PROCESSOR, COUNT)                                                                                \
+    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
+    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 0, TAG)                            \
+    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 1, TAG)                      \
+    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 1, TAG)                       \
+    static Kernel *const kernels_##TAG[2][2] = {{float32_##TAG, float64_##TAG}, {float32_bits_##TAG, float64_bits_##TAG}};
 
-static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
-static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
-static uint64_t keys_of_words[WORDS] ALIGNED;
-
-#define LOW_HALF 0xffffffffu
-
-/* The sum of x + low(x) * high(x) over the words of a tile, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. */
-static uint64_t tile_plainly(const char *memory, size_t words) {
-    uint64_t sum = 0;
-    for (size_t i = 0; i < words; i++) {
-        uint64_t x;
-        memcpy(&x, memory + 8 * i, sizeof x);
-        x ^= keys_of_words[i];
-        sum += x + (x & LOW_HALF) * (x >> 32);
-    }
-    return sum;
-}
-
-static uint64_t (*tile_of)(const char *memory, size_t words) = tile_plainly;
-
+KERNELS(plain, , uint32_t)
 #ifdef HAS_VECTORS
-/* GCC does not find the instruction that multiplies 32-bit numbers. */
-#define TILE_OF(NAME, TARGET, VECTOR, PREFIX, SIZE)                                                                   \
-    __attribute__((target(TARGET))) static uint64_t NAME(const char *memory, size_t words) {                          \
-        VECTOR sums[2] = {0}, plain[2] = {0};                                                                         \
-        uint64_t lanes[sizeof(VECTOR) / 8], total = 0;                                                                \
-        for (size_t i = 0; i < 8 * words; i += sizeof sums)                                                           \
-            for (size_t j = 0; j < 2; j++) {                                                                          \
-                const size_t at = i + j * sizeof(VECTOR);                                                             \
-                const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + at));                             \
-                const VECTOR key = PREFIX##_loadu_##SIZE((const VECTOR *)((const char *)keys_of_words + at));         \
-                const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                      \
-                plain[j] = PREFIX##_add_epi64(plain[j], x);                                                           \
-                sums[j] = PREFIX##_add_epi64(sums[j], PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32)));             \
-            }                                                                                                         \
-        const VECTOR all = PREFIX##_add_epi64(PREFIX##_add_epi64(sums[0], plain[0]), PREFIX##_add_epi64(sums[1], plain[1])); \
-        memcpy(lanes, &all, sizeof lanes);                                                                            \
-        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
-            total += lanes[i];                                                                                        \
-        return total;                                                                                                 \
-    }
-
-TILE_OF(tile_avx512, "avx512f", __m512i, _mm512, si512)
-TILE_OF(tile_avx2, "avx2", __m256i, _mm256, si256)
+KERNELS(avx2, FOR_AVX2, uint64_t)
+KERNELS(avx512, FOR_AVX512, uint64_t)
 #endif
 
-static uint64_t mixed(uint64_t number) {
-    number *= SECOND_FACTOR;
-    return (number ^ number >> 32) * FACTOR;
-}
+static Kernel *const (*kernels)[2] = kernels_plain; /* by whether bits are requested, and whether elements are float64 */
 
-static void prepare_fingerprints(void) {
+static void choose_kernels(void) {
     for (size_t i = 0; i < WORDS; i++)
         keys_of_words[i] = mixed(mixed(i + 1) + 1);
 #ifdef HAS_VECTORS
-    tile_of = __builtin_cpu_supports("avx512f") ? tile_avx512 : __builtin_cpu_supports("avx2") ? tile_avx2 : tile_plainly;
-#endif
-}
-
-/* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
-static uint64_t bits_of(const char *memory, size_t size, size_t item, uint64_t tile) {
-    const size_t tile_size = TILE * item;
-    uint64_t sum = 0, padded[WORDS];
-    for (size_t start = 0; start < size; start += tile_size) {
-        const char *elements = memory + start;
-        if (size - start < tile_size) {
-            memset(padded, 0, tile_size);
-            memcpy(padded, elements, size - start);
-            elements = (const char *)padded;
-        }
-        sum += mixed(tile_of(elements, tile_size / 8) ^ (++tile * FACTOR));
+    if (__builtin_cpu_supports("avx512f")) {
+        sum_of_words = sum_avx512;
+        kernels = kernels_avx512;
+    } else if (__builtin_cpu_supports("avx2")) {
+        sum_of_words = sum_avx2;
+        kernels = kernels_avx2;
     }
-    return sum;
+#endif
+    const char zeros[PIECE] = {0};
+    for (size_t i = 0; i < WORDS * 8; i += PIECE)
+        sums_of_zeros[i / PIECE + 1] = sums_of_zeros[i / PIECE] + sum_of_words(zeros, i, PIECE);
 }
 
 /* A number of 52 bits for a dtype and a shape. */
@@ -315,21 +407,29 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* `sum_of_bits` is NULL if it is not requested. It is computed chunk by chunk, while the elements are in the cache. */
+/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. 16-bit elements are widened chunk by chunk, and stay in the cache. */
 static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
-    const size_t item = (size_t)item_sizes[kind], step = sum_of_bits ? CHUNK : count;
-    for (size_t start = 0; start < count; start += step) {
-        const size_t size = count - start < step ? count - start : step;
-        const char *elements = (const char *)memory + start * item;
-        if (kind == FLOAT32)
-            of_float32((const void *)elements, size, shift, with_l1, &m);
-        else if (kind == BFLOAT16)
-            of_bfloat16((const void *)elements, size, shift, with_l1, &m);
-        else
-            of_float64((const void *)elements, size, shift, with_l1, &m);
-        if (sum_of_bits)
-            *sum_of_bits += bits_of(elements, size * item, item, start / TILE);
+    const size_t item = (size_t)item_sizes[kind];
+    size_t rest = 0; /* the first element whose bits are not in the sum */
+    if (item > 2) {
+        kernels[sum_of_bits != NULL][kind == FLOAT64](memory, count, shift, with_l1, &m, sum_of_bits);
+        rest = count - count % TILE;
+    }
+    for (size_t start = rest; start < count; start += CHUNK) {
+        const size_t size = count - start < CHUNK ? count - start : CHUNK;
+        const char *chunk = (const char *)memory + start * item;
+        if (item == 2) {
+            float values[CHUNK] ALIGNED;
+            for (size_t at = 0; at < size; at += TILE) {
+                const size_t part = size - at < TILE ? size - at : TILE;
+                (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const uint16_t *)chunk + at, part, values + at);
+                if (sum_of_bits)
+                    *sum_of_bits += bits_of(chunk + at * item, part * item, item, (start + at) / TILE);
+            }
+            kernels[0][0](values, size, shift, with_l1, &m, NULL);
+        } else if (sum_of_bits)
+            *sum_of_bits += bits_of(chunk, size * item, item, start / TILE);
     }
     return m;
 }
@@ -392,18 +492,18 @@ static int write_sums_unlocked(const void *memory, size_t count, int kind, int f
 static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned long long address;
     Py_ssize_t count;
-    int kind, with_magnitudes;
-    double row[SUMS];
+    int kind, further;
+    double row[ALL_SUMS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "Knip", &address, &count, &kind, &with_magnitudes))
+    if (!PyArg_ParseTuple(args, "Knii", &address, &count, &kind, &further))
         return NULL;
-    if (kind < 0 || kind > 2 || count < 0) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, and count 0 or more");
+    if (kind < FLOAT32 || kind > FLOAT16 || count < 0) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
         return NULL;
     }
-    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, with_magnitudes, row))
+    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, further, row))
         Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize((const char *)row, sizeof row);
+    return PyBytes_FromStringAndSize((const char *)row, (further & WITH_BITS ? FORM : SUMS) * (Py_ssize_t)sizeof *row);
 }
 
 /* The structures of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html. */
@@ -530,7 +630,7 @@ int has_kernel_layout(PyObject *object) {
     return describe_on_any_device(object, &t, &kind, &memory) > 0;
 }
 
-/* Describes a tensor that the kernels for the CPU support. Returns the number of its elements, otherwise 0. */
+/* Describes a tensor that all kernels for the CPU support. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     const size_t numel = describe_on_any_device(object, t, kind, memory);
     return numel && t->device.type == CPU && *kind != FLOAT16 ? numel : 0;
@@ -824,8 +924,7 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
         row[FORM] = form_of(kind, t.ndim, t.shape);
     if (row || PyErr_Occurred())
         return row ? 1 : -1;
-    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
-        !write_sums_unlocked(memory, numel, kind, further, numbers))
+    if (!numel || t.device.type != CPU || !write_sums_unlocked(memory, numel, kind, further, numbers))
         return 0;
     row = slab_row(self, slot, moment, t.ndim, t.shape);
     if (!row)
@@ -1221,7 +1320,7 @@ static PyMethodDef methods[] = {
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
-    {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
+    {"sums", sums, METH_VARARGS, "sums(address, count, kind, further) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"lost_by_cast", lost_by_cast, METH_VARARGS,
      "lost_by_cast(address, rows, length, is_bfloat16, scale, numbers, errors, mantissa, least, largest, block, scales) -> None"},
@@ -1234,7 +1333,7 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit_native(void) {
-    prepare_fingerprints();
+    choose_kernels();
     PyObject *created = PyModule_Create(&module);
     slab_type = created ? (PyTypeObject *)PyType_FromSpec(&slab_spec) : NULL;
     if (!slab_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) || add_plain_calls(created))

@@ -101,17 +101,21 @@ def test_fingerprint_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert fingerprint(tensor) == expected(tensor), shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("count", [2, 1023, 4095, 4096, 9001, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [2, 1023, 1024, 1040, 4095, 4096, 5120, 9001, 40_000])
 def test_kernel_of_hooks_gives_the_same_with_the_sums(dtype: torch.dtype, count: int) -> None:
     tensor = torch.randn(count).double() if dtype == torch.float64 else random_bits((count,), dtype)
     assert by_slab(tensor.view(1, -1)) == fingerprint(tensor.view(1, -1))
-    without, with_bits = make_slab(len(COLUMNS)), make_slab(len(COLUMNS))
-    finite = torch.randn(count).to(dtype)
-    assert without.add(finite, 0, None, 1)
-    assert with_bits.add(finite, 0, None, 3)
-    one, other = (np.frombuffer(each.take()[0])[:10] for each in (without, with_bits))
-    assert np.array_equal(one, other, equal_nan=True)
+    finite = torch.randn(count)
+    special = finite.clone()
+    special[:: count // 2] = torch.nan
+    special[1 :: count // 2] = -torch.inf
+    for values in (finite, special, finite.relu(), finite + 1e4):  # the last one is read again, relative to the mean
+        slab, given = make_slab(len(COLUMNS)), values.to(dtype)
+        for further in (1, 3):
+            assert slab.add(given, 0, None, further)
+        one, other = np.frombuffer(slab.take()[0]).reshape(2, -1)[:, :10]
+        assert one.tobytes() == other.tobytes()
 
 
 @pytest.mark.usefixtures("kernel")
@@ -222,6 +226,21 @@ def test_hooks_record_fingerprints_as_int64() -> None:
     bits = rows[rows["hook"] == "bits"].set_index("layer")["fingerprint"]
     assert bits.to_dict() == {name: expected(output) for name, output in outputs.items()}
     assert rows[rows["hook"] == "others"]["fingerprint"].isna().all()
+
+
+def test_fingerprint_next_to_another_table_is_from_the_same_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    sums = cpu_kernel.native.sums
+    kernel = mock.Mock(wraps=cpu_kernel.native, sums=lambda *given: reads.append(given[3]) or sums(*given))
+    monkeypatch.setattr(cpu_kernel, "native", kernel)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        tensor = torch.randn(3, 700).to(dtype)
+        for given in (tensor, tensor.t(), tensor.abs().to(torch.int32)):
+            hooks = {"bits": record("forward", stats=["mean", "l1", "fingerprint"], histogram=2)}
+            probe = forward_steps(Calls(lambda x: x.clone()), hooks, [given])
+            assert probe.stats["fingerprint"].tolist() == [expected(given)]
+    assert [further for further in reads if further >= 2] == 4 * [3]
+    assert kernel.bits.call_count == 4 * 2  # for the others
 
 
 def test_fingerprints_of_empty_and_nan_tensors_are_recorded() -> None:

@@ -519,6 +519,25 @@ def test_special_values_at_lane_and_chunk_edges(dtype: torch.dtype, size: int) -
                 assert_law_5(measure_with_kernel(changed), reference(numpy_of(changed)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flush", [False, True])
+def test_kernel_converts_every_16_bit_float_as_torch(dtype: torch.dtype, flush: bool) -> None:
+    """Also while the processor flushes subnormal numbers to zero."""
+    generator = torch.Generator().manual_seed(0)
+    every = torch.randperm(1 << 16, generator=generator).to(torch.uint16).view(dtype)
+    finite = every[every.isfinite() & ((dtype == torch.float16) | (every.abs() >= 2.0**-126))]
+    wide = finite.float()
+    assert torch.set_flush_denormal(flush) or not flush
+    try:
+        for low, high in ((one, one + 2) for one in range(0, len(finite) - 2, 37)):
+            assert cpu_kernel.kernel_sums(finite[low:high])[4] == wide[low:high].min()
+        for given in (finite, finite.abs(), every):
+            by_kernel = cpu_kernel.kernel_sums(given, 1)
+            assert by_kernel.tobytes() == cpu_kernel.kernel_sums(given.float(), 1).tobytes()
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_every_element_is_counted_once() -> None:
     for size in range(1, 200):
         assert measure_with_kernel(torch.ones(size))["l2"] == math.sqrt(size)
@@ -573,8 +592,8 @@ def test_effect_is_left_to_other_code_where_squares_are_not_exact(magnitude: flo
 
 def test_kernel_refuses_unknown_types() -> None:
     assert cpu_kernel.native is not None
-    with pytest.raises(ValueError, match="kind has to be 0, 1 or 2"):
-        cpu_kernel.native.sums(0, 0, 3, False)
+    with pytest.raises(ValueError, match="kind has to be 0 to 3"):
+        cpu_kernel.native.sums(0, 0, 4, 0)
     with pytest.raises(ValueError, match="count 0 or more"):
-        cpu_kernel.native.sums(0, -1, 0, False)
-    assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, False))[:4].tolist() == [0, 0, 0, 0]
+        cpu_kernel.native.sums(0, -1, 0, 0)
+    assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, 0))[:4].tolist() == [0, 0, 0, 0]
