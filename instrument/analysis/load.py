@@ -12,10 +12,8 @@ import pandas as pd
 
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..storage.run_search import find_runs
-from ..tables.statistics import REMAINDERS
-from .polars_frames import scan
 from .run_tables import RunTables, check_table
-from .sql import run_query
+from .sql import lazy_frame, run_query
 
 if TYPE_CHECKING:
     import polars as pl
@@ -251,24 +249,17 @@ class Run(RunTables):
         """
         return run_query(self, query)
 
-    def lazy(self, table: str, *, remainders: bool = False) -> pl.LazyFrame:
-        """Return a table as a polars LazyFrame.
+    def lazy(self, table: str) -> pl.LazyFrame:
+        """Return a table as a polars LazyFrame, with the columns and the order of `sql`.
 
-        Files are read when the frame is collected, and only the columns and rows that are needed. The columns are the
-        same as in `sql`. Rows come in the order of the runs and of their files. Each file is sorted by step and layer;
-        rows that are not in a Parquet file yet come last. Files of runs that are excluded by a condition are not
-        opened.
+        Files are read by DuckDB when the frame is collected, and only the columns and rows that are needed.
 
         Args:
             table: Name of the table, such as `stats`.
-            remainders: Whether to add the columns `min_remainder`, `max_remainder` and `abs_max_remainder` to `stats`: the
-                exact extremes of 64-bit integers minus the rounded ones. Null if there is no rounding.
 
         Raises:
-            ValueError: The table does not exist, or has no remainders.
-            InstrumentError: polars is not installed.
+            ValueError: The table does not exist.
+            InstrumentError: polars or DuckDB is not installed.
         """
         check_table(table)
-        if remainders and table != "stats":
-            raise ValueError(f"the table {table!r} has no remainders: pass remainders=True only for 'stats'")
-        return scan(self, table, tuple(REMAINDERS.values()) if remainders else ())
+        return lazy_frame(self, table)
