@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -54,17 +53,16 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
             file that the query names is missing.
     """
 
-    def answer(connection: duckdb.DuckDBPyConnection) -> Iterator[pd.DataFrame]:
+    def answer(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
         if not connection.extract_statements(query):
             raise ConfigError(Problem(WHERE, "the query is empty", query))
-        yield connection.execute(query).df()
+        return connection.execute(query).df()
 
-    (frame,) = _answers(run, query, answer)
-    return frame
+    return _with_tables(run, query, answer)
 
 
 def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
-    """Return a table as a polars LazyFrame that DuckDB reads when it is collected.
+    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory.
 
     Raises:
         InstrumentError: polars or DuckDB is not installed.
@@ -75,7 +73,7 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
     except ImportError:
         raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
     query = f"select * from {table}"
-    (schema,) = _answers(run, query, lambda connection: [connection.table(table).pl(lazy=True).collect_schema()])
+    schema = _with_tables(run, query, lambda connection: connection.table(table).pl(lazy=True).collect_schema())
 
     def read(
         columns: list[str] | None,
@@ -83,28 +81,20 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         limit: int | None,
         batch_size: int | None,  # noqa: ARG001
     ) -> Iterator[pl.DataFrame]:
-        def answer(connection: duckdb.DuckDBPyConnection) -> Iterator[pl.DataFrame]:
+        def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
             rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
             rows = rows.select(polars.all() if columns is None else columns)
-            if limit is not None:
-                yield rows.head(limit).collect()
-                return
-            batches = rows.collect_batches(maintain_order=True)
-            try:
-                yield from batches
-            finally:  # the connection cannot be closed before polars has stopped reading
-                connection.interrupt()
-                deque(batches, maxlen=0)
+            return (rows if limit is None else rows.head(limit)).collect()
 
-        yield from _answers(run, query, answer)
+        yield _with_tables(run, query, answer)
 
     return register_io_source(read, schema=schema)
 
 
-def _answers(run: RunTables, query: str, answer: Callable[[duckdb.DuckDBPyConnection], Iterable[T]]) -> Iterator[T]:
-    """Yield what a function returns for a connection with the tables that a query names.
+def _with_tables(run: RunTables, query: str, answer: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
+    """Return what a function returns for a connection with the tables that a query names.
 
-    If it fails because of damaged or merged files before the first result, it is called again without these files.
+    If it fails because of damaged or merged files, it is called again without these files.
     """
     try:
         import duckdb
@@ -116,19 +106,15 @@ def _answers(run: RunTables, query: str, answer: Callable[[duckdb.DuckDBPyConnec
     views = _Views(run, query, files)
     problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
-        has_begun = False
         try:
             with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
                 connection.register_filesystem(files)
                 views.make(connection)
-                for part in answer(connection):
-                    has_begun = True
-                    yield part
-                return
+                return answer(connection)
         except problems as error:
             raise views.config_error(error) from None
         except (duckdb.Error, OSError) as error:
-            if not has_begun and views.repair(only_heads=isinstance(error, duckdb.DataError)):
+            if views.repair(only_heads=isinstance(error, duckdb.DataError)):
                 continue
             if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
                 raise views.config_error(error) from None

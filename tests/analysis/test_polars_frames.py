@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import duckdb
 import polars as pl
 import pytest
 from buckets import connected
@@ -15,8 +14,7 @@ from test_sql import make_run
 from tiers import tiered
 
 import instrument
-from instrument import ConfigError, InstrumentError, InstrumentWarning
-from instrument.analysis.sql import _answers
+from instrument import ConfigError, InstrumentWarning
 from instrument.storage.parts import Part
 from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder
@@ -136,19 +134,6 @@ def test_invalid_condition_is_reported_without_reading(folder: Path, monkeypatch
             rows.filter(condition).collect()
     with pytest.raises(pl.exceptions.ColumnNotFoundError, match="nope"):
         rows.filter(pl.col("nope") == 1).collect()
-
-
-def test_file_that_fails_after_the_first_rows_is_an_error(tmp_path: Path) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-
-    def fail_midway(connection: duckdb.DuckDBPyConnection) -> Iterator[int]:
-        yield connection.table("stats").shape[0]
-        raise duckdb.IOException("a page cannot be read")
-
-    answers = _answers(run, "select * from stats", fail_midway)
-    assert next(answers) == 12
-    with pytest.raises(InstrumentError, match="a page cannot be read"):
-        next(answers)
 
 
 @pytest.fixture(scope="module")
