@@ -5,19 +5,21 @@ The files contain custom statistics and metrics in one column, by name.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
+import yaml
 
 from ..config.record import names_of_custom_statistics
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM
 from ..tables.statistics import REMAINDERS
-from .tensor_decoding import array_of, is_known
 
 LARGEST = 2**63  # the smallest positive integer that does not fit into int64
 
@@ -164,3 +166,123 @@ def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
             values = zip(frame[name].tolist(), rests, strict=True)
             exact = [value if rest is None else int(value) + int(rest) for value, rest in values]
             frame[name] = pd.Series(exact, index=frame.index, dtype=object)
+
+
+_Array = np.ndarray[Any, Any]
+
+
+def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = True) -> _Array:
+    """Return a recorded tensor as an array; types that NumPy does not support are converted to a wider type.
+
+    Args:
+        values: The elements as a flat sequence of numbers; None if they are in `data`.
+        data: The elements as little-endian bytes; None if they are in `values`.
+        dtype: PyTorch name of the dtype. bfloat16 and float8 are converted to float32, complex32 to complex64.
+        copy: Whether float32 elements in `values` are copied. Default: True.
+
+    Raises:
+        TypeError: The dtype is not supported; see `is_known`.
+    """
+    if data is None:
+        array = np.asarray(values, dtype=np.float32)
+        exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
+        return array.astype(exact.get(dtype, np.float32), copy=copy).reshape(shape)
+    return _from_bytes(data, dtype).reshape(shape)
+
+
+def is_known(dtype: str) -> bool:
+    """Return whether tensors of this dtype can be converted to arrays."""
+    try:
+        _from_bytes(b"", dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def _from_bytes(data: Any, dtype: str) -> _Array:
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "complex32":
+        return np.frombuffer(data, np.float16).astype(np.float32).view(np.complex64)
+    if dtype.startswith("float8_"):
+        import torch  # imported here, because other types do not need it
+
+        if (float8 := getattr(torch, dtype, None)) is not None:
+            values: _Array = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
+            return values
+    return np.frombuffer(data, np.dtype(dtype))
+
+
+EXACT_BELOW = 2**53  # integers below this are exact as float
+
+
+def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, Any]:
+    """Return the fields in which a mapping differs from other mappings, such as `{"hooks.tame.norm": 0.1}`.
+
+    Args:
+        values: All values that the key has in several runs.
+
+    Returns:
+        The values of those fields that another mapping lacks, or has with another value, by key. If the value is not a
+        mapping or has no such field, the value of `key` itself.
+    """
+    if not isinstance(value, Mapping):
+        return {key: value}
+    others = [leaves_of({key: other}) for other in values if isinstance(other, Mapping)]
+    texts = leaves_of({key: value})
+    fields = {
+        name: item for name, item in _leaves(value, key) if any(other.get(name) != texts[name] for other in others)
+    }
+    return fields or {key: value}
+
+
+def split_overrides(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Replace each mapping that differs between runs by the fields in which it differs."""
+    values: dict[str, list[Any]] = {}
+    for overrides in runs:
+        for key, value in overrides.items():
+            values.setdefault(key, []).append(value)
+    return [
+        {
+            name: item
+            for key, value in overrides.items()
+            for name, item in differing_fields(key, value, values[key]).items()
+        }
+        for overrides in runs
+    ]
+
+
+def canonical_json(value: Any) -> str:
+    """Return a value of a configuration as a string for comparison.
+
+    The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
+    """
+    return json.dumps(_integers_if_whole(value), sort_keys=True, default=str)
+
+
+def to_yaml(value: Any) -> str:
+    """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
+    return {key: canonical_json(value) for key, value in _leaves(config, "")}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _integers_if_whole(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _integers_if_whole(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_integers_if_whole(item) for item in value]
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
+    return int(value) if is_whole else value

@@ -79,12 +79,13 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         columns: list[str] | None,
         condition: pl.Expr | None,
         limit: int | None,
-        batch_size: int | None,  # noqa: ARG001
+        _batch_size: int | None,
     ) -> Iterator[pl.DataFrame]:
         def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
             rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
             rows = rows.select(polars.all() if columns is None else columns)
-            return (rows if limit is None else rows.head(limit)).collect()
+            frame: pl.DataFrame = (rows if limit is None else rows.head(limit)).collect()
+            return frame
 
         yield _with_tables(run, query, answer)
 
@@ -212,7 +213,6 @@ class _Views:
         return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
     def _selection(self, files: _TableFiles, table: str, *, by_name: bool) -> str:
-        """Return the query of the rows of Parquet files, in their order."""
         first, last = (
             [f"{_lookup_expression(values, files.owners)} as {_quoted_name(name)}" for name, values in columns.items()]
             for columns in _run_columns(self.run, table)
@@ -269,7 +269,6 @@ class _TableFiles(NamedTuple):
 
 
 def _own_columns(run: RunTables, table: str) -> list[str]:
-    """Return the columns that a table has without those of runs, with custom ones."""
     return column_names(TABLES[table].schema.names, run.custom_columns(table))
 
 
@@ -282,13 +281,11 @@ def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
 
 
 def _all_columns(run: RunTables, table: str) -> list[str]:
-    """Return the columns of a table in their order."""
     before, after = _run_columns(run, table)
     return [*before, *_own_columns(run, table), *after]
 
 
 def _table_files(run: RunTables, table: str) -> _TableFiles:
-    """Return the files of a table."""
     paths: list[Path] = []
     owners: list[int] = []
     journals: list[pa.Table] = []

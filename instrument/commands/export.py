@@ -39,7 +39,6 @@ OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "ki
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("export")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
@@ -51,7 +50,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     run = load(args.run)
     if args.to in TRACKERS:
@@ -123,15 +121,15 @@ def _write_csv(files: RunFiles, folder: Path) -> None:
         if name == "tensors":
             continue
         columns = with_custom_columns(table.schema.empty_table(), run.custom_columns(name)).schema
-        schema = pa.schema([pa.field(column.name, _csv_type(column.type)) for column in columns])
+        kinds = ((each.name, each.type) for each in columns)
+        is_text = (pa.types.is_list, pa.types.is_dictionary)
+        schema = pa.schema(
+            [(name, pa.string() if any(test(kind) for test in is_text) else kind) for name, kind in kinds]
+        )
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
             for batch in run.scan(name, columns.names):
                 cells = [_csv_cells(values, field.type) for values, field in zip(batch.columns, schema, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays(cells, schema=schema))
-
-
-def _csv_type(kind: pa.DataType) -> pa.DataType:
-    return pa.string() if pa.types.is_list(kind) or pa.types.is_dictionary(kind) else kind
 
 
 def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:

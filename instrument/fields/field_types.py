@@ -16,11 +16,9 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .globs import compile_glob
 
@@ -196,29 +194,13 @@ class Selection(Spec):
         description="Globs on parameter names within the module: weight, bias. `weight` includes the parameters of its parametrizations.",
     )
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        is_of_run = isinstance(value, Mapping) and value.get("kind") in ("loss", "collective")  # of no module
-        selects = isinstance(value, Mapping) and any(value.get(name) for name in ("types", "structure"))
-        if not isinstance(value, Mapping) or value.get("layers") is not None or selects or is_of_run:
-            return validate(value)
-        error_type = PydanticCustomError(
-            "no_selection",
-            "requires 'layers' (globs on module names), 'types' (class names) or 'structure' (parts of a transformer)",
-        )
-        errors: list[InitErrorDetails] = [{"type": error_type, "loc": (), "input": value}]
-        try:
-            validate({**value, "layers": "**"})
-        except ValidationError as error:  # an unknown field may be a misspelled 'layers'
-            errors += [
-                {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
-                for item in error.errors()
-            ]
-        raise ValidationError.from_exception_data(cls.__name__, errors)
-
     @model_validator(mode="after")
-    def _validate_optional(self) -> Self:
+    def _validate_selection(self) -> Self:
+        is_of_run = getattr(self, "kind", None) in ("loss", "collective")  # of no module
+        if self.layers is None and not (self.types or self.structure or is_of_run):
+            raise ValueError(
+                "requires 'layers' (globs on module names), 'types' (class names) or 'structure' (parts of a transformer)"
+            )
         if self.optional and not self.structure:
             raise ValueError("'optional' requires 'structure'")
         return self

@@ -16,9 +16,8 @@ from ..values.nested import iter_tensors
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
 _KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
 _Iterator = dataloader._BaseDataLoaderIter
-_replaced: list[
-    tuple[Callable[[Any], Any], Callable[[Any], Any]]
-] = []  # the function before, and the one that observes
+# The function before, and the one that observes.
+_replaced: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = []
 _observers: list[Callable[[LoaderBatch], None]] = []
 
 
@@ -79,9 +78,8 @@ def unobserve_batches(observer: Callable[[LoaderBatch], None]) -> None:
     """Stop calling a function. Do nothing if it is not called."""
     if observer in _observers:
         _observers.remove(observer)
-    if (
-        not _observers and _replaced and _Iterator.__next__ is _replaced[0][1]
-    ):  # otherwise, other code has replaced it too
+    # Otherwise, other code has replaced it too.
+    if not _observers and _replaced and _Iterator.__next__ is _replaced[0][1]:
         setattr(_Iterator, "__next__", _replaced.pop()[0])  # noqa: B010
 
 

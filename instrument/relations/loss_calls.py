@@ -30,22 +30,9 @@ _NAMES = {
 """Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
 MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
 TOLERANCE = 0.05  # of the sum of the probabilities of a sample
-_UNCHANGED = frozenset(
-    [
-        "View",
-        "UnsafeView",
-        "Squeeze",
-        "Unsqueeze",
-        "Select",
-        "Slice",
-        "Transpose",
-        "Permute",
-        "T",
-        "ToCopy",
-        "Clone",
-        "Clamp",
-    ]
-)
+_UNCHANGED = frozenset([
+    "View", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "T", "ToCopy", "Clone", "Clamp",
+])  # fmt: skip
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -210,6 +197,5 @@ def _operation(tensor: Tensor) -> str:
 
 
 def _has_classes(targets: Tensor) -> bool:
-    """Return whether targets are classes whose values can be read when the step ends."""
     is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     return targets.dtype == torch.int64 and is_readable(targets) and not is_captured

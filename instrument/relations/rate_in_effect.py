@@ -36,16 +36,7 @@ def _observed(original: Callable[..., None]) -> Callable[..., None]:
 
 @RELATIONS.register("rate_in_effect")
 class RateInEffect(Relation):
-    """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers.
-
-    A warm-up never ends if the rate still rises after the last step, and was at most 1% of the configured one, `initial_lr`, in all
-    checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
-
-    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step, to a rate that is not in
-    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes, or
-    up to 10% more, and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`,
-    are not observed.
-    """
+    """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -66,9 +57,8 @@ class RateInEffect(Relation):
     def detach(self) -> None:
         if self._on_scheduler in _observers:
             _observers.remove(self._on_scheduler)
-        if (
-            not _observers and _replaced and LRScheduler.step is _replaced[0][1]
-        ):  # otherwise, other code has replaced it too
+        # Otherwise, other code has replaced it too.
+        if not _observers and _replaced and LRScheduler.step is _replaced[0][1]:
             LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
         self._schedulers.clear()
 

@@ -231,5 +231,4 @@ class RelationSet(InertWhenCopied):
 
 
 def _is_checked(offset: int) -> bool:
-    """Return whether relations are checked in a step, counted from the start."""
     return offset in _EARLY or offset % EVERY <= 1

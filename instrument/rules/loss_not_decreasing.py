@@ -87,7 +87,6 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
                 yield Firing(text, means[-1], low)
 
     def _counts(self) -> list[int]:
-        """Return the number of steps in each quarter of the window."""
         ends = [self.spec.window * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 

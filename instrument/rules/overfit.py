@@ -68,7 +68,6 @@ class Overfit(CatalogueRule[OverfitRule]):
                 yield Firing(text, ratio, self.spec.above)
 
     def _add(self, losses: Sequence[float]) -> None:
-        """Add training losses."""
         for loss in losses:
             self._sum += loss
         self._count += len(losses)

@@ -111,7 +111,6 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         return self._values(rows, chosen, np.fmin) < low, self._values(rows, chosen, np.fmax) > high
 
     def _limits(self, slots: Any = slice(None)) -> tuple[FloatArray, FloatArray]:
-        """Return the limits in the current phase; [slots, statistics]."""
         at = self._of_slot[slots]
         return self._low[at, :, self._phase], self._high[at, :, self._phase]
 

@@ -61,7 +61,6 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         yield from super().check(rows, chosen)
 
     def _check_first(self, values: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        """Report that the first update replaces the weights."""
         replaced = (values > REPLACED) & (values < FROM_ZERO)
         if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
             at = int(np.flatnonzero(replaced)[0])

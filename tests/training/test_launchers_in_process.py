@@ -17,7 +17,7 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
-from instrument.commands.sweep_checks import prepare_launcher
+from instrument.commands.validation_callback import prepare_launcher
 from instrument.config.search_path import config_loader
 from instrument.fields.pip_extras import pip_command
 
