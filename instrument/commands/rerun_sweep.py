@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -77,18 +77,14 @@ def _check_rerunnable(sweep: Sweep) -> None:
 
 @contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    original_folder = Path.cwd()
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        message = f"cannot enter the folder in which the sweep was started: {error.strerror}"
-        raise ConfigError(Problem(WHERE, message, given=str(folder))) from None
+    if not os.access(folder, os.X_OK):
+        raise ConfigError(Problem(WHERE, "cannot enter the folder in which the sweep was started", given=str(folder)))
     sys.path.insert(0, str(folder))
     try:
-        yield
+        with chdir(folder):
+            yield
     finally:
         sys.path.remove(str(folder))
-        os.chdir(original_folder)
 
 
 def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:

@@ -247,7 +247,6 @@ def remove_uploaded_record(address: str | None) -> None:
 
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
-RAY = "RayLauncher"
 THREADS = "OMP_NUM_THREADS"
 RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 
@@ -307,12 +306,8 @@ def check_objective(config: DictConfig) -> None:
 
 
 def prepare_launcher(config: DictConfig) -> None:
-    """Set defaults that a launcher leaves open: threads per job, and the terminal output of several jobs."""
+    """Set the threads per job, which a launcher leaves open."""
     launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
-    if launcher == RAY:
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # keeps similar lines of different jobs
-        if not sys.stdout.isatty():
-            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC_SWEEPER and THREADS not in os.environ:
         share = max((os.cpu_count() or 1) // len(expand_sweep(config.hydra)), 1)  # All jobs run concurrently.
         config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")

@@ -39,7 +39,6 @@ class LossNotDecreasingRule(RuleBase):
 
 @RULES.register("loss_not_decreasing")
 class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
-    fields = LossNotDecreasingRule
     saved = ("sums", "count", "first", "last", "constant")
     relation = "constant_prediction"
     what = "loss not decreasing"

@@ -42,7 +42,6 @@ class LossSpikeRule(WindowRule):
 
 @RULES.register("loss_spike")
 class LossSpike(CatalogueRule[LossSpikeRule]):
-    fields = LossSpikeRule
     saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     stage = "divergence"

@@ -34,7 +34,6 @@ class OverfitRule(PersistentRule):
 
 @RULES.register("overfit")
 class Overfit(CatalogueRule[OverfitRule]):
-    fields = OverfitRule
     source = "evaluations"
     saved = ("sum", "count", "lowest", "first", "times")
     what = "overfitting"

@@ -45,7 +45,6 @@ class PoorInitializationRule(RuleBase):
 
 @RULES.register("poor_initialization")
 class PoorInitialization(LocatedRule[PoorInitializationRule]):
-    fields = PoorInitializationRule
     saved = ("done",)
     relation = "constant_prediction"
     what = "poor initialization"

@@ -74,7 +74,6 @@ class ReferenceRule(PersistentRule):
 
 @RULES.register("reference")
 class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
-    fields = ReferenceRule
     what = "outside of the reference"
     advice = "Compare the run with a healthy one: python -m instrument.diff. The first layers outside are the most likely cause."
     requires = "locations of the reference"

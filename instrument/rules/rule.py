@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -122,7 +122,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     """A rule of the catalogue."""
 
     fields: ClassVar[type[RuleBase]]
-    """The model of its entry in the configuration."""
+    """The model of its entry in the configuration: the argument of the base class."""
 
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
@@ -147,6 +147,13 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     frozen_layers: Collection[str] = ()
     """The layers whose parameters are all frozen."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Read `fields` from the base class: `CatalogueRule[MyRule]`."""
+        super().__init_subclass__(**options)
+        for specification, *_ in filter(None, map(get_args, getattr(cls, "__orig_bases__", ()))):
+            if isinstance(specification, type):
+                cls.fields = specification
 
     def __init__(self, spec: SpecT) -> None:
         self.spec = spec

@@ -35,7 +35,6 @@ class UpdateRatioRule(RangeRule):
 
 @RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
-    fields = UpdateRatioRule
     saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"

@@ -28,4 +28,9 @@ class OwnedByProcess:
 _OWNED: WeakSet[OwnedByProcess] = WeakSet()
 
 
-os.register_at_fork(after_in_child=lambda: [owned.inherit() for owned in [*_OWNED]])
+def _inherit_all() -> None:
+    for owned in [*_OWNED]:
+        owned.inherit()
+
+
+os.register_at_fork(after_in_child=_inherit_all)
