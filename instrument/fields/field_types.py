@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    WithJsonSchema,
     model_validator,
 )
 
@@ -225,24 +224,16 @@ def _bins(value: Any) -> Any:
     return (DEFAULT_BINS if value else None) if isinstance(value, bool) else value
 
 
+_Level = Annotated[float, Field(ge=0.0, le=1.0)]
 Levels = Annotated[
-    tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None,
+    tuple[_Level, ...] | None,
     Field(
         min_length=1,
         max_length=1000,
         description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
     ),
-    BeforeValidator(_levels),
+    BeforeValidator(_levels, json_schema_input_type=bool | _Level | Annotated[list[_Level], Field(min_length=1)]),
     AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "number", "minimum": 0, "maximum": 1},
-                {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 1},
-            ]
-        }
-    ),
 ]
 
 
@@ -260,20 +251,14 @@ Edges = Annotated[
         description="Record the cross entropy of a language model by position, from its logits [N, T, classes] and the targets of the "
         "batch: the first position of each bin, ascending; true: 0, 1, 2, 4, 8, ..., 131072.",
     ),
-    BeforeValidator(_edges),
-    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            ]
-        }
+    BeforeValidator(
+        _edges, json_schema_input_type=bool | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     ),
+    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
 ]
+_Bins = Annotated[int, Field(ge=2, le=MAX_BINS)]
 Bins = Annotated[
-    Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
+    _Bins | None,
     Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),
-    BeforeValidator(_bins),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
+    BeforeValidator(_bins, json_schema_input_type=bool | _Bins),
 ]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer_owners import as_rate, parameter_ids
+from .observed_calls import ObservedFunctions
 from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
@@ -20,18 +21,18 @@ MAX_SCHEDULERS, FEWEST_PER_STEP = 16, 20  # a schedule that made less than a twe
 LONGEST = 1.1  # times the length of a schedule: a longer training only started a schedule of epochs
 FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
-_replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
-_observers: list[Callable[[LRScheduler], None]] = []
 
-
-def _observed(original: Callable[..., None]) -> Callable[..., None]:
+def _observed(name: str, original: Callable[..., None]) -> Callable[..., None]:  # noqa: ARG001
     @wraps(original)
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        for observer in [*_observers]:
+        for observer in [*_STEPS.observers]:
             observer(self)
         original(self, *args, **kwargs)
 
     return step
+
+
+_STEPS = ObservedFunctions([(LRScheduler, "step")], _observed)
 
 
 @RELATIONS.register("rate_in_effect")
@@ -48,18 +49,10 @@ class RateInEffect(Relation):
 
     def attach(self) -> None:
         self._start = self.training.clock.moment.step
-        _observers.append(self._on_scheduler)
-        if not _replaced:
-            original = LRScheduler.step
-            _replaced.append((original, _observed(original)))
-            LRScheduler.step = _replaced[0][1]  # type: ignore[method-assign]
+        _STEPS.add(self._on_scheduler)
 
     def detach(self) -> None:
-        if self._on_scheduler in _observers:
-            _observers.remove(self._on_scheduler)
-        # Otherwise, other code has replaced it too.
-        if not _observers and _replaced and LRScheduler.step is _replaced[0][1]:
-            LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
+        _STEPS.remove(self._on_scheduler)
         self._schedulers.clear()
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from .exchange import Exchange, has_processes
-from .loader_batches import fingerprint
+from .observed_calls import fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 SIZE = 8  # bytes of a hash

@@ -1,4 +1,4 @@
-"""Observes the calls of losses, in the loop and inside models, while a relation reads them.
+"""Observes the calls of losses and the batches of data loaders, in the loop and inside models, while a relation reads them.
 
 The losses of `torch.nn.functional` call functions in C, which are replaced meanwhile. A
 `TorchFunctionMode` would change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
@@ -6,16 +6,141 @@ The losses of `torch.nn.functional` call functions in C, which are replaced mean
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.jit._builtins import _get_builtin_table
+from torch.utils.data import dataloader
 
-from .loader_batches import is_readable
+from ..values.nested import iter_tensors
+
+MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
+_KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
+
+
+class ObservedFunctions:
+    """Functions of PyTorch that are replaced while their calls are observed.
+
+    Args:
+        places: The owner and the name of each function.
+        observed: Returns the function that replaces one, given its name and the original. It calls `observers`.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[Any, str]], observed: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.observers: list[Callable[[Any], None]] = []
+        self._places, self._observed = places, observed
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def add(self, observer: Callable[[Any], None]) -> None:
+        """Let a function observe the calls, until `remove`."""
+        self.observers.append(observer)
+        if not self._replaced:
+            for owner, name in self._places:
+                original = getattr(owner, name)
+                self._replaced.append((owner, name, original, self._observed(name, original)))
+                setattr(owner, name, self._replaced[-1][-1])
+
+    def remove(self, observer: Callable[[Any], None]) -> None:
+        """End the observation by a function. Do nothing if it does not observe."""
+        if observer in self.observers:
+            self.observers.remove(observer)
+        # Otherwise, other code has replaced them too.
+        if not self.observers and all(getattr(owner, name) is new for owner, name, _, new in self._replaced):
+            while self._replaced:
+                owner, name, original, _ = self._replaced.pop()
+                setattr(owner, name, original)
+
+
+class LoaderBatch(NamedTuple):
+    """A batch of a data loader.
+
+    Attributes:
+        iterator: Identifies the pass over the data.
+        number: The index of the batch in its pass, from 0.
+        workers: The number of worker processes.
+        batches: The number of batches of a pass; None if it is unknown, as for samplers that are not of PyTorch.
+        may_repeat: Whether the sampler may give the same batch several times: it is not of PyTorch.
+        fingerprints: The fingerprints of the tensors.
+        step: The training step that follows.
+    """
+
+    iterator: int
+    number: int
+    workers: int
+    batches: int | None
+    may_repeat: bool
+    fingerprints: tuple[bytes, ...]
+    step: int = -1
+
+
+def fingerprint(tensor: Tensor) -> bytes:
+    """Return a hash of the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = flat[:: len(flat) // MAX_ELEMENTS + 1].cpu().contiguous()
+    data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    return hashlib.blake2b(repr((tensor.shape, tensor.dtype)).encode() + data, digest_size=8).digest()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read when the step ends."""
+    is_plain = (
+        type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    )
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of operations that have changed a tensor in place; 0 for one of `torch.inference_mode`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _observed_batch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ARG001
+    @wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        batch = original(iterator)
+        observers = [*BATCHES.observers]
+        try:
+            observed = _describe_batch(iterator, batch) if observers else None
+        except Exception:  # the batch of any loader must reach the loop
+            return batch
+        if observed is not None and observed.fingerprints:
+            for observer in observers:
+                observer(observed)
+        return batch
+
+    return next_batch
+
+
+def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
+    is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
+    may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
+    batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
+    prints = tuple(fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
+    number, workers = iterator._num_yielded - 1, iterator._num_workers
+    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints)
+
+
+def _is_known(sampler: Any) -> bool:
+    """Return whether a sampler, and those that it reads, are known. The length of others may draw random numbers."""
+    while sampler is not None:
+        methods = type(sampler).__iter__, type(sampler).__len__
+        if any(method.__module__.partition(".")[0] not in _KNOWN for method in methods):
+            return False
+        sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+    return True
+
+
+BATCHES = ObservedFunctions([(dataloader._BaseDataLoaderIter, "__next__")], _observed_batch)
+"""Observes each `LoaderBatch` of a data loader of this process."""
+
 
 _NAMES = {
     "cross_entropy_loss": torch._C._nn,
@@ -33,7 +158,6 @@ TOLERANCE = 0.05  # of the sum of the probabilities of a sample
 _UNCHANGED = frozenset([
     "View", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "T", "ToCopy", "Clone", "Clamp",
 ])  # fmt: skip
-_originals: dict[str, Callable[..., Any]] = {}
 
 
 class BinaryLossCall(NamedTuple):
@@ -106,7 +230,6 @@ class LossCall(NamedTuple):
 
 
 AnyLossCall = LossCall | BinaryLossCall | PairLossCall
-_observers: list[Callable[[AnyLossCall], None]] = []
 
 
 def copied(call: LossCall) -> LossCall:
@@ -117,43 +240,23 @@ def copied(call: LossCall) -> LossCall:
     return call._replace(logits=logits.detach()[:MAX_SAMPLES].clone())
 
 
-def observe_losses(observer: Callable[[AnyLossCall], None]) -> None:
-    """Call a function with each call of a loss whose input requires gradients, until `unobserve_losses`."""
-    _observers.append(observer)
-    if not _originals:
-        for name, module in _NAMES.items():
-            _originals[name] = getattr(module, name)
-            observed = _observed(name, _originals[name])
-            _get_builtin_table()[id(observed)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
-            setattr(module, name, observed)
-
-
-def unobserve_losses(observer: Callable[[AnyLossCall], None]) -> None:
-    """Stop calling a function. Do nothing if it is not called."""
-    if observer in _observers:
-        _observers.remove(observer)
-    if not _observers:
-        for name, original in _originals.items():
-            _get_builtin_table().pop(id(getattr(_NAMES[name], name)), None)
-            setattr(_NAMES[name], name, original)
-        _originals.clear()
-
-
-def _observed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         if not is_compiling() and len(args) > 1 and args[0].requires_grad:
-            loss = _describe(name, args, result)
+            loss = _describe_loss(name, args, result)
             if loss is not None:
-                for observer in [*_observers]:
+                for observer in [*LOSSES.observers]:
                     observer(loss)
         return result
 
+    _get_builtin_table()[id(call)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
+    finalize(call, _get_builtin_table().pop, id(call), None)
     return call
 
 
-def _describe(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
+def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
     if name.startswith("binary"):
         return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
     if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
@@ -199,3 +302,7 @@ def _operation(tensor: Tensor) -> str:
 def _has_classes(targets: Tensor) -> bool:
     is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
     return targets.dtype == torch.int64 and is_readable(targets) and not is_captured
+
+
+LOSSES = ObservedFunctions([(module, name) for name, module in _NAMES.items()], _observed_loss)
+"""Observes each call of a loss whose input requires gradients."""
