@@ -18,12 +18,11 @@ from conftest import write
 from fork_server import Command
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from instrument.commands.validated_config import read_config
 from waiting import wait_until_training
 
 import instrument
 from instrument import ConfigError
-from instrument.commands.job import as_instrument_error
+from instrument.commands.job import as_instrument_error, read_config
 from instrument.config.search_path import config_loader
 from instrument.tables.schemas import TABLES
 from instrument.training.experiment import prepare

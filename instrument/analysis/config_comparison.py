@@ -11,7 +11,7 @@ from ..config.base import ACTIONS, ObservationSpec
 from ..config.hook_specs import HookSpec
 from ..config.parse import parse_hooks
 from ..errors import ConfigError
-from .frames import canonical_json, leaves_of
+from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
 
 IGNORED_KEYS = ("quiet", "plan", "resume", "sink", "budget", "name", "report", "objective")

@@ -5,16 +5,14 @@ The files contain custom statistics and metrics in one column, by name.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import yaml
 
 from ..config.record import names_of_custom_statistics
 from ..storage.run_files import RunFiles
@@ -211,78 +209,3 @@ def _from_bytes(data: Any, dtype: str) -> _Array:
             values: _Array = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
             return values
     return np.frombuffer(data, np.dtype(dtype))
-
-
-EXACT_BELOW = 2**53  # integers below this are exact as float
-
-
-def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields in which a mapping differs from other mappings, such as `{"hooks.tame.norm": 0.1}`.
-
-    Args:
-        values: All values that the key has in several runs.
-
-    Returns:
-        The values of those fields that another mapping lacks, or has with another value, by key. If the value is not a
-        mapping or has no such field, the value of `key` itself.
-    """
-    if not isinstance(value, Mapping):
-        return {key: value}
-    others = [leaves_of({key: other}) for other in values if isinstance(other, Mapping)]
-    texts = leaves_of({key: value})
-    fields = {
-        name: item for name, item in _leaves(value, key) if any(other.get(name) != texts[name] for other in others)
-    }
-    return fields or {key: value}
-
-
-def split_overrides(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace each mapping that differs between runs by the fields in which it differs."""
-    values: dict[str, list[Any]] = {}
-    for overrides in runs:
-        for key, value in overrides.items():
-            values.setdefault(key, []).append(value)
-    return [
-        {
-            name: item
-            for key, value in overrides.items()
-            for name, item in differing_fields(key, value, values[key]).items()
-        }
-        for overrides in runs
-    ]
-
-
-def canonical_json(value: Any) -> str:
-    """Return a value of a configuration as a string for comparison.
-
-    The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
-    """
-    return json.dumps(_integers_if_whole(value), sort_keys=True, default=str)
-
-
-def to_yaml(value: Any) -> str:
-    """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
-
-
-def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
-    return {key: canonical_json(value) for key, value in _leaves(config, "")}
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value
-
-
-def _integers_if_whole(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _integers_if_whole(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_integers_if_whole(item) for item in value]
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
-    return int(value) if is_whole else value

@@ -18,7 +18,7 @@ from .config_comparison import (
     trainings,
     trainings_by_overrides,
 )
-from .frames import canonical_json, to_yaml
+from .config_fields import canonical_json, to_yaml
 from .run_tables import RunTables
 
 MAX_NAMES = 12  # maximum number of keys or values in an error message

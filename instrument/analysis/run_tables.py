@@ -16,12 +16,12 @@ from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, SHAPE, TABLES
 from ..tables.statistics import REMAINDERS
+from .config_fields import split_overrides
 from .frames import (
     add_overrides,
     custom_metrics_of,
     custom_statistics_of,
     set_exact_integers,
-    split_overrides,
     to_frame,
     typed_frame,
     with_arrays,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from instrument.commands.locked_operations import apply_locked
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
     places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
-    return max(apply_locked(folder, lambda folder, remote=remote: _send(folder, remote)) for folder, remote in places)
+    return max(apply_locked(folder, partial(_send, remote=remote)) for folder, remote in places)
 
 
 def _remote(folder: Path, remote: str | None) -> RemoteFolder:

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..analysis.config_comparison import HOOKS, Training, training_of
-from ..analysis.frames import leaves_of, plain_labels, to_yaml
+from ..analysis.config_fields import leaves_of, to_yaml
+from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT

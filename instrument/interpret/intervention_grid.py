@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
-from ..analysis.frames import canonical_json, to_yaml
+from ..analysis.config_fields import canonical_json, to_yaml
 from ..analysis.means_over_steps import Means, averaged_columns, keys_of, means_of
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names

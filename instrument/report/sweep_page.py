@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import differing_keys
-from ..analysis.frames import to_yaml
+from ..analysis.config_fields import to_yaml
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
 from ..storage.run_search import REPORT_FILE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from instrument.analysis.frames import differing_fields, split_overrides
+from instrument.analysis.config_fields import differing_fields, split_overrides
 
 SGD = {"_target_": "SGD", "lr": 0.1, "nested": {"a": 1, "b": [1, 2]}}
 

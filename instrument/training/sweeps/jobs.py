@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ...analysis.frames import differing_fields, to_yaml
+from ...analysis.config_fields import differing_fields, to_yaml
 from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
 from ...config.search_path import config_loader
 from ...errors import ConfigError, InstrumentWarning, Problem
