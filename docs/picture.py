@@ -15,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from instrument.commands.validated_config import read_config
+from instrument.commands.job import read_config
 from instrument.config.packaged import conf_folder
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 import instrument.integrations.attach
 import instrument.training.runner
 import instrument.training.terminal  # noqa: F401
-from instrument.commands.validated_config import read_config
+from instrument.commands.job import read_config
 from instrument.config.search_path import config_loader
 
 Plugins.instance()  # imports the installed plugins

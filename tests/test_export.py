@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
-from attached_runs import forward_steps
 from conftest import Call, contents
 from run_folders import write_run
 from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
@@ -174,156 +171,6 @@ def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, call: Ca
     sink.close()
     assert "NumPy does not support bits8" in call(export.main, folder, "--to", "tensorboard").expect(1).err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
-
-
-def make_features(folder: Path, *, targets: bool = True, ids: Callable[[int], object] = int) -> instrument.Features:
-    """Record the outputs of a layer for seven samples in two batches."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    hooks = {"f": {"layers": "**", "kind": "forward", "action": "record", "tensors": True}}
-    order = torch.tensor([6, 2, 4, 0, 1, 5, 3])
-    with instrument.attach(model, hooks, out=folder) as probe:
-        for batch in order.split(4):
-            probe.batch(ids=[ids(i) for i in batch.tolist()], targets=batch / 2 if targets else None)
-            model(torch.randn(len(batch), 3))
-            probe.end_step()
-    return probe.features("0")
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run with the outputs of a layer."""
-    folder = tmp_path_factory.mktemp("recorded") / "run"
-    make_features(folder)
-    return folder
-
-
-def read_zarr(folder: Path) -> np.ndarray:
-    """Read a Zarr array of format 2 without compression."""
-    layout = json.loads((folder / ".zarray").read_text())
-    assert layout["zarr_format"] == 2
-    assert (layout["compressor"], layout["filters"], layout["order"]) == (None, None, "C")
-    shape, chunks = layout["shape"], layout["chunks"]
-    parts = []
-    for number in range(-(-shape[0] // chunks[0])):
-        content = (folder / ".".join(map(str, [number, *[0] * (len(shape) - 1)]))).read_bytes()
-        parts.append(np.frombuffer(content, layout["dtype"]).reshape(chunks))
-    return np.concatenate(parts)[: shape[0]]
-
-
-@pytest.mark.combinations
-@pytest.mark.parametrize("targets", [True, False])
-@pytest.mark.parametrize("ids", [int, "image {}.png".format], ids=["numbers", "names"])
-def test_features_are_exported_with_ids(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: bool, ids: Callable[[int], object]
-) -> None:
-    expected = make_features(tmp_path / "run", targets=targets, ids=ids)
-    monkeypatch.setattr("instrument.analysis.exports.CHUNK_BYTES", 16)  # two samples
-    monkeypatch.setattr("instrument.analysis.exports.ROWS", 4)
-    for to in ("csv", "npz", "zarr"):
-        assert (
-            export.main([str(tmp_path / "run"), "--to", to, "--features", "0", "--select", "hook=f", "step=0:2"]) == 0
-        )
-    folder = tmp_path / "run" / "features"
-    assert sorted(file.name for file in folder.iterdir()) == ["0.csv", "0.npz", "0.zarr"]
-    names = ["X", "y", "ids"] if targets else ["X", "ids"]
-    with np.load(folder / "0.npz") as arrays:
-        assert sorted(arrays) == sorted(names)
-        for name in names:
-            assert arrays[name].dtype == getattr(expected, name).dtype
-            assert np.array_equal(arrays[name], getattr(expected, name))
-    assert sorted(file.name for file in (folder / "0.zarr").iterdir()) == sorted([".zgroup", *names])
-    for name in names:
-        array = read_zarr(folder / "0.zarr" / name)
-        assert array.dtype == getattr(expected, name).dtype
-        assert np.array_equal(array, getattr(expected, name))
-    frame = pd.read_csv(folder / "0.csv").set_index("sample")
-    pd.testing.assert_frame_equal(frame, expected.to_frame(), check_dtype=False, check_index_type=False)
-    assert isinstance(instrument.load(tmp_path / "run"), instrument.Run)  # the folder is still that of a run
-
-
-def record(folder: Path, model: torch.nn.Module, inputs: torch.Tensor, *hooks: str, **fields: str) -> None:
-    """Record the outputs of all layers in a step, each with these hooks."""
-    spec = {"layers": "**", "kind": "forward", "action": "record", "tensors": True, **fields}
-    ids = [*range(len(inputs))]
-    forward_steps(model, dict.fromkeys(hooks or ("f",), spec), [inputs], sample_ids=[ids], out=folder)
-
-
-def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
-    record(tmp_path / "run", torch.nn.Unflatten(1, (2, 2)), torch.arange(8.0).reshape(2, 4), dtype="float16")
-    assert export.main([str(tmp_path / "run"), "--to", "csv", "--features", ".", "--out", str(tmp_path / "out")]) == 0
-    frame = pd.read_csv(tmp_path / "out" / "_root_.csv")
-    assert frame.to_numpy().tolist() == [[0, 0, 1, 2, 3], [1, 4, 5, 6, 7]]
-
-
-def test_layer_names_are_not_paths(tmp_path: Path) -> None:
-    names = ["/etc/passwd", "x" * 300]
-    model = torch.nn.Sequential(OrderedDict({name: torch.nn.Identity() for name in names}))
-    record(tmp_path / "run", model, torch.zeros(1, 2))
-    for name in names:
-        assert export.main([str(tmp_path / "run"), "--to", "npz", "--features", name]) == 0
-    files = sorted(file.name for file in (tmp_path / "run" / "features").iterdir())
-    assert files == ["_etc_passwd.npz", f"{'x' * 200}.npz"]
-
-
-def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
-    for job in range(2):
-        make_features(tmp_path / "sweep" / str(job))
-    command = [str(tmp_path / "sweep"), "--to", "npz", "--features", "0"]
-    assert export.main(command) == 0
-    assert export.main([*command, "--out", str(tmp_path / "out")]) == 0
-    for job in range(2):
-        for folder in (tmp_path / "sweep" / str(job) / "features", tmp_path / "out" / str(job)):
-            assert np.load(folder / "0.npz")["ids"].tolist() == list(range(7))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--to", "npz"], "--to: npz is a format of features\n    given    npz\n    fix      pass --features LAYER"),
-        (["--to", "wandb", "--features", "0"], "--to: this format does not support features"),
-        (["--to", "npz", "--features", "0", "--select", "hook"], "--select: must be KEY=VALUE"),
-        (["--to", "csv", "--select", "hook=f"], "--select: selects features, but no layer is given"),
-        (["--to", "npz", "--features", "nope"], "layer: no tensors of this layer were recorded"),
-        (["--to", "npz", "--features", "0", "--select", "hok=f"], "--select: unknown key"),
-        (["--to", "npz", "--features", "0", "--select", "step=a"], "--select step: must be a number, or a range"),
-        (["--to", "npz", "--features", "0", "--select", "step=9"], "step: no recorded tensor of layer '0'"),
-    ],
-)
-def test_invalid_exports_of_features_are_refused(
-    recorded: Path, call: Call, arguments: list[str], message: str
-) -> None:
-    assert message in call(export.main, recorded, *arguments).expect(2).err
-    assert not (recorded / "features").exists()
-
-
-def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, call: Call) -> None:
-    record(tmp_path / "run", torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.randn(1, 3), "f", "g")
-    command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
-    assert "fix      pass --select hook='f'" in call(export.main, *command).expect(2).err
-    assert export.main([*command, "--select", "hook=f"]) == 0
-
-
-def test_existing_features_are_not_overwritten(recorded: Path, tmp_path: Path, call: Call) -> None:
-    command = [str(recorded), "--to", "npz", "--features", "0", "--out", str(tmp_path)]
-    assert export.main(command) == 0
-    before = (tmp_path / "0.npz").read_bytes()
-    assert "--out: already exists, and existing files are not overwritten" in call(export.main, *command).expect(2).err
-    assert (tmp_path / "0.npz").read_bytes() == before
-
-
-@pytest.mark.parametrize("to", ["csv", "npz", "zarr"])
-def test_failed_export_of_features_leaves_no_files(
-    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
-    writer = export.FEATURE_WRITERS[to]
-
-    def fail(features: instrument.Features, path: Path) -> None:
-        writer(features, path)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setitem(export.FEATURE_WRITERS, to, fail)
-    assert export.main([str(recorded), "--to", to, "--features", "0", "--out", str(tmp_path / "out")]) == 1
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("to", ["tensorboard", "csv"])

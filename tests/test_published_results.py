@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import instrument
 from instrument import MemorySink
-from instrument.commands.validated_config import read_config
+from instrument.commands.job import read_config
 from instrument.config.parse import parse_config
 from instrument.config.search_path import config_loader
 from instrument.probe.probe import Probe

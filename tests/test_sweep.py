@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Call, run_in, write
+from conftest import Call, run_in
 from omegaconf import OmegaConf
 from run_folders import write_run
 from state_comparison import assert_same_tables
@@ -269,19 +269,6 @@ def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, call: Call) -
     assert [row[:2] for row in rows_of(out, "a/")] == [["a/seed_1", "done"], ["a/seed_-2", "failed"]]
     err = call(main, "out", "--rerun").expect(2).err
     assert "hydra.sweep.subdir" in err
-
-
-def test_rerun_warns_about_a_changed_configuration(cli: Cli, call: Call) -> None:
-    write("conf/exp/mine.yaml", "# @package _global_\noptimizer: {lr: 0.1}\n")
-    arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "train.batch_size=8")
-    assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
-    rewrite(Path("out/multirun.yaml"), "batch_size=8", "batch_size=8,16")
-    Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.2}\nname: other\n")
-    err = call(main, "out", "--rerun").expect(0).err
-    assert err.splitlines() == [
-        "warning: the configuration of these jobs has changed since other jobs were done: optimizer.lr: 0.1, now 0.2"
-    ]
-    assert [info["config"]["optimizer"]["lr"] for info in instrument.load("out").infos] == [0.1, 0.2]
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(130)])

@@ -41,14 +41,13 @@ def test_upload_recovers_and_sends_a_killed_run(tmp_path: Path) -> None:
     assert (run.info["status"], len(run.stats)) == ("killed", 3)
 
 
-def test_upload_of_a_running_run_sends_only_parts(tmp_path: Path, call: Call) -> None:
+def test_upload_of_a_running_run_is_refused(tmp_path: Path, call: Call) -> None:
     model = torch.nn.Linear(3, 2)
     address = f"memory://{tmp_path}/there"
     with instrument.attach(model, HOOKS, out=tmp_path / "going") as probe:
         probe.end_step(loss=model(torch.randn(4, 3)).sum())
         answer = call(main, tmp_path / "going", address).expect(1)
-        assert "the run is in progress: its journals were not uploaded" in answer.err
-        assert instrument.load(f"{address}/going").info["status"] == "running"
+        assert "the run is in progress; nothing was changed" in answer.err
     assert main([str(tmp_path / "going"), address]) == 0
     assert len(instrument.load(f"{address}/going").stats) == 1
 

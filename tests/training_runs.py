@@ -14,8 +14,7 @@ from torch import nn
 
 import instrument
 from instrument import MemorySink, Probe
-from instrument.commands.job import report_writer
-from instrument.commands.validated_config import read_config
+from instrument.commands.job import read_config, report_writer
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.config.search_path import config_loader

@@ -14,16 +14,8 @@ from ..errors import ConfigError
 from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
 
-IGNORED_KEYS = (
-    "quiet",
-    "plan",
-    "resume",
-    "sink",
-    "budget",
-    "name",
-    "report",
-    "objective",
-)  # root keys that do not affect training
+IGNORED_KEYS = ("quiet", "plan", "resume", "sink", "budget", "name", "report", "objective")
+"""Root keys that do not affect training."""
 DONE = "done"
 HOOKS = "hooks"
 
@@ -133,7 +125,6 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _relevant(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides that can affect training."""
     return {key: value for key, value in overrides.items() if key.partition(".")[0] not in IGNORED_KEYS}
 
 

@@ -75,7 +75,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _integers_if_whole(value: Any) -> Any:
-    """Return the value with integral floats converted to integers."""
     if isinstance(value, Mapping):
         return {str(key): _integers_if_whole(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -13,7 +13,6 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
-from .confidence_interval import adjusted, student
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatch, RunMatches, match_runs
 from .run_tables import RunTables
@@ -55,7 +54,6 @@ def effects_of(
 
 
 def _check_steps(steps: Any) -> None:
-    """Check that the range of steps is valid and not empty."""
     is_pair = isinstance(steps, tuple | list) and len(steps) == 2
     if is_pair and all(step is None or (isinstance(step, Integral) and int(step) >= 0) for step in steps):
         start, stop = steps
@@ -66,7 +64,6 @@ def _check_steps(steps: Any) -> None:
 
 
 def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
-    """Warn about the number of unpaired runs, with some of the reasons."""
     if not run_matches.left_out:
         return
     counts = Counter(run_matches.left_out.values())
@@ -117,7 +114,6 @@ class _Numbers:
 
 
 def _numbers_of(run: RunTables, table: str, matches: Sequence[RunMatch], steps: Steps) -> _Numbers:
-    """Read the numbers of all matched runs."""
     indices = list(dict.fromkeys(index for match in matches for index in (match.baseline, match.index)))
     means = [means_of(run.single(index), table, steps) for index in indices]
     columns = list(averaged_columns(run, table))
@@ -163,3 +159,51 @@ def _mean(numbers: np.ndarray) -> np.ndarray:
 
 def _finite(bounds: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(bounds), bounds, np.nan)
+
+
+CONFIDENCE = 0.95  # the usual confidence level
+
+
+def student(
+    means: np.ndarray, squares: np.ndarray, counts: np.ndarray, confidence: float = CONFIDENCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return half the width of Student's confidence interval of a mean, and the two-sided p-value of the test that it is zero.
+
+    The half width is t((1 + confidence) / 2, n - 1) * s / sqrt(n). The p-value is below 1 - confidence where the interval does
+    not contain zero.
+
+    Args:
+        means: The means; any shape.
+        squares: Sum of the squared distances of the numbers to their mean, (n - 1) s^2; same shape.
+        counts: How many numbers there are, n; same shape.
+
+    Returns:
+        Both in the same shape; NaN for fewer than two numbers.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    freedom = np.maximum(counts - 1, 1)
+    error = np.sqrt(squares / freedom / np.maximum(counts, 1))
+    known = (counts > 1) & np.isfinite(error)
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal numbers have no error
+        t = np.where(means == 0, 0.0, np.abs(means) / error)
+        width = stdtrit(freedom, (1 + confidence) / 2) * error
+    return np.where(known, width, np.nan), np.where(known & np.isfinite(means), 2 * stdtr(freedom, -t), np.nan)
+
+
+def adjusted(p_values: np.ndarray) -> np.ndarray:
+    """Adjust p-values for their number, so that a limit on them bounds the false discovery rate.
+
+    The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300, from
+    `scipy.stats.false_discovery_control`.
+
+    Returns:
+        The adjusted p-values [tests]; NaN for no test.
+    """
+    from scipy.stats import false_discovery_control
+
+    result = np.full(p_values.shape, np.nan)
+    known = ~np.isnan(p_values)
+    if known.any():
+        result[known] = false_discovery_control(p_values[known])
+    return result

@@ -169,7 +169,6 @@ NO_FACTS = RuleFacts()
 
 
 def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleFacts]:
-    """Return what is known about each rule, by its name."""
     facts = {name: RuleFacts(advice) for name, advice in (info.get("advice") or {}).items()}  # of custom rules
     for name, entry in rules.items():
         if not isinstance(entry, Mapping):

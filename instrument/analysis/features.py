@@ -21,9 +21,8 @@ from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..storage.run_files import RunFiles
 from ..tables.kinds import KINDS
-from .frames import plain_labels
+from .frames import array_of, is_known, plain_labels
 from .replay import rows_of
-from .tensor_decoding import array_of, is_known
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -136,11 +135,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     return Features(features, _targets(samples.iloc[read[first]]), ids)
 
 
-# ------------------------------------------------------------------------------------------------ selection
-
-
 def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
-    """Return the rows of the selected tensors, without their values, one per batch."""
     layer = "" if selection.layer == "." else selection.layer
     rows: pd.DataFrame = plain_labels(files.read("tensors", _INDEX, _firings_at(layer))).to_pandas()
     if rows.empty:
@@ -171,12 +166,11 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
     if kind is not None and kind.family != "module":
         message = f"tensors of kind {kind.name} have no samples"
         raise ConfigError(Problem("hook", message, selection.hook, "a hook on the outputs or inputs of a module"))
-    repeated = rows[rows.duplicated(_BATCH)]
-    if len(repeated):
-        step = int(repeated["step"].iloc[0])
-        message = f"layer {selection.layer!r} has several tensors of the same batch at step {step}: the phase began twice there"
-        fix = "call probe.end_step() between two evaluations, or select other steps"
-        raise ConfigError(Problem("step", message, selection.step, fix=fix))
+    if rows.duplicated(_BATCH).any():
+        message = (
+            f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
+        )
+        raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
     return rows.sort_values(_BATCH, kind="stable", ignore_index=True)
 
 
@@ -191,11 +185,7 @@ def _shown(values: Sequence[Any]) -> list[str]:
     return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"... ({len(texts)})"]
 
 
-# ------------------------------------------------------------------------------------------------ samples
-
-
 def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches."""
     steps = ds.field("step").isin(pa.array(rows["step"].unique()))
     condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
@@ -210,7 +200,6 @@ def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
-    """Return the settings of a hook in the configuration of the run."""
     hooks = (files.info().get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):
         hooks = {spec.get("name"): spec for spec in hooks}
@@ -254,11 +243,7 @@ def _batches(
                 + (f" of {list(source)}" if shape != source else "")
                 + f" in a batch of {len(group)} samples"
             )
-            fix = "run.tensors() reads them"
-            if spec.get("max_elements") is not None:
-                fix += "; for features, record the layer without 'max_elements'"
-            elif spec.get("slice") is not None:
-                fix += "; for features, 'slice' must keep dimension 0"
+            fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         yield _Batch(key, shape, np.asarray(group)[positions])
     if len(unknown) == len(rows):
@@ -303,11 +288,7 @@ def _targets(samples: pd.DataFrame) -> Array | None:
     return values.astype(np.result_type(*dtypes))
 
 
-# ------------------------------------------------------------------------------------------------ values
-
-
 def _numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of arrays of a PyTorch dtype."""
     dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
     return dtype
 
@@ -320,7 +301,6 @@ def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
 
 
 def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Shape:
-    """Return the shape of the features of one sample."""
     shapes = list(dict.fromkeys(batch.shape[1:] for batch in batches))
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"

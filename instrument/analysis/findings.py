@@ -10,31 +10,31 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..config.description import describe_action
 from ..config.parse import parse_rules
 from ..config.rules import default_rules
 from ..errors import InstrumentError
-from ..rules.dead_units import DeadUnits
 from ..rules.rule_set import RuleEvent
-from ..rules.saturated_activation import SaturatedActivation
 from ..rules.step_rows import location_label, location_name
 from ..tables.kinds import KINDS
 from ..tables.reasons import is_incomplete
+from ..tables.schemas import TABLES
 from .config_comparison import hooks_of
 from .diagnosis import SEVERITIES, Finding, findings_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
+from .frames import plain_labels
 from .rule_events import rule_events
 from .run_tables import RunTables
-from .summary import changed
 
 FEW = 0.0005  # fraction of elements below which the count is shown instead of the fraction
 MAX_NAMES = 4
@@ -43,7 +43,6 @@ _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
 _Row = dict[str, Any]
 
 RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
-_RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
 
 def findings(run: RunTables) -> list[Finding]:
@@ -55,22 +54,11 @@ def findings(run: RunTables) -> list[Finding]:
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
     judged = _rules(run)
-    fired = {finding.what for finding in judged}
-    largest = _largest(run)
-    sources = (
-        ("", _loss(run)),
-        ("", _gradients(run, largest.get("l2"))),
-        (DeadUnits.what, _fraction(largest, "dead_fraction" if "dead_fraction" in largest else "zero_fraction")),
-        (SaturatedActivation.what, _fraction(largest, "saturated_fraction")),
-        ("", _not_fired(run)),
-        ("", _interventions(run)),
-    )
-    others = [finding for what, source in sources if what not in fired for finding in source]
+    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
     return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def _rules(run: RunTables) -> list[Finding]:
-    """Return the findings of the rules."""
     config = run.info.get("config") or {}
     rules = (config["rules"] or {}) if "rules" in config else default_rules()
     events = recorded_events(run, rules) if "rules" in config else rule_events(run, parse_rules(rules))
@@ -89,7 +77,6 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:
-    """Yield the first, last and lowest training loss."""
     training = ds.field("phase") == "train"
     steps, losses = _columns(run, "metrics", ["step", "loss"], training & ds.field("loss").is_valid())
     if not len(losses):
@@ -102,13 +89,15 @@ def _loss(run: RunTables) -> Iterator[Finding]:
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 
 
-def _gradients(run: RunTables, row: _Row | None) -> Iterator[Finding]:
+def _gradients(run: RunTables) -> Iterator[Finding]:
     """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
-    if row is not None:
+    if (row := _largest_gradient(run)) is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
         norms_here = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
         value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
-        yield Finding("largest gradient norm", _where(row), row["step"], value, number=row["l2"])
+        name = location_name(row["layer"], row["path"], row["kind"])
+        where = location_label(name, row["role"], row["hook"], row["phase"])
+        yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"])
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
     steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)
@@ -119,22 +108,7 @@ def _gradients(run: RunTables, row: _Row | None) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-_FRACTIONS = {
-    "dead_fraction": ("most dead units", "of its units are zero for a whole batch"),
-    "zero_fraction": ("most zeros after a ReLU", "of its output is zero"),
-    "saturated_fraction": ("most saturated", "of its output is saturated"),
-}
-
-
-def _fraction(largest: Mapping[str, _Row], name: str) -> Iterator[Finding]:
-    """Yield the location with the largest fraction of its units or of its output."""
-    if (row := largest.get(name)) is not None and row[name]:
-        what, of_what = _FRACTIONS[name]
-        yield Finding(what, _where(row), row["step"], f"{row[name]:.1%} {of_what}", number=row[name])
-
-
 def _not_fired(run: RunTables) -> Iterator[Finding]:
-    """Yield hooks that fired less often than expected, one finding per hook and reason."""
     columns = ["hook", "layer", "kind", "path", "expected", "fired", "cause"]
     rows = [row for batch in run.scan("coverage", columns) for row in batch.to_pylist()]
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
@@ -143,9 +117,8 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     for (hook, kind, cause), group in groups.items():
         fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
-        names = list(
-            dict.fromkeys(location_name(row["layer"], row["path"], row["kind"]) for row in group)
-        )  # all ranks have the same locations
+        # All ranks have the same locations.
+        names = list(dict.fromkeys(location_name(row["layer"], row["path"], row["kind"]) for row in group))
         more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
         where = f"{', '.join(names[:MAX_NAMES])}{more} ({hook}, {kind})"
         what = "fired less often than expected" if fired else "never fired"
@@ -154,7 +127,6 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
 
 
 def _interventions(run: RunTables) -> Iterator[Finding]:
-    """Yield how many elements each intervention changed."""
     effects = changed(run)
     specs = (hooks_of(run.info) or {}) if effects else {}
     for hook, effect in effects.items():
@@ -168,12 +140,7 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction)
 
 
-def _where(row: _Row) -> str:
-    return location_label(location_name(row["layer"], row["path"], row["kind"]), row["role"], row["hook"], row["phase"])
-
-
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    """Return numeric columns of a table as arrays, one per column."""
     batches = [batch.columns for batch in run.scan(table, columns, condition)]
     empty = np.empty(0)
     parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
@@ -181,25 +148,99 @@ def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expre
 
 
 def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
-    """Yield columns of the finite statistics rows that fulfill a condition."""
     for batch in run.scan("stats", list(dict.fromkeys([*columns, *REQUIRED_COLUMNS])), condition):
         yield batch.filter(pa.array(~not_finite_in(batch)))
 
 
-def _largest(run: RunTables) -> dict[str, _Row]:
-    """Return the first finite statistics row with the largest value of each statistic, by its name."""
-    best: dict[str, _Row] = {}
-    columns = ("l2", "dead_fraction", "zero_fraction", "saturated_fraction")
-    output = (ds.field("kind") == "forward") & (ds.field("role") == "output")
+def _largest_gradient(run: RunTables) -> _Row | None:
+    """Return the first finite row of a gradient with the largest norm; None without one."""
+    best: _Row | None = None
     kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
     gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
-    for batch in _finite(run, [*_IDENTITY, "module_type", *columns], gradient | output):
-        is_output = pc.and_(pc.equal(batch["kind"], "forward"), pc.equal(batch["role"], "output"))
-        of_relu = pc.and_(is_output, pc.is_in(batch["module_type"].cast(pa.string()), pa.array(_RECTIFIERS)))
-        for name, selected in zip(columns, (pc.invert(is_output), is_output, of_relu, is_output), strict=True):
-            values = np.where(selected, batch[name].to_numpy(zero_copy_only=False), math.nan)
-            if not np.isnan(values).all():
-                at = int(np.nanargmax(values))
-                if name not in best or values[at] > best[name][name]:
-                    (best[name],) = batch.slice(at, 1).to_pylist()
+    for batch in _finite(run, [*_IDENTITY, "l2"], gradient & ds.field("l2").is_valid()):
+        norms = batch["l2"].to_numpy()
+        if len(norms) and (best is None or norms.max() > best["l2"]):
+            (best,) = batch.slice(int(norms.argmax()), 1).to_pylist()
     return best
+
+
+def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Return what each record hook recorded.
+
+    Returns:
+        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
+    """
+    firings: Counter[str] = Counter()
+    for batch in run.scan("coverage", ["hook", "fired"]):
+        for row in batch.to_pylist():
+            firings[row["hook"]] += row["fired"]
+    of_rows = sum((_count(run, name) for name, table in TABLES.items() if table.fields), _count(run, "stats"))
+    return firings, of_rows, _count(run, "tensors")
+
+
+@dataclass(frozen=True)
+class InterventionSummary:
+    """The effect of one intervention.
+
+    Attributes:
+        locations: Number of locations, which are pairs of layer and path.
+        held: Number of firings in which the condition of `when` held.
+        conditional: Number of firings with a condition.
+        elements: Number of elements of all modified tensors.
+        before: Sum of the L2 norms before, over firings with both norms.
+        after: Sum of the L2 norms after, over the same firings.
+        normed: Number of firings with both norms.
+    """
+
+    locations: int
+    firings: int
+    held: int
+    conditional: int
+    elements: int
+    changed: int
+    before: float
+    after: float
+    normed: int
+
+    @property
+    def changed_fraction(self) -> float:
+        """Fraction of the elements that were changed."""
+        return self.changed / max(1, self.elements)
+
+    @property
+    def norms(self) -> tuple[float, float] | None:
+        """Mean norm before and after; None if no firing has both."""
+        return (self.before / self.normed, self.after / self.normed) if self.normed else None
+
+
+def changed(run: RunTables) -> dict[str, InterventionSummary]:
+    """Return the effect of each intervention by hook, in the order in which they first fired."""
+    location = ["hook", "layer", "path"]
+    parts = []
+    for batch in run.scan("effects", [*location, "numel", "changed", "norm_before", "norm_after", "held"]):
+        rows = plain_labels(pa.Table.from_batches([batch])).to_pandas()
+        normed = rows["norm_before"].notna() & rows["norm_after"].notna()
+        numbers = {
+            "firings": 1,
+            "held": rows["held"].eq(True),
+            "conditional": rows["held"].notna(),
+            "elements": rows["numel"],
+            "changed": rows["changed"],
+            "before": rows["norm_before"].where(normed),
+            "after": rows["norm_after"].where(normed),
+            "normed": normed,
+        }
+        parts.append(rows[location].assign(**numbers).groupby(location, sort=False).sum())
+    if not parts:
+        return {}
+    sums = pd.concat(parts).groupby(location, sort=False).sum().assign(locations=1)
+    totals = sums.groupby("hook", sort=False).sum().astype({"elements": int, "changed": int})
+    return {str(hook): InterventionSummary(**numbers) for hook, numbers in totals.to_dict("index").items()}
+
+
+def _count(run: RunTables, table: str) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for batch in run.scan(table, ["hook"]):
+        for cell in batch["hook"].cast(pa.string()).value_counts().to_pylist():
+            counts[cell["values"]] += cell["counts"]
+    return counts

@@ -1,20 +1,9 @@
 """The rule that decides which rows of statistics are finite. All plots, findings and means use it.
 
 Statistics are computed over finite elements. A gradient that is NaN except for a few zeros has the norm 0.0, which
-looks like a vanished gradient. A row counts as non-finite if the fraction of NaN and infinite elements reaches this
-threshold; only the counts of such a row are shown.
-
-| tensor | threshold |
-|---|---|
-| gradients, parameters, updates and similar tensors, which should have no such elements | 1% |
-| other tensors, in which infinities may be a mask | 50% |
-| attention scores, in which most elements can be masked | 100% |
-
-`instrument.rules.step_rows.non_finite_fraction` has these thresholds, for rules too.
-
-The counts are recorded with every other statistic. Runs of earlier versions may not have them: without `numel` the
-fraction is unknown, and any NaN or infinity makes the row non-finite. Without the
-other counts, the row counts as finite.
+looks like a vanished gradient. A row counts as non-finite if the fraction of NaN and infinite elements reaches the threshold of
+`instrument.rules.step_rows.non_finite_fraction`; only the counts of such a row are shown. Without `numel`, as in runs of earlier
+versions, any NaN or infinity makes the row non-finite.
 """
 
 from __future__ import annotations

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from ..errors import ConfigError, InstrumentWarning, Problem
+from ..errors import ConfigError, Problem
 from ..storage.run_search import find_runs
-from ..tables.statistics import REMAINDERS
-from .polars_frames import scan
 from .run_tables import RunTables, check_table
-from .sql import run_query
+from .sql import lazy_frame, run_query
 
 if TYPE_CHECKING:
     import polars as pl
@@ -95,24 +92,20 @@ class Run(RunTables):
     ) -> pd.DataFrame:
         """Estimate the effect of one configuration key on metrics and statistics; needs several runs.
 
-        Finished runs are paired if they have the same seed and the same configuration, except for this key, settings
-        that do not affect training, and hooks that only record. Each run contributes one number per location and
-        statistic, the mean over its steps. For evaluation metrics it is the value of the last evaluation. The
-        confidence interval is Student's interval for the mean of n differences d, one per seed,
+        Finished runs are paired if they have the same seed and the same configuration, except for this key, settings that do not
+        affect training, and hooks that only record. Each run contributes the mean over its steps per location and statistic; for
+        evaluation metrics, the value of the last evaluation. The interval is Student's for the mean of n differences d, one per seed,
 
             mean(d) ± t((1 + confidence) / 2, n - 1) * s(d) / sqrt(n)
 
-        where s(d) is the standard deviation with n - 1 degrees of freedom and t(p, m) is the p-quantile of Student's
-        distribution with m degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
+        with n - 1 degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
         https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution.
 
-        Many intervals are formed at once, and some miss the true difference by chance. `p_adjusted` accounts for their
-        number: among the rows with `survives`, the expected share of rows without an effect is at most 1 - confidence
-        (Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300).
+        `p_adjusted` accounts for the number of intervals: among the rows with `survives`, the expected share of rows without an effect
+        is at most 1 - confidence (Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300).
 
-        If keys that are not in `by` differ as well, the difference of a seed is the mean over its pairs. Runs with the
-        same seed start with the same weights and see the same data. Counting them as independent would make the
-        interval too narrow (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
+        If keys that are not in `by` differ as well, the difference of a seed is the mean over its pairs, which are not independent
+        (S. H. Hurlbert, Ecological Monographs 54 (1984), 187-211).
 
         Args:
             key: A key such as `hooks.tame.norm` or `optimizer.lr`, a hook such as `hooks.tame`, or a group such as
@@ -166,7 +159,7 @@ class Run(RunTables):
         call: int | None = None,
         path: str | None = None,
         out: str | Path | None = None,
-    ) -> Features | dict[str, Features]:
+    ) -> Features:
         """Join the recorded tensors of a layer over all batches: one array in the order of the dataset.
 
             X, y, ids = run.features("avgpool")
@@ -187,8 +180,7 @@ class Run(RunTables):
                 in memory.
 
         Returns:
-            `Features(X, y, ids)`. For the folder of a sweep, a dictionary with the features of each run by its folder,
-            as in the column `run` of the tables.
+            `Features(X, y, ids)`.
 
             - `X`: [samples, ...], in the recorded dtype. Dimensions of size 1 at the end of the shape of a sample are
               removed, so the output [N, 2048, 1, 1] of a global pooling layer gives [N, 2048]. bfloat16 and float8 are
@@ -212,24 +204,11 @@ class Run(RunTables):
         """
         from .features import FeatureSelection, features_of
 
+        if self.is_sweep:
+            fix = f"load one of them, such as {self.folders[0]}"
+            raise ConfigError(Problem("run", f"the folder contains {len(self.folders)} runs", str(self.path), fix=fix))
         selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
-        if not self.is_sweep:
-            return features_of(self.files[0], selection, None if out is None else Path(out))
-        if out is not None:
-            fix = "load one of them, or leave 'out' out"
-            raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
-        features: dict[str, Features] = {}
-        problems: dict[str, ConfigError] = {}
-        for name, files in zip(self.names, self.files, strict=True):
-            try:
-                features[name] = features_of(files, selection)
-            except ConfigError as error:
-                problems[name] = error
-        for name, problem in problems.items():
-            if not features:
-                raise ConfigError(*(replace(each, where=f"{name}: {each.where}") for each in problem.problems))
-            warnings.warn(f"run {name} is left out: {problem}", InstrumentWarning, stacklevel=2)
-        return features
+        return features_of(self.files[0], selection, None if out is None else Path(out))
 
     def sql(self, query: str) -> pd.DataFrame:
         """Run a SQL query with DuckDB on the files of the runs.
@@ -251,24 +230,17 @@ class Run(RunTables):
         """
         return run_query(self, query)
 
-    def lazy(self, table: str, *, remainders: bool = False) -> pl.LazyFrame:
-        """Return a table as a polars LazyFrame.
+    def lazy(self, table: str) -> pl.LazyFrame:
+        """Return a table as a polars LazyFrame, with the columns and the order of `sql`.
 
-        Files are read when the frame is collected, and only the columns and rows that are needed. The columns are the
-        same as in `sql`. Rows come in the order of the runs and of their files. Each file is sorted by step and layer;
-        rows that are not in a Parquet file yet come last. Files of runs that are excluded by a condition are not
-        opened.
+        Files are read by DuckDB when the frame is collected, and only the columns and rows that are needed.
 
         Args:
             table: Name of the table, such as `stats`.
-            remainders: Whether to add the columns `min_remainder`, `max_remainder` and `abs_max_remainder` to `stats`: the
-                exact extremes of 64-bit integers minus the rounded ones. Null if there is no rounding.
 
         Raises:
-            ValueError: The table does not exist, or has no remainders.
-            InstrumentError: polars is not installed.
+            ValueError: The table does not exist.
+            InstrumentError: polars or DuckDB is not installed.
         """
         check_table(table)
-        if remainders and table != "stats":
-            raise ValueError(f"the table {table!r} has no remainders: pass remainders=True only for 'stats'")
-        return scan(self, table, tuple(REMAINDERS.values()) if remainders else ())
+        return lazy_frame(self, table)

@@ -51,7 +51,10 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
         steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)
-    condition = _step_condition(steps)
+    start, stop = steps
+    condition = ds.field("step") >= (start or 0)
+    if stop is not None:
+        condition &= ds.field("step") < stop
     if table != "metrics":
         batches = _batches(run, table, [*keys, *names], [condition, ~ds.field("recompute")])
         return _means_of_batches(batches, keys, names)
@@ -73,18 +76,11 @@ def keys_of(table: str) -> list[str]:
     return [name for name in LOCATION_COLUMNS if name in TABLES[table].names]
 
 
-def _step_condition(steps: Steps) -> ds.Expression:
-    start, stop = steps
-    bounds = [ds.field("step") >= (0 if start is None else start)]
-    return _all(bounds if stop is None else [*bounds, ds.field("step") < stop])
-
-
 def _all(conditions: Sequence[ds.Expression]) -> ds.Expression:
     return functools.reduce(operator.and_, conditions)
 
 
 def _last_evaluation(run: RunTables, condition: ds.Expression) -> int | None:
-    """Return the step of the last evaluation; None if there was no evaluation."""
     batches = run.scan("metrics", ["step"], condition & (ds.field("phase") == "eval"))
     return max((pc.max(batch["step"]).as_py() for batch in batches if len(batch)), default=None)
 
@@ -97,7 +93,6 @@ def _batches(
 
 
 def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Replace statistics of non-finite rows by NaN."""
     lost = pa.array(not_finite_in(batch))
     if not pc.any(lost).as_py():
         return batch

@@ -68,8 +68,6 @@ def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
 
 
 def _tensors(rows: Sequence[Row]) -> pa.Table:
-    """Convert rows of the `tensors` table, whose values are tensors."""
-
     def stored(row: Row) -> tuple[Row, torch.Tensor, bool]:
         *columns, tensor, _ = row
         return tuple(columns), tensor.reshape(-1), tensor.dtype == torch.float32

@@ -120,7 +120,6 @@ class NewRows:
             self._journals[part] = reading.without_content()
 
     def _add_files(self, files: Mapping[Part, Path], journals: Mapping[Part, Path]) -> None:
-        """Add the row groups of new files to those to be read."""
         versions = {part: self._version(file) for part, file in files.items()}
         if any(version != versions.get(part, version) for part, version in self._parts.items()):
             raise RowsRemovedError(self.folder)  # a resumed run wrote another file with the same name
@@ -170,7 +169,6 @@ class NewRows:
         return about.st_mtime_ns, about.st_size
 
     def _row_counts(self, file: Path) -> list[int]:
-        """Return the number of rows of each row group; an empty list if the file cannot be read."""
         try:
             footer = pq.read_metadata(arrow_name(file), filesystem=self._arrow)
         except FileNotFoundError:

@@ -51,7 +51,6 @@ def _of_sweep(run: RunTables) -> Iterator[str]:
 
 
 def _steps(run: RunTables) -> int:
-    """Return the number of finished steps."""
     batches = run.scan("metrics", ["step"], ds.field("phase").isin(STEP_PHASES))
     return max((int(batch["step"].to_numpy().max()) + 1 for batch in batches if batch.num_rows), default=0)
 
@@ -67,7 +66,6 @@ def _start_text(info: dict[str, Any]) -> str | None:
 
 
 def _number(value: Any) -> Any:
-    """Format a float with four digits; other values are returned unchanged."""
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

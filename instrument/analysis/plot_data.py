@@ -6,6 +6,8 @@ All functions take DataFrames with the columns of the tables, so they work on a 
 from __future__ import annotations
 
 import operator
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -14,13 +16,15 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from ..errors import InstrumentError, Problem, similar_names
+from ..formatting import shorten
 from ..rules.step_rows import is_gradient, location_name
 from ..tables.kinds import KINDS
 from ..tables.schemas import TABLES
 from ..tables.statistics import ALL, COUNTS, statistic_of
 from .finite import NON_FINITE_COUNTS, finite_only
+from .frames import is_known
 from .run_tables import RunTables
-from .tensor_decoding import is_known
 
 KEYS = ("hook", "kind", "role", "phase")
 PLACE = ("layer", "path", "call", "backward")
@@ -227,7 +231,6 @@ def in_forward_order(defined: Sequence[str], recorded: Sequence[str]) -> list[st
 
 
 def _with_parents(layer: str) -> tuple[str, ...]:
-    """Return the name of a module and the names of its parents."""
     parts = layer.split(".")
     return (*(".".join(parts[:end]) for end in range(len(parts), 0, -1)), "")
 
@@ -286,3 +289,140 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
         table = merged[name].unstack("group").reindex(index=locations, columns=range(len(groups)))
         result[name] = Matrix(locations, groups.first, groups.last, table.to_numpy(np.float64))
     return result
+
+
+def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[RecordedSeries]:
+    """Return the series of a table whose rows fulfill a condition, in order of first appearance."""
+    return [series for series in series_in(frame) if does_fit(series.of(frame))]
+
+
+def select_series(
+    candidates: Sequence[RecordedSeries],
+    *,
+    hook: str | None = None,
+    kind: str | None = None,
+    role: str | None = None,
+    phase: str | None = None,
+) -> RecordedSeries:
+    """Return the one series that matches the arguments.
+
+    Args:
+        phase: Phase of the hook; None for any, but `train` if series of several phases match.
+
+    Raises:
+        InstrumentError: No series or several series match. The message lists the candidates.
+    """
+    wanted = {key: word for key, word in zip(KEYS, (hook, kind, role, phase), strict=True) if word is not None}
+    for key, word in wanted.items():
+        check_choice(word, [getattr(series, key) for series in candidates], key, "no data with this value was recorded")
+    fitting = [s for s in candidates if all(getattr(s, key) == word for key, word in wanted.items())]
+    if phase is None:
+        fitting = [series for series in fitting if series.phase == "train"] or fitting
+    if len(fitting) == 1:
+        return fitting[0]
+    given = ", ".join(f"{key}={word!r}" for key, word in wanted.items())
+    problem = f"several series match {given}".rstrip() if fitting else f"no series matches all of {given}"
+    arguments = (", ".join(f"{key}={getattr(series, key)!r}" for key in KEYS) for series in fitting or candidates)
+    raise InstrumentError("\n    ".join([f"{problem}; select one of", *arguments]))
+
+
+def check_choice(word: str, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
+    """Check that a word is one of the options.
+
+    Raises:
+        InstrumentError: The word is not an option. The message lists the options and similar ones.
+    """
+    choices = list(dict.fromkeys(options))
+    if word not in choices:
+        allowed = shorten([name or "''" for name in choices])
+        raise InstrumentError(Problem(where, message, repr(word), allowed, similar_names(word, choices), fix))
+
+
+def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:
+    """Return the names of the locations in a table, as shown in plots, by layer, path and kind."""
+    locations = rows[["layer", "path", "kind"]].drop_duplicates()
+    triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
+    return {triple: location_name(*triple) for triple in triples}
+
+
+def rows_at(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the rows of a location, or of all locations of a layer.
+
+    Examples are `encoder.0.weight`, `encoder.0`, and `.` for the root module.
+    """
+    mask = pd.Series(False, index=rows.index)
+    for (layer, path, kind), location in location_names(rows).items():
+        if location == name:
+            mask |= (rows["layer"] == layer) & (rows["path"] == path) & (rows["kind"] == kind)
+    return rows[mask if mask.any() else rows["layer"] == ("" if name == "." else name)]
+
+
+def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tuple[RecordedSeries, str, pd.DataFrame]:
+    """Return the one series that matches and has rows at a location.
+
+    Args:
+        name: A location, or a layer with a single location.
+
+    Returns:
+        The series, the name of the location, and the rows of both.
+
+    Raises:
+        InstrumentError: The location has no rows, several series match, or the layer has several locations.
+    """
+    names = [*location_names(frame).values(), *(layer or "." for layer in frame["layer"].drop_duplicates())]
+    check_choice(name, names, "layer", "nothing was recorded for this layer")
+    series = select_series(series_where(frame, lambda rows: not rows_at(rows, name).empty), **wanted)
+    rows = rows_at(series.of(frame), name)
+    locations = list(dict.fromkeys(location_names(rows).values()))
+    if len(locations) > 1:
+        raise InstrumentError(f"layer: {name} has several tensors; select one of {', '.join(locations)}")
+    return series, locations[0], rows
+
+
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """Return up to `most` evenly spaced indices of `count` items, including the first and the last."""
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+
+
+ELLIPSIS = "…"
+
+
+def short_names(names: Sequence[str], most: int) -> dict[str, str]:
+    """Return a unique short name for each name.
+
+    First the common prefix is removed. Then words are abbreviated, but numbers are kept. Then the beginning is cut. A
+    name whose short form is not unique stays longer than `most`.
+    """
+    shared = _shared_segments(names)
+    rests = {name: ".".join(name.split(".")[shared:]) for name in names}
+    steps: list[Callable[[str], str]] = [lambda name: name, lambda name: rests[name]]
+    steps += [lambda name, letters=letters: _abbreviated(rests[name], letters) for letters in (4, 3, 2, 1)]  # type: ignore[misc]
+    steps += [lambda name: _cut(_abbreviated(rests[name], 1), most)]
+    chosen = dict(zip(names, names, strict=True))
+    for step in steps:
+        long = [name for name in names if len(chosen[name]) > most]
+        tried = {**chosen, **{name: step(name) for name in long}}
+        counts = Counter(tried.values())
+        chosen |= {name: tried[name] for name in long if counts[tried[name]] == 1}
+    return chosen
+
+
+def _shared_segments(names: Sequence[str]) -> int:
+    """Return how many leading segments all dotted names share, not counting the last segment of a name."""
+    split = [name.split(".")[:-1] for name in names if "." in name.strip(".")]
+    shared = 0
+    while (
+        len(split) > 1 and all(len(parts) > shared for parts in split) and len({parts[shared] for parts in split}) == 1
+    ):
+        shared += 1
+    return shared
+
+
+def _abbreviated(name: str, letters: int) -> str:
+    """Abbreviate the words of all segments except the last: `enc.lay_11.self_att.in_proj_weight`."""
+    *above, last = name.split(".")
+    return ".".join([*(re.sub(r"[^\W\d_]+", lambda word: word[0][:letters], part) for part in above), last])
+
+
+def _cut(name: str, most: int) -> str:
+    return name if len(name) <= most else ELLIPSIS + name[1 - most :]

@@ -147,7 +147,6 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
 
 
 def _runs(given: str, where: str) -> list[RunTables]:
-    """Return the runs at a path or at the paths that a pattern matches."""
     allowed = "a reference, a run, a folder of runs, or a pattern"
     is_pattern = glob.has_magic(given) and not is_address(given) and not Path(given).exists()
     paths = sorted(glob.glob(given)) if is_pattern else [given]
@@ -162,7 +161,6 @@ def _runs(given: str, where: str) -> list[RunTables]:
 
 
 def _why_unhealthy(run: RunTables) -> str:
-    """Return why a run cannot be in a reference; empty if it can."""
     if run.info["status"] != "done":
         return f"its status is {run.info['status']}"
     training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
@@ -174,7 +172,6 @@ def _why_unhealthy(run: RunTables) -> str:
 
 
 def _last_step(run: RunTables) -> int:
-    """Return the last step of a run with statistics."""
     batches = (batch["step"].to_numpy().max(initial=0) for batch in run.scan("stats", ["step"]))
     return max((int(step) for step in batches), default=0)
 

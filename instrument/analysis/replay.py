@@ -15,11 +15,10 @@ from ..storage.parts import journals_of, part_files
 from ..storage.run_files import RunFiles
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
-from .tensor_decoding import array_of
+from .frames import array_of
 
-MAX_DISPLACEMENT = (
-    64  # maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later
-)
+MAX_DISPLACEMENT = 64
+"""Maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later."""
 
 Entry = tuple[int, str, Row]
 """A step, the name of a table, and a row of this table."""
@@ -60,7 +59,6 @@ def _write_tensor(files: RunFiles, sink: Sink, row: Row) -> None:
 
 
 def _ranks(files: RunFiles, table: str) -> list[int | None]:
-    """Return the ranks that wrote rows; a single None if there was only one process."""
     parts = [*part_files(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
     ranks = sorted({part.rank for part in parts})
     return [*ranks] if len(ranks) > 1 else [None]

@@ -44,7 +44,6 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
 
 
 def _frozen_layers(run: RunTables) -> frozenset[str]:
-    """Return the names of the layers whose parameters are all frozen."""
     rows = (row for batch in run.scan("layers", ["layer", "parameters", "trainable"]) for row in batch.to_pylist())
     return frozenset(row["layer"] for row in rows if row["parameters"] and row["trainable"] == 0)
 
@@ -55,7 +54,6 @@ def _ranks(run: RunTables) -> list[int]:
 
 
 def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepRows]:
-    """Yield the rows of each step and phase, in order."""
     metrics = {
         (row["step"], row["phase"]): row
         for batch in run.scan("metrics", ["step", "phase", *_METRICS, *run.custom_metrics], condition)
@@ -94,7 +92,6 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
 
 
 def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
-    """Yield the rows and the statistics of each step and phase, which can be split over several batches."""
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
     if not all(isinstance(rule, CatalogueRule) for rule in rules.rules):  # custom rules can read any
         read |= {*ALL, *run.custom_statistics}
@@ -181,6 +178,5 @@ def _batches_in_time(run: RunTables, condition: ds.Expression) -> set[tuple[int,
 
 
 def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:
-    """Return a column as float64, with NaN for null."""
     values: FloatArray = np.asarray(column.cast(pa.float64(), safe=False))  # rounds fingerprints
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,6 @@ from typing import Any
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
 from .config_comparison import (
-    DONE,
     HOOKS,
     IGNORED_KEYS,
     Training,
@@ -118,14 +118,17 @@ def _match(
     baseline_group = groups[_baseline_position(key, groups, baseline)]
     baseline_text = f"{key}={baseline_group.text}"
     matches = []
-    for group in sorted((group for group in groups if group is not baseline_group), key=_sort_key):
+    others = [group for group in groups if group is not baseline_group]
+    # Numbers come first, by size.
+    for group in sorted(others, key=lambda group: group.value if isinstance(group.value, int | float) else math.inf):
         for training, matched_runs in zip(
             group.members, _matches_of(group.members, baseline_group.members, path), strict=True
         ):
             if not matched_runs:
                 left_out[training.index] = _unmatched_reason(training, baseline_group.members, key, baseline_text)
             for baseline_run in matched_runs:
-                by_cells = tuple(_coalesce(label[training.index], label[baseline_run.index]) for label in by_values)
+                both = ((label[training.index], label[baseline_run.index]) for label in by_values)
+                by_cells = tuple(other if one is None else one for one, other in both)
                 matches.append(RunMatch(group.label, training.index, baseline_run.index, training.seed, by_cells))
     used = {match.baseline for match in matches}
     unmatched = "no run with another value has the same seed and the same other settings"
@@ -179,10 +182,6 @@ def outer_of(path: Sequence[str]) -> Sequence[str]:
     return path[:2] if path[0] == HOOKS else path
 
 
-def _coalesce(one: Any, other: Any) -> Any:
-    return other if one is None else one
-
-
 def _latest(
     run: RunTables, all_trainings: Sequence[Training], path: Sequence[str], left_out: dict[int, str]
 ) -> list[Training]:
@@ -197,7 +196,6 @@ def _latest(
 
 
 def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequence[Training]) -> list[_Group]:
-    """Return the runs grouped by value, in order of first appearance."""
     groups_by_value: dict[str, _Group] = {}
     for training in all_trainings:
         value = training.at(path)
@@ -215,7 +213,6 @@ def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequen
 
 
 def _values_by_run(run: RunTables, key: str, all_trainings: Sequence[Training]) -> dict[int, Any]:
-    """Return the value of another key for each run, by index of the run."""
     compared, path = next(_comparisons(run, key, all_trainings))
     groups = _groups(run, key, path, compared)
     _check_differs(run, "by", key, groups)
@@ -226,7 +223,6 @@ def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group
     if len(groups) > 1:
         return
     all_trainings = trainings(run)[0]
-    overrides = {name for training in all_trainings for name in run.infos[training.index]["overrides"]}
     keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
     differing = comparable_keys(run, all_trainings)
     allowed = shorten(differing) or "none: the runs differ only in their seed"
@@ -236,32 +232,20 @@ def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group
         message = "runs are paired by their seed, so its effect cannot be estimated"
     elif key.partition(".")[0] in IGNORED_KEYS:
         message = "this key does not affect training"
-    elif key not in keys and key not in overrides:
+    elif key not in keys and not any(key in run.infos[each.index]["overrides"] for each in all_trainings):
         message = "no run has this key in its configuration"
     else:
-        lines = [f"{where}: all {len(all_trainings)} finished runs have {key}={groups[0].text}", *_not_done(run, key)]
-        raise InstrumentError("\n    ".join([*lines, f"they differ in: {allowed}"]))
-    near = similar_names(key, differing) or similar_names(key, keys)
+        message = f"all {len(all_trainings)} finished runs have the value {groups[0].text}"
+    near = [] if key in keys else similar_names(key, differing) or similar_names(key, keys)
     raise InstrumentError(Problem(where, message, key, allowed, near))
 
 
 def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
     """Return the keys in which runs differ: the overrides; without them, keys of the configuration."""
     overrides = differing_overrides(run, {training.index for training in all_trainings})
-    return [name for name in overrides if name != "seed"] or _differing_leaves(all_trainings)
-
-
-def _not_done(run: RunTables, key: str) -> Iterator[str]:
-    """Yield a line with the number of unfinished runs by override of the key; nothing if all runs are done."""
-    left = Counter(
-        (to_yaml(info["overrides"][key]) if key in info["overrides"] else None, info["status"])
-        for info in run.infos
-        if info["status"] != DONE
-    )
-    counts = [f"{count} {status}{f', {key}={value}' if value else ''}" for (value, status), count in left.items()]
-    more = [f"... ({len(counts)} in all)"] if len(counts) > MAX_NAMES else []
-    if counts:
-        yield f"not finished: {'; '.join([*counts[:MAX_NAMES], *more])}"
+    leaves = dict.fromkeys(key for training in all_trainings for key in training.leaves)
+    differing = [key for key in leaves if len({training.leaves.get(key) for training in all_trainings}) > 1]
+    return [name for name in overrides if name != "seed"] or differing
 
 
 def config_keys(training: Training) -> list[str]:
@@ -276,13 +260,7 @@ def _nodes(value: Mapping[str, Any], above: str) -> Iterator[str]:
             yield from _nodes(item, f"{above}{name}.")
 
 
-def _differing_leaves(all_trainings: Sequence[Training]) -> list[str]:
-    keys = dict.fromkeys(key for training in all_trainings for key in training.leaves)
-    return [key for key in keys if len({training.leaves.get(key) for training in all_trainings}) > 1]
-
-
 def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int:
-    """Return the index of the baseline group."""
     if baseline is not None:
         word = canonical_json(baseline)
         positions = [
@@ -298,12 +276,6 @@ def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int
     return empty[0] if empty else min(numbers, key=lambda i: groups[i].value, default=0)
 
 
-def _sort_key(group: _Group) -> tuple[bool, float]:
-    """Return a sort key that orders numbers by size, before other values."""
-    is_number = isinstance(group.value, int | float)
-    return not is_number, float(group.value) if is_number else 0.0
-
-
 def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key: str, baseline: str) -> str:
     """Return why a run has no match; `baseline` is the baseline value as `key=value`."""
     same_seed = [baseline_run for baseline_run in baseline_runs if baseline_run.seed == training.seed]
@@ -315,7 +287,6 @@ def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key
 
 
 def _differences(one: Training, other: Training, key: str) -> list[str]:
-    """Return the keys in which two trainings differ, except for `key`."""
     path = key.split(".")
     outer = outer_of(path)
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)

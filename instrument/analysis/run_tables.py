@@ -29,9 +29,7 @@ from .frames import (
     without_unknown_types,
 )
 
-OBJECTIVE_KEY = (
-    "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
-)
+OBJECTIVE_KEY = "objective"  # in run.json next to `metrics`, if the sweep's objective was a number from a table
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
@@ -213,7 +211,6 @@ class RunTables:
                     yield batch
 
     def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
-        """Return those columns that are custom statistics or metrics; see `scan` for errors."""
         if isinstance(columns, str):
             raise TypeError(f"columns is a list of names, such as [{columns!r}], not one name")
         standard = TABLES[table].schema.names

@@ -6,12 +6,14 @@ file, and skips the file if a condition excludes it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 
@@ -22,17 +24,20 @@ from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS
-from . import query_sources
-from .query_sources import TableFiles, all_columns, columns_of_runs, run_columns
+from .frames import column_names
 from .run_tables import RunTables
 
 if TYPE_CHECKING:
     import duckdb
+    import polars as pl
 
     from .duckdb_files import DuckDBFiles
 
+T = TypeVar("T")
 RUNS = "runs"
 WHERE = "run.sql"
+Columns = dict[str, pa.Array]
+"""Arrays with one value per run, by column name."""
 _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 _UNKNOWN = re.compile(
     r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
@@ -47,10 +52,55 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
         InstrumentError: DuckDB is not installed, or the query fails, for example because memory is insufficient or a
             file that the query names is missing.
     """
+
+    def answer(connection: duckdb.DuckDBPyConnection) -> pd.DataFrame:
+        if not connection.extract_statements(query):
+            raise ConfigError(Problem(WHERE, "the query is empty", query))
+        return connection.execute(query).df()
+
+    return _with_tables(run, query, answer)
+
+
+def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
+    """Return a table as a polars LazyFrame that DuckDB reads when it is collected. The selected rows are then in memory.
+
+    Raises:
+        InstrumentError: polars or DuckDB is not installed.
+    """
+    try:
+        import polars
+        from polars.io.plugins import register_io_source
+    except ImportError:
+        raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
+    query = f"select * from {table}"
+    schema = _with_tables(run, query, lambda connection: connection.table(table).pl(lazy=True).collect_schema())
+
+    def read(
+        columns: list[str] | None,
+        condition: pl.Expr | None,
+        limit: int | None,
+        _batch_size: int | None,
+    ) -> Iterator[pl.DataFrame]:
+        def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
+            rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
+            rows = rows.select(polars.all() if columns is None else columns)
+            frame: pl.DataFrame = (rows if limit is None else rows.head(limit)).collect()
+            return frame
+
+        yield _with_tables(run, query, answer)
+
+    return register_io_source(read, schema=schema)
+
+
+def _with_tables(run: RunTables, query: str, answer: Callable[[duckdb.DuckDBPyConnection], T]) -> T:
+    """Return what a function returns for a connection with the tables that a query names.
+
+    If it fails because of damaged or merged files, it is called again without these files.
+    """
     try:
         import duckdb
     except ImportError:
-        raise InstrumentError(f"run.sql requires DuckDB: {pip_command('sql')}") from None
+        raise InstrumentError(f"run.sql and run.lazy require DuckDB: {pip_command('sql')}") from None
     from .duckdb_files import DuckDBFiles
 
     files = DuckDBFiles(run.folders[0])
@@ -61,9 +111,7 @@ def run_query(run: RunTables, query: str) -> pd.DataFrame:
             with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
                 connection.register_filesystem(files)
                 views.make(connection)
-                if not connection.extract_statements(query):
-                    raise ConfigError(Problem(WHERE, "the query is empty", query))
-                return connection.execute(query).df()
+                return answer(connection)
         except problems as error:
             raise views.config_error(error) from None
         except (duckdb.Error, OSError) as error:
@@ -109,9 +157,9 @@ class _Views:
         self._uses_runs = RUNS in named
         self._listed = []
         if self._uses_runs:
-            connection.register(RUNS, pa.table(columns_of_runs(self.run.runs)))
+            connection.register(RUNS, pa.table(_columns_of_runs(self.run.runs)))
         for name in self.names:
-            files = query_sources.table_files(self.run, name)
+            files = _table_files(self.run, name)
             self._listed += files.paths
             first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
@@ -128,7 +176,7 @@ class _Views:
         """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
         remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
         custom = [*self.run.custom_columns(table), *remainders]
-        names = [*all_columns(self.run, table), *remainders]
+        names = [*_all_columns(self.run, table), *remainders]
         expressions = [
             f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
             for name in names
@@ -159,16 +207,15 @@ class _Views:
         if unknown["table"] is not None:
             names = [*TABLES, RUNS]
             return ConfigError(Problem(WHERE, message, self.query, names, similar_names(unknown["table"], names)))
-        columns = [name for table in self.names for name in all_columns(self.run, table)]
-        columns += columns_of_runs(self.run.runs) if self._uses_runs else []
+        columns = [name for table in self.names for name in _all_columns(self.run, table)]
+        columns += _columns_of_runs(self.run.runs) if self._uses_runs else []
         columns = list(dict.fromkeys(columns))
         return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
-    def _selection(self, files: TableFiles, table: str, *, by_name: bool) -> str:
-        """Return the query of the rows of Parquet files, in their order."""
+    def _selection(self, files: _TableFiles, table: str, *, by_name: bool) -> str:
         first, last = (
             [f"{_lookup_expression(values, files.owners)} as {_quoted_name(name)}" for name, values in columns.items()]
-            for columns in run_columns(self.run, table)
+            for columns in _run_columns(self.run, table)
         )
         names = ", ".join(_quoted_string(self.files.name(path)) for path in files.paths)
         options = f"hive_partitioning = false, union_by_name = {str(by_name).lower()}"
@@ -206,3 +253,77 @@ def _quoted_string(text: str) -> str:
 
 def _quoted_name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
+
+
+class _TableFiles(NamedTuple):
+    """The files and rows of a table of several runs.
+
+    Attributes:
+        owners: The index of the run of each file.
+        unwritten: The rows that are not in Parquet files yet, with all columns.
+    """
+
+    paths: list[Path]
+    owners: list[int]
+    unwritten: pa.Table
+
+
+def _own_columns(run: RunTables, table: str) -> list[str]:
+    return column_names(TABLES[table].schema.names, run.custom_columns(table))
+
+
+def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
+    """Return the additional columns of a table of a sweep: those in front of its own columns, and those after them."""
+    if not run.is_sweep:
+        return {}, {}
+    after = _columns_of_runs(run.settings, ["run", *_own_columns(run, table)])
+    return {"run": pa.array(run.names, pa.string())}, after
+
+
+def _all_columns(run: RunTables, table: str) -> list[str]:
+    before, after = _run_columns(run, table)
+    return [*before, *_own_columns(run, table), *after]
+
+
+def _table_files(run: RunTables, table: str) -> _TableFiles:
+    paths: list[Path] = []
+    owners: list[int] = []
+    journals: list[pa.Table] = []
+    writers: list[int] = []
+    for number, files in enumerate(run.files):
+        parts, rows = files.table_files(table)
+        paths += parts
+        owners += [number] * len(parts)
+        journals += rows
+        writers += [number] * len(rows)
+    unwritten = pa.concat_tables([TABLES[table].schema.empty_table(), *journals]).unify_dictionaries()
+    of_rows = np.repeat(np.array(writers, np.int64), [len(journal) for journal in journals])
+    before, after = _run_columns(run, table)
+    columns = before | dict(zip(unwritten.schema.names, unwritten.columns, strict=True)) | after
+    columns |= {name: values.take(of_rows) for name, values in (before | after).items()}
+    return _TableFiles(paths, owners, pa.table(columns))
+
+
+def _columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Columns:
+    """Convert columns with one value per run to SQL types: text for mixed types, JSON for lists and mappings.
+
+    Args:
+        reserved: Reserved names, compared without case; a column with such a name is renamed to `override.<name>`.
+    """
+    names = {"", *(name.lower() for name in reserved)}
+    columns = {}
+    for key, values in of_runs.items():
+        name = str(key)
+        while name.lower() in names:
+            name = f"override.{name}"
+        names.add(name.lower())
+        columns[name] = _plain(values)
+    return columns
+
+
+def _plain(values: pd.Series) -> pa.Array:
+    if values.dtype == object:
+        cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
+    array = pa.array(values)
+    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
 from ..storage.run_search import NoRunError
 from ..tables.kinds import KINDS
-from .features import MAX_SHOWN, Features
+from .features import MAX_SHOWN
 from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
@@ -46,10 +44,7 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The tensors of a recorded step that a hook uses. `distance`: from the step that was requested before; 0 for the first one."""
-
     number: int
-    distance: int
     rows: pd.DataFrame
     tensors: dict[_Place, Tensor]
 
@@ -102,9 +97,7 @@ def _of_spec(problem: Problem, where: str) -> Problem:
 class RunArchive(Archive):
     """Reads tensors from the folders of runs.
 
-    For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept. If the
-    last two distances of the steps are equal, a thread reads the next one meanwhile, and prepares the tensors that were
-    asked for. It does not if the run is still being recorded.
+    For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept.
 
     Args:
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
@@ -121,9 +114,7 @@ class RunArchive(Archive):
         self.shard = shard
         self._runs: dict[str, Run] = {}
         self._steps: dict[_Source, _Step] = {}
-        self._next: dict[_Source, tuple[int, Future[_Step]]] = {}
         self._samples: dict[tuple[Any, ...], RecordedSamples] = {}
-        self._thread = ThreadPoolExecutor(1, "instrument-archive")
 
     def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
         """See `Archive.open`."""
@@ -224,7 +215,6 @@ class RunArchive(Archive):
                 features = self._runs[run].features(layer or ".", **conditions)
             except ConfigError as error:
                 raise ConfigError(*(_of_spec(problem, where) for problem in error.problems)) from None
-            assert isinstance(features, Features), "open refuses the folder of a sweep"
             rows = {name: row for row, name in enumerate(features.ids.tolist())}
             self._samples[key] = RecordedSamples(torch.from_numpy(features.X), rows)
         return self._samples[key]
@@ -269,30 +259,9 @@ class RunArchive(Archive):
         return tensor.pin_memory() if place.pinned else tensor
 
     def _at_step(self, source: _Source, number: int) -> _Step:
-        """Return a recorded step. Start to read the next one, if the last two distances predict it."""
         current = self._steps.get(source)
-        if current is not None and current.number == number:
-            return current
-        distance = 0 if current is None else number - current.number
-        expected, reading = self._next.pop(source, (None, None))
-        if reading is not None and expected == number:
-            step = reading.result()
-        else:
-            if reading is not None:
-                reading.cancel()
-            step = self._read(source, number, distance)
-        self._steps[source] = step
-        is_complete = self._runs[source[0]].info["status"] != "running"
-        if current is not None and distance == current.distance and is_complete:
-            ahead, places = number + distance, tuple(current.tensors)
-            self._next[source] = ahead, self._thread.submit(self._read, source, ahead, distance, places)
-        return step
-
-    def _read(self, source: _Source, number: int, distance: int, places: Iterable[_Place] = ()) -> _Step:
-        run, hook, _ = source
-        of_hook = {} if hook is None else {"hook": hook}
-        step = _Step(number, distance, self._runs[run].tensors(step=number, **of_hook), {})
-        for place in places:
-            with suppress(LookupError):  # it is raised if a hook asks for this tensor
-                step.tensors[place] = self._tensor(run, step, place)
-        return step
+        if current is None or current.number != number:
+            run, hook, _ = source
+            of_hook = {} if hook is None else {"hook": hook}
+            current = self._steps[source] = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
+        return current

@@ -21,12 +21,10 @@ from instrument.storage.run_record import CHECKPOINTS
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     return parser_of_runs("compact")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     return for_each_run(
         command_line().parse_args(arguments).runs, _compact, reason="a remote folder cannot be compacted"
     )

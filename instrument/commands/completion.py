@@ -63,14 +63,12 @@ complete -c instrument -a '(__instrument_candidates)'
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("completion")
     parser.add_argument("shell", metavar="SHELL", choices=SCRIPTS, help=", ".join(SCRIPTS))
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     if [*(sys.argv[1:] if arguments is None else arguments)] == [QUERY]:
         _print_candidates(os.environ.get(LINE, ""))
     else:

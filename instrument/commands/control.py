@@ -16,7 +16,6 @@ from instrument.storage.control_folder import request_changes
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("control")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
@@ -25,7 +24,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     try:
         text = "The run makes the changes when its current step ends. Ctrl-C withdraws them."

@@ -27,7 +27,6 @@ CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": conv
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("convert")
     parser.add_argument("file", metavar="FILE", type=Path, help="the configuration file: YAML or JSON")
     parser.add_argument(
@@ -49,7 +48,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     if args.out is not None and args.out.exists():
         message = "already exists, and existing files are not overwritten"

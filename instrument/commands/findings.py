@@ -27,7 +27,6 @@ FIRED = 4
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("findings")
     parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
     return parser
@@ -35,7 +34,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     run = load(args.run)
     fired = check(run)

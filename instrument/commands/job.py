@@ -8,30 +8,33 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
 from ..config.hydra_internals import BASIC_SWEEPER
 from ..config.packaged import conf_folder
+from ..config.parse import parse_config
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..formatting import shown_path
+from ..rules.requirements import check_rules
 from ..storage.folder_snapshot import REFUSED
+from ..storage.run_record import read_record
 from ..training.distributed.torchrun import is_rank_zero
 from ..training.sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
 from ..training.sweeps.objective import read_objective, score_job
 from ..training.sweeps.optuna_checks import is_search, worst_score
-from .hydra_errors import composition_problem
+from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .import_without_gc import importing
-from .validated_config import read_config, read_overrides
 
 STOPPED = 3
 """The exit code of a run that a rule stopped."""
@@ -108,7 +111,6 @@ def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | N
 
 
 def _label(sweep: Sweep, folder: Path) -> str:
-    """Return the overrides in which a job differs from the others: those with which it was first started."""
     overrides = recorded_overrides(folder) or tuple(HydraConfig.get().overrides.task)
     return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
 
@@ -188,7 +190,6 @@ def report_errors() -> Iterator[JobFolders]:
 
 
 def _error_of_exit(stop: SystemExit) -> InstrumentError:
-    """Return the error that custom code ended the process."""
     if location := user_code_location(stop):
         return InstrumentError(f"sys.exit({stop.code!r}) was called{location}")
     raise stop
@@ -243,3 +244,66 @@ def print_error(error: Exception) -> int:
         return error.exit_code
     traceback.print_exception(error)
     return InstrumentError.exit_code
+
+
+def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
+    """Validate a composed configuration. With `resume`, it is that of the recorded run.
+
+    Returns:
+        The validated configuration, and the resolved dictionary from which it was created.
+
+    Raises:
+        ConfigError: The configuration is invalid; the error lists all problems.
+    """
+    if "exp" in config:
+        raise ConfigError(NO_PACKAGE_LINE)
+    try:
+        raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
+    except OmegaConfBaseException as error:
+        raise ConfigError(Problem(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
+    if raw.get("resume") is not None:
+        raw = _recorded_config(raw, read_overrides(config.get("hydra")))
+    parsed = parse_config(raw)
+    check_rules(parsed.rules, parsed.hooks)
+    return parsed, raw
+
+
+ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")
+
+
+def _recorded_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    path = str(raw["resume"])
+    others = [key for key in overrides if key not in ALLOWED_WITH_RESUME and not key.startswith("hydra.")]
+    if others:
+        message = "a run is resumed with its original configuration; these keys cannot be overridden"
+        raise ConfigError(Problem(others[0], message, given=others, allowed=ALLOWED_WITH_RESUME))
+    config: dict[str, Any] = read_record(Path(path), "resume")["config"]
+    return {**config, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
+
+
+def _resolved(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True, throw_on_missing=True) if OmegaConf.is_config(value) else value
+
+
+def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
+    """Return the overrides of the command line: those of the running job, or in a section `hydra`.
+
+    Returns:
+        Values by key, parsed to Python types; None for a deleted key.
+    """
+    overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
+    values: dict[str, Any] = {}
+    for override in OverridesParser.create().parse_overrides(overrides):
+        values[override.key_or_group] = None if override.is_delete() else override.value()
+    return {
+        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
+        for key, value in values.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | bool | str) or value is None else str(value)

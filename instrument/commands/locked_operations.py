@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 from ..errors import InstrumentError
@@ -16,16 +15,6 @@ from .verbs import parser_of
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
-
-
-def locked(folder: Path) -> AbstractContextManager[None]:
-    """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
-
-    Raises:
-        InstrumentError: A process of the run still writes to the folder.
-        OSError: The folder is not writable.
-    """
-    return FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed"))
 
 
 def parser_of_runs(verb: str) -> argparse.ArgumentParser:
@@ -52,16 +41,19 @@ def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) ->
             code = error.exit_code
             continue
         for folder in folders:
-            code = max(code, _apply(folder, operation))
+            code = max(code, apply_locked(folder, operation))
     return code
 
 
-def _apply(folder: Path, operation: Operation) -> int:
-    """Apply the operation to one run, print the result, and return the exit code."""
+def apply_locked(folder: Path, operation: Operation) -> int:
+    """Apply the operation to a run that no process writes to, print the result, and return the exit code."""
     try:
-        with locked(folder):
+        with FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed")):
             summary, problems = operation(folder)
-    except (OSError, InstrumentError) as error:
+    except InstrumentError as error:
+        print(f"{folder}: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
         print(f"{folder}: {error}", file=sys.stderr)
         return 1
     print(f"{folder}: {summary}")

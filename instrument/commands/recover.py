@@ -19,12 +19,10 @@ from instrument.storage.run_record import end_if_running
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     return parser_of_runs("recover")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     return for_each_run(command_line().parse_args(arguments).runs, _recover, reason="a remote folder has no journals")
 
 

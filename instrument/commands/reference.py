@@ -26,7 +26,6 @@ from instrument.rules.step_rows import location_name
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("reference")
     verbs = parser.add_subparsers(dest="command", required=True, metavar="make | show | check")
     make = verbs.add_parser("make", help="compute a reference from healthy runs")
@@ -45,7 +44,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     if args.command == "make":
         reference = make_reference(args.runs, args.stats, out=args.out)

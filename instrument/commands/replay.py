@@ -29,9 +29,8 @@ from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
-from instrument.commands.job import report_errors, report_writer
+from instrument.commands.job import read_config, read_overrides, report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
-from instrument.commands.validated_config import read_config, read_overrides
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.experiment import InitFromConfig, RunConfig
 from instrument.errors import ConfigError, InstrumentError, Problem

@@ -21,7 +21,6 @@ from instrument.storage.remote_folder import check_is_local
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("report")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
@@ -33,7 +32,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     try:
         return _write(args.run, args.out, show=args.open)

@@ -5,29 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, flag_override
 
-from ..analysis.config_comparison import IGNORED_KEYS
-from ..analysis.config_fields import leaves_of
 from ..config.hydra_internals import BASIC_SWEEPER, launcher_of
 from ..config.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..storage.lock import FolderLock
-from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, git_revision, read_record
+from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps
 from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"
-MAX_CHANGES = 5  # maximum number of changes in the warning
 KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
 
 
@@ -47,13 +43,7 @@ def rerun(sweep: Sweep) -> int:
     in_progress = Problem(WHERE, "the sweep is in progress in another process", given=str(sweep.folder))
     with FolderLock(sweep.folder).held(ConfigError(in_progress)), _working_directory(Path(sweep.hydra.runtime.cwd)):
         unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, STOPPED, RUNNING)]
-        config, loader = _compose(sweep)
-        launcher = launcher_of(config, loader, numbered_job)
-        if unfinished and (changes := _changes(sweep, config, loader)):
-            print(
-                f"warning: the configuration of these jobs has changed since other jobs were done: {changes}",
-                file=sys.stderr,
-            )
+        launcher = launcher_of(*_compose(sweep), numbered_job)
         prepared = [_overrides(sweep_job) for sweep_job in unfinished]
         at_once = sweep.hydra.sweeper.max_batch_size or len(prepared) or 1
         for first in range(0, len(prepared), at_once):
@@ -87,50 +77,22 @@ def _check_rerunnable(sweep: Sweep) -> None:
 
 @contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    """Change to the working directory of the sweep during the `with` block, and make its modules importable."""
-    original_folder = Path.cwd()
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        message = f"cannot enter the folder in which the sweep was started: {error.strerror}"
-        raise ConfigError(Problem(WHERE, message, given=str(folder))) from None
+    if not os.access(folder, os.X_OK):
+        raise ConfigError(Problem(WHERE, "cannot enter the folder in which the sweep was started", given=str(folder)))
     sys.path.insert(0, str(folder))
     try:
-        yield
+        with chdir(folder):
+            yield
     finally:
         sys.path.remove(str(folder))
-        os.chdir(original_folder)
 
 
 def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
-    """Compose the configuration of a sweep from the current files, and return the loader for its jobs too."""
     setup_globals()
     loader = config_loader()
     given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
     overrides = [*given, *overrides_of(sweep.hydra, "task")]
     return loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN), loader
-
-
-def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
-    """Describe how the first finished job would differ if it ran now: `optimizer.lr: 0.1, now 0.2`."""
-    done = next((sweep_job for sweep_job in sweep.jobs() if sweep_job.status == DONE and sweep_job.overrides), None)
-    if done is None:
-        return ""
-    record = read_record(done.folder, WHERE)
-    new: Any = OmegaConf.to_container(loader.load_sweep_config(config, list(done.overrides)), resolve=False)
-    current = leaves_of({key: value for key, value in new.items() if key not in (*IGNORED_KEYS, "hydra")})
-    original_values = leaves_of({key: value for key, value in record["config"].items() if key not in IGNORED_KEYS})
-    interpolated = [key for key, value in current.items() if "${" in value]
-    keys = [
-        key
-        for key in {**original_values, **current}
-        if not any(f"{key}.".startswith(f"{parent}.") for parent in interpolated)
-    ]
-    values = {key: (original_values.get(key, "null"), current.get(key, "null")) for key in keys}
-    changed = [f"{key}: {old}, now {new_value}" for key, (old, new_value) in values.items() if old != new_value]
-    code, revision = record.get("git_revision"), git_revision()
-    changed += [f"git_revision: {code}, now {revision}"] if code != revision else []
-    return "; ".join(changed[:MAX_CHANGES]) + (f"; ... ({len(changed)} in all)" if len(changed) > MAX_CHANGES else "")
 
 
 def _overrides(sweep_job: SweepJob) -> list[str]:

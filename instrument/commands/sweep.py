@@ -31,16 +31,12 @@ from instrument.training.sweeps.jobs import (
 
 COLOURS = {
     "done": "green",
-    "failed": "red",
-    "killed": "red",
-    "interrupted": "yellow",
-    "stopped": "yellow",
-    "missing": "yellow",
+    **dict.fromkeys(("failed", "killed"), "red"),
+    **dict.fromkeys(("interrupted", "stopped", "missing"), "yellow"),
 }
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("sweep")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
     parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
@@ -49,7 +45,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     if args.rerun:
         _rerun(args.folder)

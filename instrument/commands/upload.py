@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from instrument.commands.locked_operations import locked
+from instrument.commands.locked_operations import apply_locked
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import human_bytes
-from instrument.storage.lock import is_written
 from instrument.storage.recovery import recover
 from instrument.storage.remote_errors import safe_message
 from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of
@@ -28,7 +28,6 @@ from instrument.storage.run_search import find_runs
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("upload")
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
@@ -44,11 +43,10 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
     places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
-    return max(_send(folder, remote) for folder, remote in places)
+    return max(apply_locked(folder, partial(_send, remote=remote)) for folder, remote in places)
 
 
 def _remote(folder: Path, remote: str | None) -> RemoteFolder:
@@ -62,29 +60,18 @@ def _remote(folder: Path, remote: str | None) -> RemoteFolder:
     return RemoteFolder(address, "RUN")
 
 
-def _send(folder: Path, remote: RemoteFolder) -> int:
-    running = is_written(folder)
+def _send(folder: Path, remote: RemoteFolder) -> tuple[str, Sequence[str]]:
+    recover(folder)
+    end_if_running(folder, status="killed")
     try:
-        if not running:
-            with locked(folder):
-                recover(folder)
-                end_if_running(folder, status="killed")
         sent = send_all(folder, remote)
-    except InstrumentError as error:
-        print(f"{folder}: {error}", file=sys.stderr)
-        return error.exit_code
+    except InstrumentError:
+        raise
     except Exception as error:  # storage clients raise many types of errors
-        print(f"{folder}: {remote.address}: {safe_message(error)}", file=sys.stderr)
-        return 1
-    print(
-        f"{folder}: {f'{sent.files} files' if sent.files else 'no new files'} uploaded to {remote.address}, "
-        f"{human_bytes(sent.bytes)}"
-    )
-    for name, problem in sent.failed.items():
-        print(f"{folder}: {name} is missing: {problem}", file=sys.stderr)
-    if running:
-        print(f"{folder}: the run is in progress: its journals were not uploaded", file=sys.stderr)
-    return 1 if sent.failed or running else 0
+        raise InstrumentError(f"{remote.address}: {safe_message(error)}") from error
+    files = f"{sent.files} files" if sent.files else "no new files"
+    missing = [f"{name} is missing: {problem}" for name, problem in sent.failed.items()]
+    return f"{files} uploaded to {remote.address}, {human_bytes(sent.bytes)}", missing
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,17 +21,31 @@ from ..errors import ConfigError, InstrumentError, Problem
 from ..storage.folder_snapshot import Snapshot
 from ..storage.lock import FolderLock
 from ..storage.remote_errors import safe_message
-from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
+from ..storage.remote_folder import (
+    REMOTE_KEY,
+    SWEEP_RECORD,
+    RemoteFolder,
+    check_is_local,
+    check_no_secret,
+    check_remote,
+)
 from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
-from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override, job_lines, outcome
-from ..training.sweeps.objective import read_objective
+from ..training.sweeps.jobs import (
+    DONE,
+    STOPPED,
+    Sweep,
+    expand_sweep,
+    folder_override,
+    job_lines,
+    outcome,
+    overrides_of,
+    sweep_overrides,
+    values_of,
+)
+from ..training.sweeps.objective import OBJECTIVE_KEY, read_objective
 from ..training.sweeps.optuna_checks import check_search, is_search
-from .job import as_instrument_error, print_error, show_plan
-from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
-from .validated_config import read_config
-
-NOW_RESOLVER = "${now:"
+from .job import as_instrument_error, print_error, read_config, show_plan
 
 
 class HydraCallback(Callback):
@@ -95,9 +110,7 @@ class HydraCallback(Callback):
                     check_writable(Path(parsed.resume), "resume")  # before Hydra opens its log there
                 elif is_rank_zero:
                     check_is_local(folder, "hydra.run.dir")
-                    folder, HydraCallback.snapshot = reserve_folder(
-                        folder, contains_time=contains_time(config.hydra.run)
-                    )
+                    HydraCallback.snapshot = Snapshot.take(folder)
                     create_free_folder(folder, "hydra.run.dir")
         with flag_override(config, "readonly", False):
             config.hydra.run.dir = parsed.resume or str(folder)
@@ -134,7 +147,7 @@ class HydraCallback(Callback):
         """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder."""
         folder = Path(config.hydra.sweep.dir)
         check_is_local(folder, "hydra.sweep.dir")
-        folder, snapshot = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
+        snapshot = Snapshot.take(folder)
         create_free_folder(folder, "hydra.sweep.dir")
         set_sweep_folder(config, folder.absolute())
         try:
@@ -199,32 +212,6 @@ def _sweep_report(config: DictConfig, folder: Path) -> str:
     return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report_command(folder)
 
 
-def contains_time(part: DictConfig) -> bool:
-    """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves."""
-    return NOW_RESOLVER in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
-
-
-def reserve_folder(folder: Path, *, contains_time: bool) -> tuple[Path, Snapshot]:
-    """Return the folder to use, and a snapshot of its state before.
-
-    If the name contains the time, the folder is created. If it exists, one with `_2`, `_3`, ... after its name is created.
-    """
-    own, number = folder, 1
-    while True:
-        before = Snapshot.take(own)
-        if not contains_time:
-            return own, before
-        try:
-            own.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            own = folder.with_name(f"{folder.name}_{number}")
-            continue
-        except OSError:
-            pass  # the first write to the folder raises the error
-        return own, before
-
-
 def set_sweep_folder(config: DictConfig, folder: Path) -> None:
     """Set the sweep folder in the configuration and in the overrides of all jobs, whose processes may run elsewhere."""
     with flag_override(config, "readonly", False):
@@ -257,3 +244,70 @@ def remove_uploaded_record(address: str | None) -> None:
     if address is not None:
         with suppress(Exception):  # The failed upload has already been reported.
             RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)
+
+
+SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
+THREADS = "OMP_NUM_THREADS"
+RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
+
+
+def check_sweep(config: DictConfig) -> None:
+    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process.
+
+    Raises:
+        ConfigError: The sweep cannot run.
+        SystemExit: torchrun started this process, and its rank is not 0.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
+        message = "each process of torchrun would start its own sweep"
+        fix = "run the sweep with one process per job, or run one torchrun command per job (docs/sweeps.md)"
+        raise ConfigError(Problem("--multirun", message, given="torchrun ... -m instrument -m", fix=fix))
+    folders = {override.partition("=")[0].lstrip("+"): override for override in overrides_of(config.hydra, "hydra")}
+    if RUN_DIR in folders and not folders.keys() & {SWEEP_DIR, "hydra.sweep.subdir"}:
+        message = "a sweep does not use this folder; its jobs are in subfolders of hydra.sweep.dir"
+        written = folders[RUN_DIR]
+        raise ConfigError(Problem(RUN_DIR, message, given=written, fix=f"set {SWEEP_DIR}={written.partition('=')[2]}"))
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == SLURM and shutil.which("srun") is None:
+        message = "Slurm is not available: its command srun is not on the PATH"
+        fix = "use a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead"
+        given = config.hydra.runtime.choices["hydra/launcher"]
+        raise ConfigError(Problem("hydra/launcher", message, given=given, fix=fix))
+    if config.hydra.sweeper["_target_"] == BASIC_SWEEPER and not expand_sweep(config.hydra):
+        message = "the sweep has no jobs: one of its overrides has no values"
+        raise ConfigError(Problem("", message, given=overrides_of(config.hydra, "task")))
+
+
+def check_no_secrets(config: DictConfig) -> None:
+    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
+
+    Raises:
+        ConfigError: An address contains credentials or is invalid.
+    """
+    check_remote(OmegaConf.select(config, REMOTE_KEY))
+    for override in overrides_of(config.hydra, "task"):
+        if REMOTE_KEY in override:
+            check_no_secret(override.replace("\\", ""), REMOTE_KEY)
+
+
+def check_objective(config: DictConfig) -> None:
+    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
+
+    Raises:
+        ConfigError: The objective is invalid.
+    """
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    written = plain.get(OBJECTIVE_KEY)
+    is_swept = OBJECTIVE_KEY in values_of(sweep_overrides(config.hydra))
+    if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
+        read_objective(written, plain.get("hooks"))
+
+
+def prepare_launcher(config: DictConfig) -> None:
+    """Set the threads per job, which a launcher leaves open."""
+    launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
+    if launcher == SLURM_LOCAL and config.hydra.sweeper["_target_"] == BASIC_SWEEPER and THREADS not in os.environ:
+        share = max((os.cpu_count() or 1) // len(expand_sweep(config.hydra)), 1)  # All jobs run concurrently.
+        config.hydra.overrides.hydra.append(f"++hydra.job.env_set.{THREADS}='{share}'")

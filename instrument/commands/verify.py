@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
-from instrument.commands.job import report_errors
-from instrument.commands.validated_config import read_config
+from instrument.commands.job import read_config, report_errors
 from instrument.errors import ConfigError, Problem
 from instrument.training.distributed.torchrun import process_group
 

@@ -38,7 +38,6 @@ MAX_PORT = 65_535
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("watch")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
@@ -57,7 +56,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     parser = command_line()
     args = parser.parse_args(arguments)
     if args.control and not args.web:
@@ -122,7 +120,6 @@ def _find(folder: str) -> tuple[Path, bool]:
 
 
 def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], console: Console, interval: float) -> None:
-    """Show the state of a run or a sweep until it ends."""
     height = (lambda: console.height) if console.is_terminal else (lambda: None)
     seconds = OPENING_SECONDS
     with Live(console=console, auto_refresh=False) as shown:
@@ -139,7 +136,6 @@ def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], con
 
 
 def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:
-    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt."""
     if takes_changes:
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)

@@ -14,9 +14,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..analysis.frames import array_of, is_known
 from ..analysis.plot_data import groups_of
 from ..analysis.run_tables import RunTables
-from ..analysis.tensor_decoding import array_of, is_known
 from ..config.schedule import STEP_PHASES
 from ..tables.kinds import KINDS
 from ..tables.schemas import POSITION, SHAPE

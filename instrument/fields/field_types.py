@@ -16,11 +16,8 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
-    ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .globs import compile_glob
 
@@ -196,29 +193,13 @@ class Selection(Spec):
         description="Globs on parameter names within the module: weight, bias. `weight` includes the parameters of its parametrizations.",
     )
 
-    @model_validator(mode="wrap")
-    @classmethod
-    def _validate_selection(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        is_of_run = isinstance(value, Mapping) and value.get("kind") in ("loss", "collective")  # of no module
-        selects = isinstance(value, Mapping) and any(value.get(name) for name in ("types", "structure"))
-        if not isinstance(value, Mapping) or value.get("layers") is not None or selects or is_of_run:
-            return validate(value)
-        error_type = PydanticCustomError(
-            "no_selection",
-            "requires 'layers' (globs on module names), 'types' (class names) or 'structure' (parts of a transformer)",
-        )
-        errors: list[InitErrorDetails] = [{"type": error_type, "loc": (), "input": value}]
-        try:
-            validate({**value, "layers": "**"})
-        except ValidationError as error:  # an unknown field may be a misspelled 'layers'
-            errors += [
-                {"type": item["type"], "loc": item["loc"], "input": item["input"], "ctx": item.get("ctx", {})}
-                for item in error.errors()
-            ]
-        raise ValidationError.from_exception_data(cls.__name__, errors)
-
     @model_validator(mode="after")
-    def _validate_optional(self) -> Self:
+    def _validate_selection(self) -> Self:
+        is_of_run = getattr(self, "kind", None) in ("loss", "collective")  # of no module
+        if self.layers is None and not (self.types or self.structure or is_of_run):
+            raise ValueError(
+                "requires 'layers' (globs on module names), 'types' (class names) or 'structure' (parts of a transformer)"
+            )
         if self.optional and not self.structure:
             raise ValueError("'optional' requires 'structure'")
         return self
@@ -243,24 +224,16 @@ def _bins(value: Any) -> Any:
     return (DEFAULT_BINS if value else None) if isinstance(value, bool) else value
 
 
+_Level = Annotated[float, Field(ge=0.0, le=1.0)]
 Levels = Annotated[
-    tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None,
+    tuple[_Level, ...] | None,
     Field(
         min_length=1,
         max_length=1000,
         description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
     ),
-    BeforeValidator(_levels),
+    BeforeValidator(_levels, json_schema_input_type=bool | _Level | Annotated[list[_Level], Field(min_length=1)]),
     AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "number", "minimum": 0, "maximum": 1},
-                {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 1},
-            ]
-        }
-    ),
 ]
 
 
@@ -278,20 +251,14 @@ Edges = Annotated[
         description="Record the cross entropy of a language model by position, from its logits [N, T, classes] and the targets of the "
         "batch: the first position of each bin, ascending; true: 0, 1, 2, 4, 8, ..., 131072.",
     ),
-    BeforeValidator(_edges),
-    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            ]
-        }
+    BeforeValidator(
+        _edges, json_schema_input_type=bool | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     ),
+    AfterValidator(lambda edges: edges and tuple(sorted(set(edges)))),
 ]
+_Bins = Annotated[int, Field(ge=2, le=MAX_BINS)]
 Bins = Annotated[
-    Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
+    _Bins | None,
     Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),
-    BeforeValidator(_bins),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
+    BeforeValidator(_bins, json_schema_input_type=bool | _Bins),
 ]

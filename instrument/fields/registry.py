@@ -110,7 +110,6 @@ class Registry(Mapping[str, T]):
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
-        """The entry points of installed packages by name."""
         from importlib.metadata import entry_points
 
         points: dict[str, EntryPoint] = {}

@@ -10,8 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import Batch, forward_order, rank_in
-from ..analysis.series_selection import check_choice, select_series
+from ..analysis.plot_data import Batch, check_choice, forward_order, rank_in, select_series
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.layer_abbreviations import short_names
+from ..analysis.plot_data import short_names
 from ..plot.axes_and_scales import (
     LONGEST,
     add_hatch,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.series_selection import check_choice
+from ..analysis.plot_data import check_choice
 from ..errors import InstrumentError
 from ..plot.axes_and_scales import (
     SMALL,

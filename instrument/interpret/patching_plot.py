@@ -10,7 +10,7 @@ import numpy as np
 
 from ..analysis.config_comparison import trainings
 from ..analysis.load import Run
-from ..analysis.series_selection import check_choice
+from ..analysis.plot_data import check_choice
 from ..errors import InstrumentError, Problem
 from ..plot.axes_and_scales import (
     NORMAL,

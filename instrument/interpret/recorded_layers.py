@@ -110,9 +110,7 @@ class Recorded:
             InstrumentError: The selection is ambiguous, or the tensors cannot be read.
         """
         if run.count("samples"):
-            features = run.features(layer, **self.conditions, out=out)
-            assert isinstance(features, Features), "the folder contains one run"
-            return features
+            return run.features(layer, **self.conditions, out=out)
         rows = run.tensors(layer="" if layer == "." else layer, recompute=False, backward=0, **self.conditions)
         for name in ("hook", "phase", "path", "call"):
             if rows[name].nunique() > 1:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..analysis.layer_abbreviations import short_names
-from ..analysis.plot_data import Matrix
+from ..analysis.plot_data import Matrix, short_names
 from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
 from ..fields.pip_extras import pip_command

@@ -14,8 +14,15 @@ import pandas as pd
 
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
-from ..analysis.plot_data import forward_order, matrices, row_locations, statistics_in
-from ..analysis.series_selection import check_choice, select_location, select_series
+from ..analysis.plot_data import (
+    check_choice,
+    forward_order,
+    matrices,
+    row_locations,
+    select_location,
+    select_series,
+    statistics_in,
+)
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..tables.schemas import MOMENT, TABLES

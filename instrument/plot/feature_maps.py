@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import forward_order, rank_in
-from ..analysis.series_selection import check_choice, evenly_spaced, select_series
+from ..analysis.plot_data import check_choice, evenly_spaced, forward_order, rank_in, select_series
 from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, statistics_in
-from ..analysis.series_selection import select_series
+from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, select_series, statistics_in
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
 from .axes_and_scales import add_legend, height_of, label_locations, new_figure, plain, scale, width_of

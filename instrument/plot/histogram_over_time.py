@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.series_selection import evenly_spaced, select_location
+from ..analysis.plot_data import evenly_spaced, select_location
 from .axes_and_scales import SMALL, add_hatch, add_legend, colour_bar, colours, label_steps, new_figure, plain
 from .source import table_of
 from .style import CATEGORIES

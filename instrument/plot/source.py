@@ -8,8 +8,7 @@ from typing import TypeVar
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import KEYS, PlottedTensor, RecordedSeries, statistics_in
-from ..analysis.series_selection import check_choice, series_where
+from ..analysis.plot_data import KEYS, PlottedTensor, RecordedSeries, check_choice, series_where, statistics_in
 from ..errors import InstrumentError
 from ..tables.schemas import TABLES
 from ..tables.statistics import STATISTICS

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
-from .loader_batches import version_of
+from .observed_calls import version_of
 
 PER_OPTIMIZER = 4
 MAX_MICRO_STEPS = 256  # without a step of the optimizer, gradients may be added without end

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .loader_batches import is_readable
-from .loss_calls import LossCall, PairLossCall
+from .observed_calls import LossCall, PairLossCall, is_readable
 from .relation import RELATIONS, Checked, Relation, Training
 
 FACTOR, DIFFERENCE = 3.0, 3.0  # how far the first loss may be above that of a uniform prediction
@@ -20,14 +19,7 @@ MIN_ENTROPY = 0.5  # of that of equally frequent classes; the loss of rare class
 
 @RELATIONS.register("constant_prediction")
 class ConstantPrediction(Relation):
-    """Reads the targets of means of cross-entropy without weights, and of `mse_loss`, in checked steps.
-
-    The uniform prediction of K classes has the loss log(K). The best constant prediction is the distribution of the targets, with their
-    entropy as its loss, or their mean, with their variance. The first loss is not compared with the uniform prediction if the logits are
-    multiplied by a number after the last layer, such as the inverse of a temperature, or the scale and the margin of ArcFace (Deng et al.
-    2019, https://arxiv.org/abs/1801.07698), or if the model has gradients of an earlier training. The value of the row that holds is this
-    loss, relative to the loss of the step.
-    """
+    """Reads the targets of means of cross-entropy without weights, and of `mse_loss`, in checked steps."""
 
     sources = ("losses",)
 
@@ -70,7 +62,6 @@ class ConstantPrediction(Relation):
 
 
 def _is_comparable(call: PairLossCall) -> bool:
-    """Return whether a loss is the mean squared error of targets that can be read, [samples, ...]."""
     is_batch = is_readable(call.targets) and call.targets.ndim > 0 and len(call.targets) >= MIN_PAIRS
     return call.name == "mse_loss" and call.result.ndim == 0 and is_batch and not call.broadcasts
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 from .exchange import Exchange
-from .loader_batches import LoaderBatch, fingerprint
+from .observed_calls import LoaderBatch, fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 from .replicas_equal import keeps_all_equal
 

@@ -8,13 +8,7 @@ from torch import nn
 
 from .relation import RELATIONS, Checked, Relation, Training
 
-_MODULES = {
-    "Softmax": nn.Softmax,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "Relu": nn.ReLU,
-    "Softplus": nn.Softplus,
-}
+_MODULES = {"Softmax": nn.Softmax, "Sigmoid": nn.Sigmoid, "Tanh": nn.Tanh, "Relu": nn.ReLU, "Softplus": nn.Softplus}
 
 
 @RELATIONS.register("double_softmax")

@@ -22,11 +22,7 @@ _WRONG = {
 
 @RELATIONS.register("labels_shifted")
 class LabelsShifted(Relation):
-    """Compares the targets of cross-entropy with the tokens of the input, for models whose outputs use no later tokens.
-
-    Other models, such as masked language models and autoencoders, may predict the token at the same position. No model may predict the next
-    tokens of other samples of the batch, and a masked language model predicts the masked tokens only.
-    """
+    """Compares the targets of cross-entropy with the tokens of the input, for models whose outputs use no later tokens."""
 
     sources = ("inputs", "losses")
 
@@ -77,7 +73,6 @@ def _seen(of: TokenTargets) -> int:
 
 
 def _are_of_other_samples(of: TokenTargets) -> bool:
-    """Return whether the targets of each sample are the next tokens of another sample."""
     length = min(of.targets.shape[1], of.tokens.shape[1] - 1)
     targets, counted, tokens = of.targets[:, :length], of.counted[:, :length], of.tokens[:, 1 : length + 1]
     rows = (counted.sum(1) >= MIN_OF_SAMPLE).nonzero().flatten()[:MAX_SAMPLES]

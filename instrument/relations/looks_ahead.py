@@ -12,10 +12,7 @@ from .token_targets import causality, token_targets
 
 @RELATIONS.register("looks_ahead")
 class LooksAhead(Relation):
-    """Changes one token of the first batch whose targets are the next tokens, and compares the outputs at earlier positions.
-
-    If several inputs have these tokens, such as both of a model that copies a text, one without influence is enough.
-    """
+    """Changes one token of the first batch whose targets are the next tokens, and compares the outputs at earlier positions."""
 
     sources = ("inputs", "losses")
 
@@ -47,9 +44,9 @@ class LooksAhead(Relation):
 
 def reconstructs(model: nn.Module) -> bool:
     """Return whether a model may reconstruct its input: it has an encoder and a decoder that are more than one matrix."""
-    parts = [name.rpartition(".")[2].lower() for name, part in model.named_modules() if not _is_matrix(part)]
+    parts = [
+        name.rpartition(".")[2].lower()
+        for name, part in model.named_modules()
+        if not isinstance(part, nn.Embedding | nn.Linear)
+    ]
     return all(any(word in name for name in parts) for word in ("enc", "dec"))
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.Linear)

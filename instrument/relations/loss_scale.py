@@ -32,9 +32,8 @@ class LossScale(Relation):
         super().__init__(training)
         self._left: float | None = None  # the fraction of the gradient that is left in this step
         self._times = 0
-        self._sizes: tuple[
-            float, ...
-        ] = ()  # the norm and the largest element of all gradients, times the scale, if little is left
+        # The norm and the largest element of all gradients, times the scale, if little is left.
+        self._sizes: tuple[float, ...] = ()
 
     def attach(self) -> None:
         self._is_chosen = self.training.scaler is not None and self.training.scaler.get_scale() < MINIMUM
@@ -66,7 +65,6 @@ class LossScale(Relation):
 
 
 def _sizes(optimizer: Optimizer, scale: float) -> tuple[float, float]:
-    """Return the norm and the largest absolute value of all gradients, times a scale."""
     gradients = [each.grad for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
     norms = [float(each.float().norm()) for each in gradients]
     return scale * math.hypot(*norms), scale * max(float(each.float().abs().max()) for each in gradients)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
@@ -13,17 +11,13 @@ from torch.optim import Optimizer
 from ..hooks.optimizer_owners import parameter_ids
 from .relation import RELATIONS, Checked, Relation, Training
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
 
 class _Mode:
-    """Whether a model, its dropout and its batch normalization are in training mode, at one moment."""
-
     def __init__(self, training: Training) -> None:
         modules = training.modules.values()
         # `children` does not support proxies of modules.
-        dropout = [(parent, part) for parent in modules for part in parent._modules.values() if _is_dropout(part)]
+        parts = [(parent, part) for parent in modules for part in parent._modules.values()]
+        dropout = [(parent, part) for parent, part in parts if isinstance(part, _DropoutNd) and part.p > 0]
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.track_running_stats]
         self.is_training = training.model.training
         # The mode of dropout in frozen parts is not relevant.
@@ -36,10 +30,7 @@ class _Mode:
 
 @RELATIONS.register("mode_of_phase")
 class ModeOfPhase(Relation):
-    """Reads the mode of the model, of its dropout and of its batch normalization: before the step of an optimizer, and in evaluations.
-
-    The mode of the complete model is the intention: parts with another mode, such as frozen batch normalization, are correct.
-    """
+    """Reads the mode of the model, of its dropout and of its batch normalization: before the step of an optimizer, and in evaluations."""
 
     phases = ("train", "eval")
 
@@ -84,7 +75,3 @@ class ModeOfPhase(Relation):
         elif mode.is_training:
             self._has_trained = True
             yield Checked(True, mode.count, f"mode of {mode.count} modules in a training step")
-
-
-def _is_dropout(module: nn.Module | None) -> TypeIs[_DropoutNd]:
-    return isinstance(module, _DropoutNd) and module.p > 0

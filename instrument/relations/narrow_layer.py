@@ -43,7 +43,6 @@ class NarrowLayer(Relation):
 
 
 def _are_on_a_line(logits: Tensor) -> bool:
-    """Return whether logits [samples, classes] differ from their mean in one direction only."""
     if len(logits.unique(dim=0)) < MIN_DIFFERENT:
         return False
     centered = logits.double() - logits.double().mean(0)

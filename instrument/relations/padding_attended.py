@@ -18,12 +18,7 @@ from .token_targets import TOLERANCE, call_again, call_with
 
 @RELATIONS.register("padding_attended")
 class PaddingAttended(Relation):
-    """Compares the argument `attention_mask` with the padding of the argument `input_ids`, or a `*padding_mask` with that of its tokens.
-
-    Padding is `config.pad_token_id` at the end or the start of samples, and nowhere else. The one next to a text does not count: it may be
-    the token for its start or end. If the mask shows padding, the model is called again with the other mask, once: a causal model does not
-    use the padding after a text. A padding mask with the opposite values is reported without a call.
-    """
+    """Compares the argument `attention_mask` with the padding of the argument `input_ids`, or a `*padding_mask` with that of its tokens."""
 
     sources = ("inputs",)
 
@@ -71,7 +66,6 @@ class PaddingAttended(Relation):
 
 
 def _check_padding_masks(call: ModelCall) -> Iterator[Checked]:
-    """Compare boolean masks, which are true at padding, with the tokens of the same shape."""
     given = call.tensors
     for name, mask in given.items():
         for tokens in given.values() if "padding_mask" in name and mask.dtype == torch.bool else ():

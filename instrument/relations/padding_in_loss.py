@@ -15,12 +15,7 @@ MIN_SAMPLES, MIN_REPEATED, MIN_LENGTHS = 4, 2, 3
 
 @RELATIONS.register("padding_in_loss")
 class PaddingInLoss(Relation):
-    """Compares the targets that count with the padding of the input: the same token at the end, or the start, of a sample.
-
-    The padding is where the argument `attention_mask` is 0, or otherwise where the input is `pad_token_id` of the model's
-    configuration, or the one token at the ends of samples; see `repeated_end`. The first target after a text does not count as
-    padding, because it may be the token for its end.
-    """
+    """Compares the targets that count with the padding of the input: the same token at the end, or the start, of a sample."""
 
     sources = ("inputs", "losses")
 

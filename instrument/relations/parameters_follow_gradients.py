@@ -72,11 +72,7 @@ class _Sample:
 
 @RELATIONS.register("parameters_follow_gradients")
 class ParametersFollowGradients(Relation):
-    """Compares a few elements of parameters before and after the steps of their optimizer, and those of parameters without one.
-
-    A parameter without an optimizer was forgotten if it replaced one that an optimizer holds. It was also forgotten if all parameters
-    without an optimizer are registered after one that an optimizer holds, and are fewer than these. The loop may update it itself.
-    """
+    """Compares a few elements of parameters before and after the steps of their optimizer, and those of parameters without one."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -138,7 +134,6 @@ class ParametersFollowGradients(Relation):
                 self._add("this parameter has a gradient, but no optimizer holds it", parameter)
 
     def _without_optimizer(self) -> list[Parameter]:
-        """Return the forgotten parameters that have a gradient. At most `MAX_FORGOTTEN`."""
         optimizers, parameters = self.training.optimizers, self.training.parameters.values()
         held = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
         trainable = [each for each in parameters if each.requires_grad]
@@ -158,7 +153,6 @@ class ParametersFollowGradients(Relation):
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Return whether a parameter and its gradient are dense tensors with values."""
     is_known = type(parameter) is Parameter and parameter.dtype in _DTYPES
     if not is_known or not parameter.numel() or parameter.is_meta:
         return False

@@ -27,12 +27,9 @@ class PositionsDiffer(Relation):
                 yield Checked(True, ids.shape[-1], "position_ids differ")
 
     def _layer(self) -> str:
-        """Return the name of the module of the positions; empty if it is unknown."""
-        parts = [(name, type(part).__name__.lower()) for name, part in self.training.model.named_modules()]
-        names = [name for name, kind in parts if "rotary" in kind or "position" in kind or _is_of_positions(name)]
-        return names[0] if names else ""
-
-
-def _is_of_positions(name: str) -> bool:
-    last = name.rpartition(".")[2].lower()
-    return last == "wpe" or "position" in last
+        for name, part in self.training.model.named_modules():
+            kind = type(part).__name__.lower()
+            last = name.rpartition(".")[2].lower()
+            if "rotary" in kind or "position" in kind or last == "wpe" or "position" in last:
+                return str(name)
+        return ""

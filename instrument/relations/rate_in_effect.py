@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer_owners import as_rate, parameter_ids
+from .observed_calls import ObservedFunctions
 from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged
@@ -20,32 +21,23 @@ MAX_SCHEDULERS, FEWEST_PER_STEP = 16, 20  # a schedule that made less than a twe
 LONGEST = 1.1  # times the length of a schedule: a longer training only started a schedule of epochs
 FACTOR = 0.1  # a larger rate of a schedule is a factor of its formula
 
-_replaced: list[tuple[Callable[..., None], Callable[..., None]]] = []  # the function before, and the one that observes
-_observers: list[Callable[[LRScheduler], None]] = []
 
-
-def _observed(original: Callable[..., None]) -> Callable[..., None]:
+def _observed(name: str, original: Callable[..., None]) -> Callable[..., None]:  # noqa: ARG001
     @wraps(original)
     def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        for observer in [*_observers]:
+        for observer in [*_STEPS.observers]:
             observer(self)
         original(self, *args, **kwargs)
 
     return step
 
 
+_STEPS = ObservedFunctions([(LRScheduler, "step")], _observed)
+
+
 @RELATIONS.register("rate_in_effect")
 class RateInEffect(Relation):
-    """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers.
-
-    A warm-up never ends if the rate still rises after the last step, and was at most 1% of the configured one, `initial_lr`, in all
-    checked steps. A factor of a formula such as that of Vaswani et al. 2017, which the rate never reaches, is no configured rate.
-
-    A scheduler without effect changes an optimizer that holds parameters of the model, but has made no step, to a rate that is not in
-    effect. A scheduler with a known length counts batches, but makes a step per epoch, if the training has as many steps as it takes, or
-    up to 10% more, and the scheduler made less than a twentieth of them. Schedulers with a `step` of their own, such as `SequentialLR`,
-    are not observed.
-    """
+    """Reads the learning rates at the steps of optimizers, and observes the steps of schedulers."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -57,19 +49,10 @@ class RateInEffect(Relation):
 
     def attach(self) -> None:
         self._start = self.training.clock.moment.step
-        _observers.append(self._on_scheduler)
-        if not _replaced:
-            original = LRScheduler.step
-            _replaced.append((original, _observed(original)))
-            LRScheduler.step = _replaced[0][1]  # type: ignore[method-assign]
+        _STEPS.add(self._on_scheduler)
 
     def detach(self) -> None:
-        if self._on_scheduler in _observers:
-            _observers.remove(self._on_scheduler)
-        if (
-            not _observers and _replaced and LRScheduler.step is _replaced[0][1]
-        ):  # otherwise, other code has replaced it too
-            LRScheduler.step = _replaced.pop()[0]  # type: ignore[method-assign]
+        _STEPS.remove(self._on_scheduler)
         self._schedulers.clear()
 
     def before_step(self, optimizer: Optimizer) -> None:

@@ -19,8 +19,7 @@ from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
 from .accumulated_gradients import AccumulatedGradient
-from .loader_batches import LoaderBatch, is_readable, version_of
-from .loss_calls import BinaryLossCall, LossCall, PairLossCall
+from .observed_calls import BinaryLossCall, LoaderBatch, LossCall, PairLossCall, is_readable, version_of
 
 Source = Literal["inputs", "losses", "batches", "fingerprints"]
 

@@ -21,8 +21,7 @@ from ..hooks.hook_group_interface import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
-from .loader_batches import LoaderBatch, observe_batches, unobserve_batches
-from .loss_calls import AnyLossCall, BinaryLossCall, LossCall, copied, observe_losses, unobserve_losses
+from .observed_calls import BATCHES, LOSSES, AnyLossCall, BinaryLossCall, LoaderBatch, LossCall, copied
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
 
 EVERY = 200
@@ -78,7 +77,7 @@ class RelationSet(InertWhenCopied):
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))
             self.handles.append(optimizer.register_step_post_hook(self._after_step))
         if "batches" in sources:
-            observe_batches(self._on_batch)
+            BATCHES.add(self._on_batch)
         for relation in self._relations.values():
             relation.attach()
         self._begin_step(step)
@@ -95,7 +94,7 @@ class RelationSet(InertWhenCopied):
             self._end_observation()
             return
         training.end_step()
-        observe_losses(self._on_loss)
+        LOSSES.add(self._on_loss)
         for optimizer in training.optimizers:
             gradients = [AccumulatedGradient(each, self.clock) for each in smallest_parameters(optimizer)]
             training.gradients[optimizer] = gradients
@@ -103,7 +102,7 @@ class RelationSet(InertWhenCopied):
                 self._observed += each.attach()
 
     def _end_observation(self) -> None:
-        unobserve_losses(self._on_loss)
+        LOSSES.remove(self._on_loss)
         while self._observed:
             self._observed.pop().remove()
         self.training.gradients.clear()
@@ -146,7 +145,7 @@ class RelationSet(InertWhenCopied):
 
     def _on_batch(self, batch: LoaderBatch) -> None:
         if len(self.training.batches) >= _MAX_BATCHES:
-            unobserve_batches(self._on_batch)
+            BATCHES.remove(self._on_batch)
         elif self.clock.moment.phase == "train":
             self.training.batches.append(batch._replace(step=self.clock.moment.step))
 
@@ -213,7 +212,7 @@ class RelationSet(InertWhenCopied):
         for relation in self._relations.values():
             relation.detach()
         self._end_observation()
-        unobserve_batches(self._on_batch)
+        BATCHES.remove(self._on_batch)
         self.training.batches.clear()
         self.training.end_step()
         super().detach()
@@ -229,5 +228,4 @@ class RelationSet(InertWhenCopied):
 
 
 def _is_checked(offset: int) -> bool:
-    """Return whether relations are checked in a step, counted from the start."""
     return offset in _EARLY or offset % EVERY <= 1

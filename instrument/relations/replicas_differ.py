@@ -18,13 +18,7 @@ from .replicas_equal import SIZE, compare_ranks, hash_of, keeps_all_equal, repli
 
 @RELATIONS.register("replicas_differ")
 class ReplicasDiffer(Relation):
-    """Compares the fingerprints that the hooks of all processes recorded in each training step, one step later.
-
-    These are of parameters, their updates, gradients and optimizer states at the step of the optimizer. Shards of tensors and
-    buffers are not compared, nor are parameters that no wrapper keeps equal; see `replicas_equal`. Without a wrapper, the processes
-    may train independently, so a difference counts only if all fingerprints were equal after two earlier steps of the optimizer,
-    and had changed in between: a learning rate of zero keeps the equal parameters of independent processes equal.
-    """
+    """Compares the fingerprints that the hooks of all processes recorded in each training step, one step later."""
 
     sources = ("fingerprints",)
     on_all_ranks = True
@@ -79,7 +73,6 @@ class ReplicasDiffer(Relation):
 
 
 def _not_replicated(model: nn.Module, wrapper: DistributedDataParallel) -> set[tuple[str, str]]:
-    """Return the layer and the name of each parameter that no wrapper keeps equal."""
     kept = replicated_parameters(model, wrapper)
     owned = ((layer.owner.name, *each) for layer in Layers.of(model) for each in layer.own_parameters())
     return {(layer, name) for layer, name, parameter in owned if id(parameter) not in kept}

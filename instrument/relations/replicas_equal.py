@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
 from .exchange import Exchange, has_processes
-from .loader_batches import fingerprint
+from .observed_calls import fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 SIZE = 8  # bytes of a hash
@@ -24,14 +24,7 @@ _NONE = bytes(2 * SIZE)
 
 @RELATIONS.register("replicas_equal")
 class ReplicasEqual(Relation):
-    """Compares the bits of the trained parameters of all processes after a step, in data-parallel training.
-
-    This is training with `DistributedDataParallel`, or without it if the loop synchronizes the gradients: they were equal in all
-    processes before a step of the optimizer, although the inputs of the model were not. Gradients that differ make the parameters
-    differ in the same step. Buffers are not compared: each process updates the running statistics of batch normalization with its own
-    batch, until the next forward pass. Nor are parameters outside of wrappers, those that DDP ignores, and those of local SGD, which
-    averages them later. A step whose last call is in a block `no_sync` can be one of local SGD.
-    """
+    """Compares the bits of the trained parameters of all processes after a step, in data-parallel training."""
 
     sources = ("inputs",)
     on_all_ranks = True

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .loader_batches import fingerprint
+from .observed_calls import fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession
@@ -17,15 +17,7 @@ TIMES_OF_CLASS, MIN_OF_CLASS = 5, 8  # checked batches of one class, and their s
 
 @RELATIONS.register("samples_vary")
 class SamplesVary(Relation):
-    """Compares the samples in the first input of the model in a step, and this input with that of earlier steps.
-
-    Only in trainings that read a data loader with several batches in each of these steps. The repeated input has to be a batch of the
-    loader, so that a model with a constant input is not reported. A loader whose successive batches are equal repeats its data.
-
-    Also the targets of the only cross-entropy of a step: data that are sorted by class have batches of one class, now of this and then of
-    that one. Shuffled batches of 8 samples of one class are rare, unless all batches have the same class. Classes that alternate, such as
-    those of a discriminator, are not sorted.
-    """
+    """Compares the samples in the first input of the model in a step, and this input with that of earlier steps."""
 
     sources = ("inputs", "batches", "losses")
 
@@ -89,7 +81,6 @@ class SamplesVary(Relation):
 
 
 def _are_equal(tensors: list[Tensor]) -> bool:
-    """Return whether inputs are a batch of samples that are all equal."""
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors}
     if len(sizes) > 1 or min(sizes) < MIN_SAMPLES or not any(tensor.numel() > len(tensor) for tensor in tensors):
         return False

@@ -13,10 +13,7 @@ from .relation import RELATIONS, Checked, Relation
 
 @RELATIONS.register("tied_weights")
 class TiedWeights(Relation):
-    """Compares the parameters that were one parameter, or one memory, when the hooks were attached.
-
-    Also the embeddings of the input and the output, if the configuration of a transformer declares `tie_word_embeddings`.
-    """
+    """Compares the parameters that were one parameter, or one memory, when the hooks were attached."""
 
     def attach(self) -> None:
         names: dict[tuple[object, ...], list[str]] = {}
@@ -49,7 +46,6 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _memory(parameter: Tensor) -> tuple[object, ...]:
-    """Return what is equal for parameters that share their memory."""
     if is_lazy(parameter) or type(parameter.detach()) is not Tensor or not parameter.numel() or parameter.is_meta:
         return (id(parameter),)
     return parameter.device, parameter.data_ptr(), parameter.shape, parameter.stride()
@@ -71,7 +67,6 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """Return the largest absolute difference; NaN for other shapes."""
     if one.shape != other.shape:
         return float("nan")
     return float((one.detach().to(other.device, other.dtype) - other.detach()).abs().max())

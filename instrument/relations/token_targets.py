@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..hooks.module_copies import copy_arguments, copy_modules
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors
-from .loss_calls import LossCall
+from .observed_calls import LossCall
 from .relation import ModelCall, Training
 
 SHIFTS = (1, 0, 2, -1)
@@ -179,7 +179,8 @@ def _compare_outputs(logits: tuple[Tensor, Tensor, Tensor], positions: Tensor, a
     scale = float(base.abs().amax()) or 1.0
     noise = float((repeated - base).abs().amax())
     change = (other - base).abs().amax(1)
-    ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in _sides(change, where, at))
+    sides = (change[:at], where[:at]), (change[at + 1 :], where[at + 1 :])
+    ahead, back = (float(part[kept].max()) if kept.any() else 0.0 for part, kept in sides)
     limit = max(10 * noise, TOLERANCE.get(base.dtype, 1e-2) * scale)
     return Causality(ahead / scale, ahead > limit, back > limit >= ahead)
 
@@ -212,10 +213,6 @@ class _Isolated(TorchDispatchMode):
             if isinstance(each, torch.Generator) and each not in self._states:
                 self._states[each] = each.get_state()
         return func(*args, **(kwargs or {}))
-
-
-def _sides(change: Tensor, where: Tensor, at: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return (change[:at], where[:at]), (change[at + 1 :], where[at + 1 :])
 
 
 def _changed(of: TokenTargets, row: int, at: int) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from .double_softmax import layer_of
-from .loader_batches import is_readable
+from .observed_calls import is_readable
 from .relation import RELATIONS, Checked, Relation
 
 _RANGES = {
@@ -25,10 +25,7 @@ LARGEST = 0.05  # the largest fraction of targets outside of the range, and of t
 
 @RELATIONS.register("wrong_range_of_loss")
 class WrongRangeOfLoss(Relation):
-    """Reads which operation computes the input of a loss, before a clamp, from the graph of autograd, and the range of the targets.
-
-    The input of `nll_loss` is compared with the logarithms of probabilities: the probabilities of most samples add up to 1.
-    """
+    """Reads which operation computes the input of a loss, before a clamp, from the graph of autograd, and the range of the targets."""
 
     sources = ("losses",)
 

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
+from ..analysis.plot_data import short_names
 from ..comparison.result import Diff
 from ..errors import InstrumentError
 from ..fields.pip_extras import pip_command

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.load import Run
-from ..analysis.plot_data import RecordedSeries, rank_in
-from ..analysis.series_selection import evenly_spaced
+from ..analysis.plot_data import RecordedSeries, evenly_spaced, rank_in
 from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 

@@ -29,7 +29,6 @@ class AllZeroRule(PersistentRule):
 
 @RULES.register("all_zero")
 class AllZero(PersistentLocatedRule[AllZeroRule]):
-    fields = AllZeroRule
     what = "all zero"
     stage = "units"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."

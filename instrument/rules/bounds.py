@@ -170,7 +170,6 @@ class StepBounds:
 
 
 def _table(kept: Sequence[tuple[_LayoutBounds, RowLayout, FloatArray]]) -> tuple[RowLayout, FloatArray]:
-    """Return the layout and the statistics of `ALL` of successive steps with the same layout."""
     bounds, layout, _ = kept[0]
     table = np.full((len(kept), len(layout), len(ALL)), np.nan)
     table[:, :, bounds.statistics] = np.stack([numbers for *_, numbers in kept]).transpose(0, 2, 1)

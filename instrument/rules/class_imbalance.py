@@ -31,7 +31,6 @@ class ClassImbalanceRule(RuleBase):
 
 @RULES.register("class_imbalance")
 class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
-    fields = ClassImbalanceRule
     source = "targets"
     saved = ("counts", "done")
     what = "class imbalance"

@@ -25,7 +25,6 @@ class DeadUnitsRule(FractionRule):
 
 @RULES.register("dead_units")
 class DeadUnits(BoundsRule[DeadUnitsRule]):
-    fields = DeadUnitsRule
     what = "dead units"
     stage = "units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."

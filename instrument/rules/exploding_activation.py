@@ -17,7 +17,6 @@ class ExplodingActivationRule(GrowthFields):
 
 @RULES.register("exploding_activation")
 class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
-    fields = ExplodingActivationRule
     what = "exploding activation"
     stage = "divergence"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."

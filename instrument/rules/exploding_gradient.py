@@ -27,7 +27,6 @@ class ExplodingGradientRule(GrowthFields):
 
 @RULES.register("exploding_gradient")
 class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
-    fields = ExplodingGradientRule
     what = "exploding gradient"
     stage = "divergence"
     advice = "Clip gradients with an action clip, or lower the learning rate."

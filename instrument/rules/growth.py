@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from ..config.rules import WindowRule
-from ..fields.field_types import Count, NonNegative
+from ..fields.field_types import Count
 from ..tables.statistics import ALL
 from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended
 from .step_rows import Chosen, FloatArray, IndexArray, StepRows
@@ -27,16 +27,13 @@ class GrowthFields(WindowRule):
         "number, until `after` previous values exist.",
     )
     after: Count = Field(10, description="How many previous values have to exist.")
-    above: NonNegative | None = Field(
-        None, description="The value exceeds this number, whatever the previous values are; null: no absolute bound."
-    )
 
 
 GrowthT = TypeVar("GrowthT", bound=GrowthFields)
 
 
 class GrowthRule(LocatedRule[GrowthT]):
-    """A statistic that grows suddenly, or beyond an absolute bound. It fires when this begins at a location.
+    """A statistic that grows suddenly. It fires when this begins at a location.
 
     The median is only computed if a value exceeds `factor` times a lower bound of it: half of the smallest positive value, since the
     median of an even number of values can be the mean of zero and this value. Before `after` values exist, the square of `factor`
@@ -47,7 +44,6 @@ class GrowthRule(LocatedRule[GrowthT]):
 
     def __init__(self, spec: GrowthT) -> None:
         super().__init__(spec)
-        self._above = np.inf if spec.above is None else spec.above
         self._values = np.zeros((0, spec.window))  # the last values at each location, as a ring
         self._count = np.zeros(0, np.int64)
         self._holds = np.zeros(0, np.bool_)
@@ -62,7 +58,7 @@ class GrowthRule(LocatedRule[GrowthT]):
         # If no value is below `low`, no positive median becomes smaller than half of it.
         lowest = _lowest(self._values)
         low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
-        return Bounds(self.statistics[0], low, np.minimum(self.spec.factor * (low / 2), self._above))
+        return Bounds(self.statistics[0], low, self.spec.factor * (low / 2))
 
     def remember(self, steps: QuietSteps) -> None:
         for layout, numbers in steps.tables:
@@ -87,15 +83,14 @@ class GrowthRule(LocatedRule[GrowthT]):
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots
         exceeded = self._exceeded(slots, values)
         self._add(slots, values[None])
-        holds = values > self._above
+        holds = np.zeros(len(values), np.bool_)
         holds[list(exceeded)] = True
         fired = np.flatnonzero(holds & ~self._holds[slots])
         self._holds[slots] = holds
         for at in fired:
             value = float(values[at])
-            median, bound = exceeded.get(int(at), (None, self._above))
-            compared = f"above {bound:.4g}" if median is None else f"{value / median:.0f} times its median {median:.4g}"
-            text = f"{self.statistics[0]} {value:.4g}, {compared}"
+            median, bound = exceeded[int(at)]
+            text = f"{self.statistics[0]} {value:.4g}, {value / median:.0f} times its median {median:.4g}"
             yield Firing(text, value, bound, chosen.locations[at])
 
     def _exceeded(self, slots: IndexArray, values: FloatArray) -> dict[int, tuple[float, float]]:

@@ -31,7 +31,6 @@ class InputNotNormalizedRule(RuleBase):
 
 @RULES.register("input_not_normalized")
 class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
-    fields = InputNotNormalizedRule
     saved = ("done",)
     what = "input not normalized"
     stage = "setup"

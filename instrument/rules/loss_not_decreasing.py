@@ -39,7 +39,6 @@ class LossNotDecreasingRule(RuleBase):
 
 @RULES.register("loss_not_decreasing")
 class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
-    fields = LossNotDecreasingRule
     saved = ("sums", "count", "first", "last", "constant")
     relation = "constant_prediction"
     what = "loss not decreasing"
@@ -87,7 +86,6 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
                 yield Firing(text, means[-1], low)
 
     def _counts(self) -> list[int]:
-        """Return the number of steps in each quarter of the window."""
         ends = [self.spec.window * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 

@@ -42,7 +42,6 @@ class LossSpikeRule(WindowRule):
 
 @RULES.register("loss_spike")
 class LossSpike(CatalogueRule[LossSpikeRule]):
-    fields = LossSpikeRule
     saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     stage = "divergence"
@@ -70,7 +69,6 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
             yield exceeded
 
     def _exceeded(self, loss: float) -> Firing | None:
-        """Return what to report if a loss is far above the previous ones."""
         if len(self._losses) < self.spec.after:
             bound = max(SUDDEN, self.spec.factor) * max(map(abs, self._losses), default=0.0)
             if len(self._losses) < min(FEWEST, self.spec.after) or not 0 < bound < loss:

@@ -21,7 +21,8 @@ class NonFiniteRule(RuleBase):
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
     a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
-    do not count if it is finite. The values of layers with weights are not masks.
+    do not count if it is finite. The values of layers with weights are not masks. It fires once for each location, and once for the
+    loss of each phase.
     """
 
     rule: Literal["non_finite"]
@@ -29,9 +30,6 @@ class NonFiniteRule(RuleBase):
 
 @RULES.register("non_finite")
 class NonFinite(LocatedRule[NonFiniteRule]):
-    """See `NonFiniteRule`. It fires once for each location, and once for the loss of each phase."""
-
-    fields = NonFiniteRule
     what = "non-finite value"
     stage = "non_finite"
     evidence = "abs_max"

@@ -34,7 +34,6 @@ class OverfitRule(PersistentRule):
 
 @RULES.register("overfit")
 class Overfit(CatalogueRule[OverfitRule]):
-    fields = OverfitRule
     source = "evaluations"
     saved = ("sum", "count", "lowest", "first", "times")
     what = "overfitting"
@@ -68,7 +67,6 @@ class Overfit(CatalogueRule[OverfitRule]):
                 yield Firing(text, ratio, self.spec.above)
 
     def _add(self, losses: Sequence[float]) -> None:
-        """Add training losses."""
         for loss in losses:
             self._sum += loss
         self._count += len(losses)

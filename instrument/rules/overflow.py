@@ -24,7 +24,6 @@ class OverflowRule(FractionRule):
 
 @RULES.register("overflow")
 class Overflow(BoundsRule[OverflowRule]):
-    fields = OverflowRule
     what = "overflow of a cast"
     advice = "Set a smaller scale, such as cast.scale: amax, or a format with a wider range, such as float8_e5m2."
     requires = "a cast, such as hooks=low_precision"

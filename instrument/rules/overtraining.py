@@ -28,7 +28,6 @@ class OvertrainingRule(PersistentRule):
 
 @RULES.register("overtraining")
 class Overtraining(CatalogueRule[OvertrainingRule]):
-    fields = OvertrainingRule
     source = "evaluations"
     saved = ("lowest", "at", "first", "times")
     what = "overtraining"

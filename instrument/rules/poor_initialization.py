@@ -45,7 +45,6 @@ class PoorInitializationRule(RuleBase):
 
 @RULES.register("poor_initialization")
 class PoorInitialization(LocatedRule[PoorInitializationRule]):
-    fields = PoorInitializationRule
     saved = ("done",)
     relation = "constant_prediction"
     what = "poor initialization"
@@ -100,7 +99,6 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
             yield Firing(text, ratio, self.spec.factor, chosen.locations[at])
 
     def _check_blocks(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
-        """Report that most blocks add a multiple of their input to it."""
         ratio, cosine = (chosen.values(rows.column(name), self.merge) for name in ("branch_ratio", "input_cosine"))
         orthogonal = np.sqrt(np.maximum(1 - cosine**2, 0))  # the sine of the angle
         scaled = np.flatnonzero((ratio > LARGE_CHANGE) & (ratio * cosine > PARALLEL * orthogonal))

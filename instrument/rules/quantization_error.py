@@ -25,7 +25,6 @@ class QuantizationErrorRule(PersistentRule):
 
 @RULES.register("quantization_error")
 class QuantizationError(BoundsRule[QuantizationErrorRule]):
-    fields = QuantizationErrorRule
     what = "error of a cast"
     advice = "Keep this tensor in a wider format, or set cast.scale: amax, or a format with blocks."
     requires = "a cast, such as hooks=low_precision"

@@ -78,7 +78,6 @@ class ReferenceRule(PersistentRule):
 
 @RULES.register("reference")
 class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
-    fields = ReferenceRule
     what = "outside of the reference"
     advice = "Compare the run with a healthy one: python -m instrument.diff. The first layers outside are the most likely cause."
     requires = "locations of the reference"
@@ -121,7 +120,6 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         return self._values(rows, chosen, np.fmin) < low, self._values(rows, chosen, np.fmax) > high
 
     def _limits(self, slots: Any = slice(None)) -> tuple[FloatArray, FloatArray]:
-        """Return the limits in the current phase; [slots, statistics]."""
         at = self._of_slot[slots]
         return self._low[at, :, self._phase], self._high[at, :, self._phase]
 

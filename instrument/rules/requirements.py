@@ -12,7 +12,6 @@ from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
 from ..tables.statistics import STATISTICS
-from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
 from .rule import CatalogueRule, LocatedRule
@@ -39,7 +38,7 @@ def check_rules(
 
     Raises:
         ConfigError: A rule names a hook that does not exist, or any hook although it reads none, watches a statistic that no hook
-            records, watches only hooks that it turns on itself, or requires more steps or evaluations than the run has.
+            records, or requires more steps or evaluations than the run has.
     """
     problems = [problem for name, rule in rules.items() for problem in _name_problems(f"rules.{name}", rule, hooks)]
     problems += [
@@ -53,11 +52,8 @@ def check_rules(
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
-        problems += _count_problems(
-            f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations, steps=steps
-        )
+        problems += _count_problems(f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations)
         problems += _record_problems(f"rules.{name}", rule, hooks, read[name], steps)
-    problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
     if problems:
         raise ConfigError(*problems)
 
@@ -83,7 +79,7 @@ def check_references(
         known = {key[:2] for key in rule.reference.index}
         common = {hook for hook, _ in known & sites if not rule.hook or hook in rule.hook}
         if not common:
-            problems.append(_foreign_reference(f"rules.{name}.from", rule, known, sites))
+            problems.append(_foreign_reference(f"rules.{name}.from", rule, known))
             continue
         read = [spec for hook in common if isinstance(spec := hooks[hook], RecordSpec)]
         recorded = {
@@ -98,15 +94,9 @@ def check_references(
         raise ConfigError(*problems)
 
 
-def _foreign_reference(
-    where: str, rule: ReferenceRule, known: Collection[tuple[str, str]], sites: Collection[tuple[str, str]]
-) -> Problem:
-    """Return the problem that the hooks of a model record no layer of a reference."""
-    if {layer for _, layer in known}.isdisjoint(layer for _, layer in sites):
-        message, fix = "the model has no recorded layer of the reference", "make a reference of runs of this model"
-    else:
-        message = "no hook of the reference records this model"
-        fix = f"record with its hooks: {', '.join(sorted({hook for hook, _ in known}))}"
+def _foreign_reference(where: str, rule: ReferenceRule, known: Collection[tuple[str, str]]) -> Problem:
+    message = "the hooks record no layer of the reference"
+    fix = f"record with its hooks ({', '.join(sorted({hook for hook, _ in known}))}), or make a reference of runs of this model"
     allowed = shorten(sorted(f"{layer or '.'} ({hook})" for hook, layer in known))
     return Problem(where, message, list(rule.from_), f"recorded are {allowed}", fix=fix)
 
@@ -170,10 +160,7 @@ def _candidates(rule: CatalogueRule[RuleBase], hooks: Mapping[str, HookSpec]) ->
     }
 
 
-def _count_problems(
-    where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None, steps: int | None
-) -> Iterator[Problem]:
-    """Yield a problem if a run has too few targets, evaluations or steps for a rule."""
+def _count_problems(where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None) -> Iterator[Problem]:
     source = RULES[str(rule.rule)].source if hasattr(rule, "rule") else "steps"
     if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
@@ -182,15 +169,11 @@ def _count_problems(
     if isinstance(rule, PersistentRule) and count is not None and count < rule.for_:
         message = f"cannot be reached: the run has {evaluations} evaluations"
         yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
-    if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:
-        message = f"cannot be reached: the run has {steps} steps"
-        yield Problem(f"{where}.after", message, rule.after, fix="reduce 'after'")
 
 
 def _record_problems(
     where: str, rule: RuleBase, hooks: Mapping[str, HookSpec], read: list[str] | None, steps: int | None
 ) -> Iterator[Problem]:
-    """Yield a problem if no hook records what a rule reads, or in too few steps."""
     if read is None:
         return
     if not read:
@@ -230,22 +213,3 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
     else:
         fix = f"add a hook that records {made.requires}"
     return Problem(where, message, fix=fix)
-
-
-def _cycle_problems(
-    rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
-) -> Iterator[Problem]:
-    """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
-    waiting = {name: names for name, names in read.items() if {*names} <= turned_on_by_rules(rules, hooks)}
-    while waiting:
-        others = {name: rule for name, rule in rules.items() if name not in waiting}
-        ready = [name for name, names in waiting.items() if {*names} & turned_on_by_rules(others, hooks)]
-        if not ready:
-            break
-        for name in ready:
-            del waiting[name]
-    for name, names in waiting.items():
-        message = "can never fire: it reads only hooks that are off until it fires"
-        yield Problem(
-            f"rules.{name}", message, names, fix="read another hook, or remove 'enable' or 'when' of these hooks"
-        )

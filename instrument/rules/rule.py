@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
@@ -122,7 +122,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
     """A rule of the catalogue."""
 
     fields: ClassVar[type[RuleBase]]
-    """The model of its entry in the configuration."""
+    """The model of its entry in the configuration: the argument of the base class."""
 
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
@@ -147,6 +147,13 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     frozen_layers: Collection[str] = ()
     """The layers whose parameters are all frozen."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Read `fields` from the base class: `CatalogueRule[MyRule]`."""
+        super().__init_subclass__(**options)
+        for specification, *_ in filter(None, map(get_args, getattr(cls, "__orig_bases__", ()))):
+            if isinstance(specification, type):
+                cls.fields = specification
 
     def __init__(self, spec: SpecT) -> None:
         self.spec = spec
@@ -204,14 +211,12 @@ class LocatedRule(CatalogueRule[SpecT]):
         """Return the rows of a layout that the rule reads; None if there are none."""
         return layout.choose(self, self.slots_of)
 
-    def _reads(self, location: Location) -> bool:
-        return self.reads(location) and self.selects(location)
-
     def slots_of(self, locations: Sequence[Location]) -> IndexArray:
         """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read."""
         new = locations[len(self._slot_of_number) :]
         if new:
-            slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]
+            read = ((each, self.reads(each) and self.selects(each)) for each in new)
+            slots = [self._slots.setdefault(each, len(self._slots)) if is_read else -1 for each, is_read in read]
             self._slot_of_number = np.concatenate([self._slot_of_number, np.array(slots, np.int64)])
             self.grow(len(self._slots))
         return self._slot_of_number
@@ -331,7 +336,6 @@ def _packed(value: Any) -> Any:
 
 
 def _unpacked(packed: Any, like: Any) -> Any:
-    """Restore a value of the type of `like` from the result of `_packed`."""
     if isinstance(like, np.ndarray):
         return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
     if isinstance(like, set):

@@ -23,7 +23,6 @@ class SaturatedActivationRule(FractionRule):
 
 @RULES.register("saturated_activation")
 class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
-    fields = SaturatedActivationRule
     what = "saturated activation"
     stage = "units"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."

@@ -30,7 +30,6 @@ class TensorVarianceRule(RangeRule):
 
 @RULES.register("tensor_variance")
 class TensorVariance(BoundsRule[TensorVarianceRule]):
-    fields = TensorVarianceRule
     what = "variance of an output"
     too_large, too_small = "huge output", "constant output"
     stage = "units"

@@ -17,8 +17,10 @@ from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 class UnchangedParameterRule(PersistentRule):
     """A parameter has the same statistics in several recorded steps, or its update is zero, while the learning rate is not.
 
-    The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them
-    makes their gradient zero. Frozen layers (`requires_grad` is False) do not count either.
+    It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are
+    two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
+    SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
+    (`requires_grad` is False) do not count either.
     """
 
     rule: Literal["unchanged_parameter"]
@@ -27,13 +29,6 @@ class UnchangedParameterRule(PersistentRule):
 
 @RULES.register("unchanged_parameter")
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
-    """See `UnchangedParameterRule`: for 3 recorded steps (SageMaker Debugger).
-
-    A parameter is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step. Three steps with equal
-    values are therefore two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count.
-    """
-
-    fields = UnchangedParameterRule
     saved = ("counts", "previous")
     what = "unchanged parameter"
     stage = "gradients"

@@ -23,7 +23,6 @@ class UnderflowRule(FractionRule):
 
 @RULES.register("underflow")
 class Underflow(BoundsRule[UnderflowRule]):
-    fields = UnderflowRule
     what = "underflow of a cast"
     advice = "Normalize the tensor, or use cast.scale: amax, a format with blocks, or one with a wider range, such as float8_e5m2."
     requires = "a cast, such as hooks=low_precision"

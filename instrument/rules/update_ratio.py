@@ -35,7 +35,6 @@ class UpdateRatioRule(RangeRule):
 
 @RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
-    fields = UpdateRatioRule
     saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"
@@ -61,7 +60,6 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         yield from super().check(rows, chosen)
 
     def _check_first(self, values: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        """Report that the first update replaces the weights."""
         replaced = (values > REPLACED) & (values < FROM_ZERO)
         if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
             at = int(np.flatnonzero(replaced)[0])

@@ -32,7 +32,6 @@ class VanishingGradientRule(PersistentRule):
 
 @RULES.register("vanishing_gradient")
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
-    fields = VanishingGradientRule
     saved = ("counts", "first_loss")
     what = "vanishing gradient"
     stage = "gradients"

@@ -39,7 +39,6 @@ class ZeroLearningRateRule(PersistentRule):
 
 @RULES.register("zero_learning_rate")
 class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
-    fields = ZeroLearningRateRule
     saved = ("times", "low", "largest", "first")
     what = "zero learning rate"
     stage = "setup"

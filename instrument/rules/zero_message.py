@@ -26,7 +26,6 @@ class ZeroMessageRule(PersistentRule):
 
 @RULES.register("zero_message")
 class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
-    fields = ZeroMessageRule
     what = "message of zeros"
     stage = "setup"
     advice = "Compare the messages of all processes in this step, and check the device and the network of this process."

@@ -19,7 +19,6 @@ import threading
 import time
 import zlib
 from bisect import bisect_right
-from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 from weakref import WeakSet
@@ -67,14 +66,13 @@ def _checksum_of(file: BinaryIO, start: int, size: int) -> int:
     return checksum
 
 
-def column_ranges(metadata: pq.FileMetaData, names: Collection[str] | None = None) -> list[tuple[int, int]]:
+def column_ranges(metadata: pq.FileMetaData) -> list[tuple[int, int]]:
     """Return the position and the size in bytes of each column of each row group."""
     ranges = []
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
-            if names is None or column.path_in_schema.partition(".")[0] in names:
-                start = column.dictionary_page_offset or column.data_page_offset
-                ranges.append((start, column.total_compressed_size))
+            start = column.dictionary_page_offset or column.data_page_offset
+            ranges.append((start, column.total_compressed_size))
     return sorted(ranges)
 
 

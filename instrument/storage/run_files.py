@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from ..errors import InstrumentWarning
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import STATISTICS
-from .checksums import REMEDY, column_ranges, open_checked
+from .checksums import REMEDY
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
 from .parts import (
@@ -74,7 +74,6 @@ class RunFiles:
         self._checked_folders: set[str] = set()  # folders that were checked for foreign files
         self._damaged_files: set[Path] = set()
         self._valid_files: set[Path] = set()
-        self._verified_columns: dict[Path, set[str]] = {}
 
     def info(self) -> dict[str, Any]:
         """Return the content of run.json as far as it can be read.
@@ -155,22 +154,6 @@ class RunFiles:
                     self._problem(file, f"column {', '.join(missing)} is missing: file skipped")
                 else:
                     self._valid_files.add(file)
-
-    def check_columns(self, name: str, columns: Collection[str]) -> None:
-        """Verify columns of all Parquet files of a table, for a reader that verifies no checksums; check their footers too.
-
-        Damaged files are no longer listed. Of remote files, only footers are checked. Columns that were verified before are not read again.
-
-        Raises:
-            FileNotFoundError: A file was deleted in the meantime.
-        """
-        self.check_footers(name)
-        for file in [] if self._is_remote else self._parts(name).values():
-            if rest := set(columns) - self._verified_columns.setdefault(file, set()):
-                with self._errors_reported(file, skip=True), open_checked(str(file)) as content:
-                    for start, size in column_ranges(pq.read_metadata(content), rest):
-                        content.verify(start, start + size)
-                self._verified_columns[file] |= rest
 
     def lacks_columns(self, file: Path, name: str) -> bool:
         """Return whether a file was written by an earlier version, without some of the current columns.

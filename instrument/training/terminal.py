@@ -25,9 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.diagnosis import Finding, diagnoses
-from ..analysis.findings import findings
+from ..analysis.findings import findings, recorded
 from ..analysis.load import Run, load
-from ..analysis.summary import recorded
 from ..config.description import describe_forward
 from ..formatting import human_bytes, shown_path
 from ..plan.cost import Forecast

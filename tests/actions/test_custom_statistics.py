@@ -147,14 +147,14 @@ def test_report_contains_custom_statistics(sweep: instrument.Run) -> None:
 
 
 def test_export_and_trackers_contain_custom_statistics(tmp_path: Path) -> None:
-    from instrument.analysis.exports import write_csv
+    from instrument.commands.export import _write_csv
     from instrument.storage.run_files import RunFiles
 
     probe = record({"mine": hook(spread)})
     row = probe.sink.rows["stats"][0]
     assert {scalar.tag: scalar.value for scalar in scalars("stats", row)}["mine/0/spread"] == row[-1]["spread"]
     record({"mine": hook(spread)}, out=tmp_path / "run")
-    write_csv(RunFiles(tmp_path / "run"), tmp_path)
+    _write_csv(RunFiles(tmp_path / "run"), tmp_path)
     header, first, *_ = (tmp_path / "stats.csv").read_text().splitlines()
     assert "custom" not in header
     position = header.replace('"', "").split(",").index("spread") - len(header.split(","))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pytest
 import scipy.stats
 import torch
@@ -257,15 +256,6 @@ def test_extremes_of_64_bit_integers_are_exact(
     ]
     assert run.sql(f"select max({exact}::bigint) as max from stats where max <= 2^63")["max"].tolist() == [2**63 - 1]
     assert "max_remainder" not in run.sql("select * from stats")
-    lazy = run.lazy("stats", remainders=True).sort("position")
-    exact_max = pl.col("max").cast(pl.Int128) + pl.col("max_remainder").fill_null(0).cast(pl.Int128)
-    rows = lazy.select(exact_max).collect()
-    assert rows["max"].to_list() == [round(max(tensor.tolist())) for tensor in given]
-    largest = lazy.filter((pl.col("max") <= 2.0**63) & (pl.col("max_remainder") != 0)).select(exact_max.max())
-    assert largest.collect().item() == 2**63 - 1
-    assert lazy.drop(pl.selectors.ends_with("_remainder")).collect_schema() == run.lazy("stats").collect_schema()
-    with pytest.raises(ValueError, match="the table 'effects' has no remainders"):
-        run.lazy("effects", remainders=True)
     largest_of_each = [round(max(tensor.tolist())) for tensor in given]
     with pytest.raises(TypeError, match=r"such as \['max'\]"):
         run.read("stats", "max")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instrument.analysis.confidence_interval import adjusted, student
+from instrument.analysis.config_key_effects import adjusted, student
 
 
 def test_interval_of_few_or_equal_numbers() -> None:

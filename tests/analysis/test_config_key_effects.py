@@ -209,7 +209,7 @@ def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
     assert list(zip(frame["optimizer.lr"], frame["n"], frame["pairs"], strict=True)) == [(0.1, 2, 2), (0.2, 2, 2)]
     assert frame["difference"].tolist() == pytest.approx([0.09, 0.18])
     assert sweep.effects_of("hooks.tame.norm", by=["optimizer.lr"]).equals(frame)
-    with pytest.raises(instrument.InstrumentError, match=r"by: all \d+ finished runs have model=\{_target_: MLP"):
+    with pytest.raises(instrument.InstrumentError, match=r"by: all \d+ finished runs have the value \{_target_: MLP"):
         sweep.effects_of("hooks.tame.norm", by="model")
 
 

@@ -15,8 +15,8 @@ from run_folders import CLIP, write_run
 from torch import nn
 
 import instrument
-from instrument.analysis.exports import write_csv
 from instrument.analysis.rule_events import rule_events
+from instrument.commands.export import _write_csv
 from instrument.comparison.diff import _metrics
 from instrument.config.parse import parse_rules
 from instrument.plot import compare
@@ -129,7 +129,7 @@ def test_report_and_live_page_show_custom_metrics(folder: Path) -> None:
 
 
 def test_exported_csv_has_custom_metrics(folder: Path, tmp_path: Path) -> None:
-    write_csv(RunFiles(folder), tmp_path)
+    _write_csv(RunFiles(folder), tmp_path)
     frame = pd.read_csv(tmp_path / "metrics.csv")
     assert frame["late"].tolist()[2] == 0.5
     assert list(frame["step"][frame["episode_return"] == 23]) == [3]

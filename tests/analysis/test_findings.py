@@ -151,26 +151,13 @@ def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.25])
-def test_most_dead_units_finding(made: Make, fraction: float) -> None:
-    rows = [
-        {"layer": "a", "step": 1, "dead_fraction": 0.125},
-        {"layer": "b", "step": 2, "dead_fraction": fraction, "module_type": "ReLU", "zero_fraction": 0.9},
-        {**GRADIENT, "dead_fraction": 1.0},
-    ]
-    found = only(made(stats=rows), "most dead units")
-    assert (found.where, found.when, found.severity, found.number) == ("b output (seen)", 2, "info", fraction)
-    assert found.value == f"{fraction:.1%} of its units are zero for a whole batch"
-
-
-def test_rule_replaces_the_observation_of_the_same_kind(made: Make) -> None:
+def test_rule_is_a_finding_with_advice(made: Make) -> None:
     rows = [{"layer": layer, "step": step, "dead_fraction": 0.75} for step in range(6) for layer in "ab"]
     run = made(stats=rows)
     found = only(run, "dead units")
     assert (found.where, found.when, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
     assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.7, 5 times")
     assert found.value.endswith("(1 more)")
-    assert "most dead units" not in names_of(run)
     assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]
 
 
@@ -187,30 +174,6 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine")]
     (row,) = run.findings.to_dict("records")
     assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
-
-
-def test_zeros_after_relu_replace_missing_dead_units(made: Make) -> None:
-    rows = [
-        {"layer": "linear", "zero_fraction": 1.0},
-        {"layer": "relu", "module_type": "ReLU", "step": 4, "zero_fraction": 0.75},
-        {"layer": "other", "module_type": "ReLU", "zero_fraction": 0.5},
-    ]
-    run = made(stats=rows)
-    found = only(run, "most zeros after a ReLU")
-    assert (found.where, found.when, found.value) == ("relu output (seen)", 4, "75.0% of its output is zero")
-    assert "most dead units" not in names_of(run)
-
-
-@pytest.mark.parametrize("fraction", [0.75, 0.25])
-def test_most_saturated_finding(made: Make, fraction: float) -> None:
-    rows = [{"layer": str(i), "step": i, "saturated_fraction": value} for i, value in enumerate((0.1, fraction, 0.2))]
-    found = only(made(stats=rows), "most saturated")
-    assert (found.where, found.when, found.value) == (
-        "1 output (seen)",
-        1,
-        f"{fraction:.1%} of its output is saturated",
-    )
-    assert found.severity == "info"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.analysis.layer_abbreviations import short_names
+from instrument.analysis.plot_data import short_names
 
 VIT = [
     f"encoder.layers.encoder_layer_{i}.{part}"

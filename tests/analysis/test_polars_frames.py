@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
 from buckets import connected
-from run_folders import damage_inside
-from test_sql import make_run, part
+from test_sql import make_run
 from tiers import tiered
 
 import instrument
-from instrument import InstrumentError, InstrumentWarning
-from instrument.analysis import polars_frames
-from instrument.analysis.query_sources import TableFiles
+from instrument import ConfigError, InstrumentWarning
 from instrument.storage.parts import Part
 from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder
@@ -47,20 +43,6 @@ def everything(folder: Path) -> pl.DataFrame:
     return instrument.load(folder).lazy("stats").collect()
 
 
-@pytest.fixture
-def listed_runs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Record the folders of the runs whose files were listed."""
-    table_files: set[str] = set()
-    original = RunFiles.table_files
-
-    def record_listing(self: RunFiles, name: str) -> object:
-        table_files.add(self.folder.name)
-        return original(self, name)
-
-    monkeypatch.setattr(RunFiles, "table_files", record_listing)
-    return table_files
-
-
 def test_lazy_errors_name_the_extra_and_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     with pytest.raises(ValueError, match=r"unknown table 'stat'; the tables are stats, .*events"):
@@ -78,32 +60,15 @@ def test_lazy_rows_are_in_file_and_run_order(tmp_path: Path) -> None:
     assert rows.rows() == [(run, step) for run, steps in in_files for step in range(steps)] + [("1", 4), ("1", 5)]
 
 
-@pytest.mark.parametrize(
-    ("condition", "left"),
-    [
-        (RUN == "2", "2"),
-        ((RUN == "2") & (LAYER == "a") & (STEP > 1), "2"),
-        ((ODD == 1) & (STEP == 3), "13"),
-        (LR > 0.15, "34"),
-        (RUN.is_in(["1", "4"]) | (LR == 0.0), "014"),
-        (RUN.str.contains("[13]") & ~(pl.col("mean") > 102), "13"),
-        (NAME.is_null(), "34"),
-        ((RUN == "nope") & (STEP == 1), ""),
-    ],
-)
-def test_files_of_excluded_runs_are_not_listed(
-    folder: Path, everything: pl.DataFrame, listed_runs: set[str], condition: pl.Expr, left: str
-) -> None:
-    rows = instrument.load(folder).lazy("stats")
-    assert rows.filter(condition).collect().equals(everything.filter(condition))
-    assert "".join(sorted(listed_runs)) == left
-
-
 @pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # in-memory is the usual engine
 @pytest.mark.parametrize(
     "condition",
     [
         (RUN == "2") | (STEP == 1),
+        (RUN == "2") & (LAYER == "a") & (STEP > 1),
+        (ODD == 1) & (STEP == 3),
+        LR > 0.15,
+        RUN.str.contains("[13]") & ~(pl.col("mean") > 102),
         NAME.is_null() & pl.col("hook").is_null(),
         LR.fill_null(9.0) > 1,
         (RUN + LAYER.cast(str)) == "1a",
@@ -133,6 +98,7 @@ def test_filtered_rows_equal_those_of_the_full_frame(
         lambda frame: frame.filter(ODD == 1).filter(condition).select(pl.len()),
         lambda frame: frame.filter(condition).head(3),
     ]
+    queries.append(lambda frame: frame.filter(condition).sort("mean", "run", "step", "layer").head(2))
     for query in queries:
         expected = query(everything.lazy()).collect()
         assert query(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
@@ -164,29 +130,10 @@ def test_invalid_condition_is_reported_without_reading(folder: Path, monkeypatch
     monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
     rows = instrument.load(folder).lazy("stats")
     for condition in (LAYER > 3, RUN > 3, (STEP > 1) & (LAYER > 3)):
-        with pytest.raises(pl.exceptions.PolarsError, match="cannot compare"):
+        with pytest.raises((pl.exceptions.PolarsError, ConfigError), match=r"(?i)cannot compare"):
             rows.filter(condition).collect()
     with pytest.raises(pl.exceptions.ColumnNotFoundError, match="nope"):
         rows.filter(pl.col("nope") == 1).collect()
-
-
-def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    original = polars_frames._Collection._local_frames
-
-    def fail_midway(self: Any, table_files: TableFiles) -> Iterator[pl.DataFrame]:
-        yield next(original(self, table_files))
-        damage_inside(part(tmp_path / "run", 1))
-        raise pl.exceptions.ComputeError("a page cannot be read")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(polars_frames._Collection, "_local_frames", fail_midway)
-        with (
-            pytest.warns(InstrumentWarning, match="cannot be read"),
-            pytest.raises(InstrumentError, match=r"call collect\(\) again"),
-        ):
-            run.lazy("stats").collect()
-    assert run.lazy("stats").collect().height == 8
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +172,6 @@ def test_remote_filter_equals_local_filter(remote_path: str, closed: Path, condi
     assert remote.filter(condition).collect().equals(local.filter(condition).collect())
     one, other = (rows.filter(condition).select("run", "mean").collect() for rows in (remote, local))
     assert one.equals(other)
-
-
-def test_only_matching_remote_runs_are_listed(remote_path: str, listed_runs: set[str]) -> None:
-    rows = instrument.load(remote_path).lazy("stats")
-    assert rows.filter((ODD == 1) & (STEP < 3)).collect().height == 12
-    assert listed_runs == {"1", "3"}
 
 
 def test_nan_is_the_largest_number_in_remote_files_too(tmp_path: Path) -> None:

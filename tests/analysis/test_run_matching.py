@@ -212,9 +212,9 @@ def test_key_whose_other_values_failed_is_reported(tmp_path: Path) -> None:
     with pytest.raises(instrument.InstrumentError) as error:
         match_runs(instrument.load(tmp_path), "model.fail")
     assert str(error.value).splitlines() == [
-        "effects_of: all 2 finished runs have model.fail=false",
-        "    not finished: 2 failed, model.fail=true",
-        "    they differ in: hooks.tame.norm",
+        "effects_of: all 2 finished runs have the value false",
+        "    given    model.fail",
+        "    allowed  hooks.tame.norm",
     ]
 
 
@@ -229,10 +229,10 @@ VARYING = [(1, clip_config(0.1, optimizer={"lr": 1})), (1, clip_config(1.0, opti
             [(1, clip_config(norm, model={"width": 16})) for norm in (0.1, 1)],
             "done",
             ("model.width",),
-            "^effects_of: all 2 finished runs have model.width=16\n    they differ in: hooks.tame.norm$",
+            "^effects_of: all 2 finished runs have the value 16\n    given    model.width\n    allowed  hooks.tame.norm",
         ),
         (VARYING, "done", ("no.such.key",), "allowed  optimizer.lr, hooks.tame.norm"),
-        (PAIR[:1], "done", ("hooks.tame.norm",), "they differ in: none: the runs differ only in their seed"),
+        (PAIR[:1], "done", ("hooks.tame.norm",), "allowed  none: the runs differ only in their seed"),
         (PAIR, "failed", ("hooks.tame.norm",), "none of the 2 runs is finished"),
         (
             PAIR,

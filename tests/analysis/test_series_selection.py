@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.analysis.plot_data import RecordedSeries
-from instrument.analysis.series_selection import (
+from instrument.analysis.plot_data import (
+    RecordedSeries,
     check_choice,
     evenly_spaced,
     location_names,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from run_folders import damage_inside, write_steps
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
-from instrument.analysis import query_sources
+from instrument.analysis import sql
 from instrument.storage.parts import Part
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
@@ -245,13 +245,13 @@ def test_conditions_on_run_columns_equal_those_on_rows(
 def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     table_files: list[str] = []
-    original = query_sources.table_files
+    original = sql._table_files
 
-    def noted(queried: instrument.Run, table: str) -> query_sources.TableFiles:
+    def noted(queried: instrument.Run, table: str) -> sql._TableFiles:
         table_files.append(table)
         return original(queried, table)
 
-    monkeypatch.setattr(query_sources, "table_files", noted)
+    monkeypatch.setattr(sql, "_table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
     assert table_files == ["stats"]
     run.sql(
@@ -320,10 +320,10 @@ def test_files_merged_while_listing_are_listed_again(
 ) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = query_sources.table_files
+    original = sql._table_files
 
-    def merged(queried: instrument.Run, table: str, runs: Iterable[int] | None = None) -> query_sources.TableFiles:
-        found = original(queried, table, runs)
+    def merged(queried: instrument.Run, table: str) -> sql._TableFiles:
+        found = original(queried, table)
         if part(folder, 1).exists():
             pq.write_table(
                 pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")
@@ -332,7 +332,7 @@ def test_files_merged_while_listing_are_listed_again(
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(query_sources, "table_files", merged)
+    monkeypatch.setattr(sql, "_table_files", merged)
     if reader == "sql":
         assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
     else:

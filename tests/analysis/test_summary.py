@@ -8,7 +8,7 @@ import torch
 from attached_runs import forward_steps
 from torch import nn
 
-from instrument.analysis.summary import recorded
+from instrument.analysis.findings import recorded
 
 
 def test_summary_counts_rows_of_all_record_tables(tmp_path: Path) -> None:

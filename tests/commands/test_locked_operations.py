@@ -53,8 +53,7 @@ def test_upload_does_not_recover_a_locked_run(
     killed: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
-    for module in ("storage.lock", "commands.upload"):
-        monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
+    monkeypatch.setattr("instrument.storage.lock.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()
     answer = call(upload.main, killed, f"memory://{tmp_path}/there").expect(1)

@@ -21,7 +21,7 @@ FILES = {
     "exp/kaiming": "apply: {kaiming: {types: [Linear], action: freeze}}",
     "exp/strict": "rules: {dead_units: {above: 0.3}, mine: {rule: non_finite, then: stop}}",
     "hooks/mine": f"activations: {RECORD}",
-    "rules/mine": "mine: {rule: stalled}",
+    "rules/mine": "mine: {rule: overtraining}",
 }
 
 

@@ -271,9 +271,9 @@ def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) ->
         (["run", "missing"], ["file or folder not found"]),
         (
             "run",
-            ["the model has no recorded layer of the reference", "recorded are a (seen)", "make a reference of runs"],
+            ["the hooks record no layer of the reference", "recorded are a (seen)", "make a reference of runs"],
         ),
-        ("other_hook", ["no hook of the reference records this model", "fix      record with its hooks: other"]),
+        ("other_hook", ["the hooks record no layer of the reference", "fix      record with its hooks (other)"]),
     ],
 )
 def test_problem_of_a_reference_is_named_before_the_first_step(

@@ -175,15 +175,17 @@ def test_error_of_a_custom_rule_names_it() -> None:
 
 
 def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
-    file = {"hooks": {"seen": SEEN}, "rules": {"big": LARGE, "low": {**LARGE, "above": 90.0}, "stalled": None}}
-    assert read_rules(file).keys() == {*default_rules(), "big", "low"} - {"stalled"}
-    assert read_rules(file, {"low": None}).keys() == {*default_rules(), "big"} - {"stalled"}
+    file = {"hooks": {"seen": SEEN}, "rules": {"big": LARGE, "low": {**LARGE, "above": 90.0}, "underflow": None}}
+    assert read_rules(file).keys() == {*default_rules(), "big", "low"} - {"underflow"}
+    assert read_rules(file, {"low": None}).keys() == {*default_rules(), "big"} - {"underflow"}
     assert read_rules(file, None) == {}
     own = read_rules(file, {"nan": {"rule": "non_finite", "then": "stop"}})
     assert "nan" in own
     assert "non_finite" not in own  # a rule replaces the default one of the same kind
-    with pytest.raises(instrument.ConfigError, match=r"rules\.stalld: no rule has this name[\s\S]*similar  stalled"):
-        read_rules(file, {"stalld": None})
+    with pytest.raises(
+        instrument.ConfigError, match=r"rules\.underflo: no rule has this name[\s\S]*similar  underflow"
+    ):
+        read_rules(file, {"underflo": None})
     with pytest.raises(instrument.ConfigError, match="rules: must be a mapping, None or 'default'"):
         attached({"seen": SEEN}, "all")
     (tmp_path / "hooks.yaml").write_text(json.dumps(file))

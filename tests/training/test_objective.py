@@ -15,7 +15,7 @@ from run_folders import write_run
 from training_runs import train_here
 
 import instrument
-from instrument.commands.sweep_checks import check_objective
+from instrument.commands.validation_callback import check_objective
 from instrument.config.search_path import config_loader
 from instrument.errors import ConfigError
 from instrument.training.sweeps.objective import read_objective, score_job

@@ -1,0 +1,308 @@
+"""Observes the calls of losses and the batches of data loaders, in the loop and inside models, while a relation reads them.
+
+The losses of `torch.nn.functional` call functions in C, which are replaced meanwhile. A
+`TorchFunctionMode` would change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.jit._builtins import _get_builtin_table
+from torch.utils.data import dataloader
+
+from ..values.nested import iter_tensors
+
+MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
+_KNOWN = ("torch", "accelerate")  # packages whose samplers have a length without side effects, and repeat no batch
+
+
+class ObservedFunctions:
+    """Functions of PyTorch that are replaced while their calls are observed.
+
+    Args:
+        places: The owner and the name of each function.
+        observed: Returns the function that replaces one, given its name and the original. It calls `observers`.
+    """
+
+    def __init__(
+        self, places: Sequence[tuple[Any, str]], observed: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        self.observers: list[Callable[[Any], None]] = []
+        self._places, self._observed = places, observed
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def add(self, observer: Callable[[Any], None]) -> None:
+        """Let a function observe the calls, until `remove`."""
+        self.observers.append(observer)
+        if not self._replaced:
+            for owner, name in self._places:
+                original = getattr(owner, name)
+                self._replaced.append((owner, name, original, self._observed(name, original)))
+                setattr(owner, name, self._replaced[-1][-1])
+
+    def remove(self, observer: Callable[[Any], None]) -> None:
+        """End the observation by a function. Do nothing if it does not observe."""
+        if observer in self.observers:
+            self.observers.remove(observer)
+        # Otherwise, other code has replaced them too.
+        if not self.observers and all(getattr(owner, name) is new for owner, name, _, new in self._replaced):
+            while self._replaced:
+                owner, name, original, _ = self._replaced.pop()
+                setattr(owner, name, original)
+
+
+class LoaderBatch(NamedTuple):
+    """A batch of a data loader.
+
+    Attributes:
+        iterator: Identifies the pass over the data.
+        number: The index of the batch in its pass, from 0.
+        workers: The number of worker processes.
+        batches: The number of batches of a pass; None if it is unknown, as for samplers that are not of PyTorch.
+        may_repeat: Whether the sampler may give the same batch several times: it is not of PyTorch.
+        fingerprints: The fingerprints of the tensors.
+        step: The training step that follows.
+    """
+
+    iterator: int
+    number: int
+    workers: int
+    batches: int | None
+    may_repeat: bool
+    fingerprints: tuple[bytes, ...]
+    step: int = -1
+
+
+def fingerprint(tensor: Tensor) -> bytes:
+    """Return a hash of the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = flat[:: len(flat) // MAX_ELEMENTS + 1].cpu().contiguous()
+    data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
+    return hashlib.blake2b(repr((tensor.shape, tensor.dtype)).encode() + data, digest_size=8).digest()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Return whether the values of a tensor can be read when the step ends."""
+    is_plain = (
+        type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    )
+    return is_plain and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of operations that have changed a tensor in place; 0 for one of `torch.inference_mode`."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _observed_batch(name: str, original: Callable[..., Any]) -> Callable[..., Any]:  # noqa: ARG001
+    @wraps(original)
+    def next_batch(iterator: Any) -> Any:
+        batch = original(iterator)
+        observers = [*BATCHES.observers]
+        try:
+            observed = _describe_batch(iterator, batch) if observers else None
+        except Exception:  # the batch of any loader must reach the loop
+            return batch
+        if observed is not None and observed.fingerprints:
+            for observer in observers:
+                observer(observed)
+        return batch
+
+    return next_batch
+
+
+def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
+    is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
+    may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
+    batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
+    prints = tuple(fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
+    number, workers = iterator._num_yielded - 1, iterator._num_workers
+    return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints)
+
+
+def _is_known(sampler: Any) -> bool:
+    """Return whether a sampler, and those that it reads, are known. The length of others may draw random numbers."""
+    while sampler is not None:
+        methods = type(sampler).__iter__, type(sampler).__len__
+        if any(method.__module__.partition(".")[0] not in _KNOWN for method in methods):
+            return False
+        sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", None))
+    return True
+
+
+BATCHES = ObservedFunctions([(dataloader._BaseDataLoaderIter, "__next__")], _observed_batch)
+"""Observes each `LoaderBatch` of a data loader of this process."""
+
+
+_NAMES = {
+    "cross_entropy_loss": torch._C._nn,
+    "nll_loss_nd": torch._C._nn,
+    "binary_cross_entropy": torch._C._nn,
+    "binary_cross_entropy_with_logits": torch,
+    "mse_loss": torch._C._nn,
+    "l1_loss": torch._C._nn,
+    "smooth_l1_loss": torch._C._nn,
+    "huber_loss": torch._C._nn,
+}
+"""Where the functions are. The arguments of those for classes are input, target, weight, reduction and ignore_index."""
+MAX_SAMPLES, MAX_CLASSES = 64, 1000  # of the logits that are copied
+TOLERANCE = 0.05  # of the sum of the probabilities of a sample
+_UNCHANGED = frozenset([
+    "View", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "T", "ToCopy", "Clone", "Clamp",
+])  # fmt: skip
+
+
+class BinaryLossCall(NamedTuple):
+    """A call of binary cross-entropy.
+
+    Attributes:
+        of_logits: Whether the loss applies a sigmoid to its input.
+        operation: The operation that computes the input, such as `Sigmoid`, before views, casts and clamps; empty if it is unknown.
+    """
+
+    of_logits: bool
+    operation: str
+
+
+class PairLossCall(NamedTuple):
+    """A call of a loss of pairs of a prediction and a target, such as `mse_loss`.
+
+    Attributes:
+        name: The name of the function.
+        shape: The shape of the pairs.
+        broadcasts: Whether each of several predictions [samples, 1] is paired with each of as many targets [samples], or vice versa,
+            and the result is one number.
+        operation: The operation that computes the predictions, as in `BinaryLossCall`.
+        targets: The targets. They are not copied.
+        result: The loss.
+    """
+
+    name: str
+    shape: torch.Size
+    broadcasts: bool
+    operation: str
+    targets: Tensor
+    result: Tensor
+
+
+class LossCall(NamedTuple):
+    """A call of cross-entropy for classes.
+
+    Attributes:
+        shape: The shape of the logits.
+        targets: The classes, int64, of the shape of the logits without the dimension of the classes. They are not copied.
+        weight: The weight of each class, [classes]; None without weights.
+        is_reduced: Whether the result is one number. Otherwise, the caller may leave targets out of its mean.
+        ignore_index: The class of targets that do not count.
+        is_mean: Whether the result is the mean.
+        result: The loss.
+        operation: The operation that computes the input of `cross_entropy`, as in `BinaryLossCall`; empty for other losses.
+        logits: The logits. In `Training.losses`, a copy of the first 64 rows; None if they are not [samples, classes], or have more
+            than 1,000 classes.
+        is_likelihood: Whether it is a call of `nll_loss`, whose input is the logarithms of probabilities.
+    """
+
+    shape: torch.Size
+    targets: Tensor
+    weight: Tensor | None
+    is_reduced: bool
+    ignore_index: int
+    is_mean: bool
+    result: Tensor
+    operation: str
+    logits: Tensor | None
+    is_likelihood: bool
+
+    def has_probabilities(self) -> bool:
+        """Return whether the input gives probabilities: the loss computes them, or those of most samples add up to 1."""
+        if not self.is_likelihood or self.logits is None:
+            return True
+        sums = self.logits.float().exp().sum(1)
+        return 2 * int(((sums - 1).abs() > TOLERANCE).sum()) <= len(sums)
+
+
+AnyLossCall = LossCall | BinaryLossCall | PairLossCall
+
+
+def copied(call: LossCall) -> LossCall:
+    """Return a call that does not keep the memory of all its logits."""
+    logits, is_small = call.logits, len(call.shape) == 2 and call.shape[1] <= MAX_CLASSES
+    if logits is None or not is_small or not is_readable(logits):
+        return call._replace(logits=None)
+    return call._replace(logits=logits.detach()[:MAX_SAMPLES].clone())
+
+
+def _observed_loss(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if not is_compiling() and len(args) > 1 and args[0].requires_grad:
+            loss = _describe_loss(name, args, result)
+            if loss is not None:
+                for observer in [*LOSSES.observers]:
+                    observer(loss)
+        return result
+
+    _get_builtin_table()[id(call)] = f"aten::{name}"  # TorchScript finds functions in C by their identity
+    finalize(call, _get_builtin_table().pop, id(call), None)
+    return call
+
+
+def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossCall | None:
+    if name.startswith("binary"):
+        return BinaryLossCall(name.endswith("logits"), _operation(args[0]))
+    if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+        broadcasts = result.ndim == 0 and _is_outer(*args[:2])
+        return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), args[1], result)
+    if len(args) < 5 or not _has_classes(args[1]):
+        return None
+    logits, targets, weight, reduction, ignore_index = args[:5]
+    return LossCall(
+        logits.shape,
+        targets,
+        weight,
+        reduction != 0,
+        ignore_index,
+        reduction == 1,
+        result,
+        _operation(logits) if name == "cross_entropy_loss" else "",
+        logits,
+        name == "nll_loss_nd",
+    )
+
+
+def _is_outer(predictions: Tensor, targets: Tensor) -> bool:
+    """Return whether two tensors are views of columns and rows, [samples, samples], as of [samples, 1] and [samples]."""
+    shape = predictions.shape
+    if len(shape) != 2 or shape != targets.shape or shape[0] != shape[1] or shape[0] == 1:
+        return False
+    strides = [predictions.stride(), targets.stride()]
+    return any(one[0] == 0 < one[1] and other[1] == 0 < other[0] for one, other in (strides, reversed(strides)))
+
+
+def _operation(tensor: Tensor) -> str:
+    """Return the operation that computed a tensor, before those of `_UNCHANGED`; empty if it is unknown."""
+    node = tensor.grad_fn
+    while node is not None:
+        name = node.name().rpartition("Backward")[0]  # `TanhBackwardBackward0` is no Tanh
+        if name not in _UNCHANGED:
+            return name
+        node = node.next_functions[0][0]
+    return ""
+
+
+def _has_classes(targets: Tensor) -> bool:
+    is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
+    return targets.dtype == torch.int64 and is_readable(targets) and not is_captured
+
+
+LOSSES = ObservedFunctions([(module, name) for name, module in _NAMES.items()], _observed_loss)
+"""Observes each call of a loss whose input requires gradients."""
