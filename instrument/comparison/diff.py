@@ -121,6 +121,7 @@ def diff(
         raise ConfigError(_nothing_in_common((one, other), comparison, recorded_steps, suggestion))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
     common = sorted({step for steps in steps_of for step in steps})
+    tensors = comparison.tensor_table()
     precisions = comparison.precisions or (() if operators is None else operators.precisions)
     return Diff(
         paths=(runs[0].path, runs[1].path),
@@ -136,14 +137,14 @@ def diff(
         layers=comparison.table(),
         statistics=comparison.statistics,
         steps=comparison.matrix(),
-        tensors=comparison.tensor_table(),
+        tensors=tensors,
         metrics=_metrics(runs, condition),
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
         other_parts=comparison.other_parts,
         suggestion=suggestion,
         operators=operators,
-        noise="" if measured is None or tolerance is not None else measured.source,
+        noise="" if measured is None or tolerance is not None or tensors.empty else measured.source,
         alignment=alignment,
     )
 

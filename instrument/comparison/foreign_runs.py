@@ -118,9 +118,9 @@ def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str,
 
 
 def _phase(run: Run | None) -> str:
-    """Return the phase of the recorded tensors of a run."""
-    batch = next(run.scan("tensors", ["phase"]), None) if run is not None else None
-    return "forward" if batch is None or not batch.num_rows else str(batch["phase"][0])
+    """Return the phase of the recorded tensors or statistics of a run."""
+    batches = () if run is None else (batch for table in ("tensors", "stats") for batch in run.scan(table, ["phase"]))
+    return next((str(batch["phase"][0]) for batch in batches if batch.num_rows), "forward")
 
 
 def _entries_of(run: Run) -> list[Entry]:
