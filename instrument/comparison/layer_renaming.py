@@ -12,7 +12,7 @@ from ..fields.globs import ROOT
 from ..formatting import shorten
 
 MAX_COMPARED = 200  # layers of each run that are compared for a suggestion
-_MAX_TRIED = 20  # candidates for an entry
+_MAX_TRIED, _MAX_ENTRIES = 20, 30  # candidates for a suggested entry, and suggested entries
 
 
 def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Sequence[str]) -> dict[str, str]:
@@ -49,13 +49,12 @@ def suggested_renaming(
     """
     found: dict[str, str] = {}
     matched = _matched(layers, others, rename)
-    while left := {name: kind for name, kind in layers.items() if name not in matched}:
-        free = {name: kind for name, kind in others.items() if name not in matched.values()}
-        count: Counter[tuple[str, str]] = Counter()
-        for layer, module_type in [*left.items()][:MAX_COMPARED]:
-            for other, other_type in [*free.items()][:MAX_COMPARED]:
-                if module_type == other_type:
-                    count[_difference(layer, other)] += 1
+    left = [name for name in layers if name not in matched][:MAX_COMPARED]
+    free = [name for name in others if name not in matched.values()][:MAX_COMPARED]
+    entries = {(one, two): _difference(one, two) for one in left for two in free if layers[one] == others[two]}
+    while len(found) < _MAX_ENTRIES:
+        taken = {*matched.values()}
+        count = Counter(entry for (one, two), entry in entries.items() if one not in matched and two not in taken)
         for (old, new), _ in count.most_common(_MAX_TRIED):
             now = _matched(layers, others, {**rename, **found, old: new}) if old not in found else {}
             if len(now) > len(matched):
