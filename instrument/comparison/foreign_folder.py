@@ -59,6 +59,24 @@ _ROLE_OF_MSPROBE |= {"parameters_grad None": "param_grad"}
 _ROLE_OF_MSPROBE |= {"backward input": "grad_output", "backward output": "grad_input"}  # of the backward pass
 
 
+class Reader:
+    """Reads a tensor. Its shape and dtype are known after it was read once."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._like: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        tensor = self._load()
+        self._like = tensor.new_empty(tensor.shape, device="meta")
+        return tensor
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of device `meta` with its shape and dtype."""
+        return self().to("meta") if self._like is None else self._like
+
+
 class Entry(NamedTuple):
     """One tensor of a folder: where it was computed, and how it is read.
 
@@ -70,7 +88,7 @@ class Entry(NamedTuple):
     layer: str
     role: str
     path: str
-    load: Load
+    load: Reader
     step: int = 0
     call: int = 0
     module_type: str = ""
@@ -127,7 +145,7 @@ class ForeignFolder(RunFiles):
         for index in ds.dataset(places).to_table(filter=condition)["index"].to_pylist() if entries else []:
             entry = entries[index]
             try:
-                tensor = entry.load().contiguous()
+                tensor = entry.load().contiguous() if "data" in columns else entry.load.like
             except (RuntimeError, ValueError, IndexError) as error:
                 where, text = f"{self.path}: {entry.label}", str(error).partition("\n")[0]
                 fix = f"leave it out with null, or correct its dims, in {NAMES_FILE}"
@@ -136,7 +154,7 @@ class ForeignFolder(RunFiles):
             place = ("dump", entry.layer, entry.module_type, KIND_OF_ROLE[entry.role], entry.role, entry.path)
             shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
             row = (*moment, *place, entry.call, 0, False, "global", dtype, shape, shape)
-            flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0)
+            flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0, device="cpu")
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
     def _row(self, entry: Entry) -> dict[str, Any]:
@@ -200,7 +218,7 @@ def read_folder(path: str | Path) -> ForeignFolder:
             if fields["role"] == "batch":
                 result.ids.setdefault(step, {})[fields["path"]] = tensors[name]()
                 continue
-            entry = Entry(load=tensors[name], step=step, statistics=statistics.get(name), **fields)
+            entry = Entry(load=Reader(tensors[name]), step=step, statistics=statistics.get(name), **fields)
             if (key := (*entry.name, step)) in found:
                 twice = f"{entry.label} in {found[key][2]} and {source}"
                 fix = f"pass a folder with one of them, or write {NAMES_FILE}"

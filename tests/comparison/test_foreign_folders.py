@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 import instrument
 from instrument.commands.diff import main
+from instrument.comparison import foreign_folder
 from instrument.comparison.foreign_folder import read_folder
 from instrument.errors import ConfigError
 
@@ -575,3 +576,20 @@ def test_model_that_does_not_run_in_float64_is_reported(tmp_path: Path) -> None:
     found = instrument.diff(tmp_path / "a", tmp_path / "b")
     assert "estimated" in found.noise
     assert found.is_identical
+
+
+def test_tensors_are_read_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the comparison, and once for the shapes or for the rounding noise."""
+    reads: Counter[str] = Counter()
+    given = foreign_folder.Reader.__call__
+
+    def read(self: Any) -> Tensor:
+        tensor = given(self)
+        reads[f"{tensor.dtype}"] += 1
+        return tensor
+
+    monkeypatch.setattr(foreign_folder.Reader, "__call__", read)
+    one, other = write(tmp_path / "a" / "x.npz", {"x": X}), write(tmp_path / "b" / "x.npz", {"x": X})
+    write(one / "float64" / "x.npz", {"x": X.double()})
+    assert instrument.diff(one, other, foreign=True).first is None
+    assert reads == {"torch.float32": 4, "torch.float64": 1}
