@@ -44,18 +44,18 @@ def test_a_repeated_step_has_equal_operators(tmp_path: Path, call: Call) -> None
 
 
 @pytest.mark.slow
-def test_compiled_code_is_compared_at_the_operators_that_it_calls(tmp_path: Path, call: Call) -> None:
+def test_compiled_code_is_compared_at_its_operators(tmp_path: Path, call: Call) -> None:
     for name, compiled in (("eager", "false"), ("compiled", "true")):
         finished(tmp_path / name, *SMALL, f"train.compile={compiled}")
         replay_in(tmp_path, name, *OPS, f"hydra.run.dir={name}_ops").expect(0)
     rows = instrument.load(tmp_path / "compiled_ops").operators
-    assert {"aten.addmm.out", "aten.mm.out"} <= {*rows["operator"]}
-    assert "aten.relu.default" not in {*rows["operator"]}
-    out = call(main, tmp_path / "eager_ops", tmp_path / "compiled_ops").out
-    assert "outputs of operators only in A: " in out
-    operators = instrument.diff(tmp_path / "eager_ops", tmp_path / "compiled_ops", tolerance=1e-3).operators
+    assert {"aten.addmm.default", "aten.mm.default", "aten.relu.default"} <= {*rows["operator"]}
+    assert "aten.mm.out" not in {*rows["operator"]}
+    out = call(main, tmp_path / "eager_ops", tmp_path / "compiled_ops").expect(0).out
+    assert "first operator that differs" in out
+    operators = instrument.diff(tmp_path / "eager_ops", tmp_path / "compiled_ops").operators
     assert operators is not None
-    assert operators.compared > 40
+    assert operators.compared > 50
     assert operators.above is None
 
 

@@ -25,7 +25,7 @@ from ..formatting import shorten
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
-from .layer_renaming import renamed_layers, suggested_renaming
+from .layer_renaming import entries_text, renamed_layers, suggested_renaming
 from .operators import compare_operators
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -108,7 +108,8 @@ def diff(
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
-    suggestion = _suggestion(unmatched[~unmatched["layer"].isin(locations["layer"])], names)
+    types, types_of_other = (dict(zip(each["layer"], each["module_type"], strict=True)) for each in (one, other))
+    suggestion = suggested_renaming(types, types_of_other, plain)
     noise = None if measured is None else measured.of(locations)
     comparison = Comparison(runs, locations, tables, tolerance, noise, {} if measured is None else measured.order)
     comparison.compare_statistics()
@@ -121,6 +122,7 @@ def diff(
         raise ConfigError(_nothing_in_common((one, other), comparison, recorded_steps, suggestion))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
     common = sorted({step for steps in steps_of for step in steps})
+    tensors = comparison.tensor_table()
     precisions = comparison.precisions or (() if operators is None else operators.precisions)
     return Diff(
         paths=(runs[0].path, runs[1].path),
@@ -136,14 +138,14 @@ def diff(
         layers=comparison.table(),
         statistics=comparison.statistics,
         steps=comparison.matrix(),
-        tensors=comparison.tensor_table(),
+        tensors=tensors,
         metrics=_metrics(runs, condition),
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
         other_parts=comparison.other_parts,
         suggestion=suggestion,
         operators=operators,
-        noise="" if measured is None or tolerance is not None else measured.source,
+        noise="" if measured is None or tolerance is not None or tensors.empty else measured.source,
         alignment=alignment,
     )
 
@@ -221,23 +223,11 @@ def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) 
     return pd.concat(left, ignore_index=True)[["run", *keys, "module_type", "scope"]]
 
 
-def _suggestion(unmatched: pd.DataFrame, names: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return an entry of `rename` for layers without a matched location; None if no entry would match any."""
-    types = {
-        name: dict(zip(rows["layer"], rows["module_type"], strict=True)) for name, rows in unmatched.groupby("run")
-    }
-    one, other = types.get("a", {}), types.get("b", {})
-    return suggested_renaming(
-        {layer: kind for layer, kind in one.items() if names[layer] not in other},
-        {layer: kind for layer, kind in other.items() if layer not in names.values()},
-    )
-
-
 def _nothing_in_common(
     places: Sequence[pd.DataFrame],
     comparison: Comparison,
     steps: Sequence[Sequence[int]],
-    suggestion: tuple[str, str] | None,
+    suggestion: Mapping[str, str],
 ) -> Problem:
     """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations
@@ -250,7 +240,7 @@ def _nothing_in_common(
         message = "no tensor was recorded at the compared steps"
         fix = "add a record hook, such as hooks=activations, or compare other steps"
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
-        entry = "OLD=NEW" if suggestion is None else "=".join(suggestion)
+        entry = entries_text(suggestion) or "OLD=NEW"
         message, texts, fix = "no layer was recorded by both runs", layers, f"rename layers: {entry}"
     elif locations.empty:
         message, fix = "the hooks of the two runs record different tensors", "record with the same hooks"

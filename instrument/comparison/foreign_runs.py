@@ -19,7 +19,7 @@ from torch import Tensor
 from ..analysis.load import Run
 from ..errors import ConfigError, Problem
 from ..formatting import shorten
-from .foreign_folder import FLOAT64, Entry, ForeignFolder, is_foreign, read_folder
+from .foreign_folder import FLOAT64, Entry, ForeignFolder, Reader, is_foreign, read_folder
 from .layer_renaming import renamed_layers
 from .tensor_errors import tensor_errors
 from .tensor_expressions import with_derived
@@ -118,15 +118,15 @@ def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str,
 
 
 def _phase(run: Run | None) -> str:
-    """Return the phase of the recorded tensors of a run."""
-    batch = next(run.scan("tensors", ["phase"]), None) if run is not None else None
-    return "forward" if batch is None or not batch.num_rows else str(batch["phase"][0])
+    """Return the phase of the recorded tensors or statistics of a run."""
+    batches = () if run is None else (batch for table in ("tensors", "stats") for batch in run.scan(table, ["phase"]))
+    return next((str(batch["phase"][0]) for batch in batches if batch.num_rows), "forward")
 
 
 def _entries_of(run: Run) -> list[Entry]:
     """Return the recorded tensors of a run, without their values, which the comparison reads."""
     columns = ["layer", "role", "path", "step", "call", "module_type"]
-    return [Entry(load=Tensor, **row) for batch in run.scan("tensors", columns) for row in batch.to_pylist()]
+    return [Entry(load=Reader(Tensor), **row) for batch in run.scan("tensors", columns) for row in batch.to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _with_tokens(entries: Sequence[Entry], tokens: Tokens, index: pd.Series) -> 
         entry = next(iter(parts.values()))
         if parts.keys() == tokens.shapes.keys() and all(_dims(parts[step], tokens.shapes[step]) for step in parts):
             load = partial(_gathered, parts, tokens, torch.tensor(index.to_numpy()))
-            chosen.append(entry._replace(step=0, load=load, dims=()))
+            chosen.append(entry._replace(step=0, load=Reader(load), dims=()))
         else:
             rest.append(entry.label)
     return chosen, rest
@@ -278,7 +278,7 @@ def _dims(entry: Entry, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the names of the first dimensions of a tensor, up to that of its tokens; empty if it has none."""
     if entry.dims:
         return entry.dims if "tokens" in entry.dims or len(shape) == 1 else ()
-    found = tuple(entry.load().shape)
+    found = tuple(entry.load.like.shape)
     if found[: len(shape)] == shape or (len(shape) == 2 and found[:2] == (1, shape[1])):
         return ("batch", "tokens")[-len(shape) :]
     if len(shape) == 1:

@@ -1,7 +1,8 @@
 """The comparison of the operators of two replays of a step, and the first operator with a value that is not finite.
 
-Operators are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape. So a run in
-which some operators are missing, because a compiler fused them, is compared at the others.
+Operators are matched by part, layer, name, output and shape, if both runs have equally many of these: a compiler changes their order. The
+others are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape, and of the
+layer if both runs have it. So a run in which some operators are missing is compared at the others.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from .statistic_differences import decisive, relative_differences
 
 _CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
 _COLUMNS = (*_CALL, "dtype", "shape", "random", "inputs", "nan_inputs", "fingerprint", *OPERATOR_STATISTICS)
-_KEY = ("part", "name", "output", "shape")
+_KEY = ("part", "matched_layer", "name", "output", "shape")
+# An operator that changes its argument, and one that a compiler uses in its place, are matched with the plain one: relu_ and relu,
+# native_batch_norm and _native_batch_norm_legit_functional.
+_VARIANT = r"^(\w+)\._?(.+?)(?:_legit\w*)?_?$"
 IntegerArray = npt.NDArray[np.int64]
+_NEAR = 8  # outputs before one in which its terms are looked for
 MAX_LISTED = 6  # operators between two matched ones that are listed
 
 
@@ -99,9 +104,8 @@ def compare_operators(
         found = []
         for rank in sorted({*outputs[0]["rank"]} & {*outputs[1]["rank"]}):
             sides = [rows[rows["rank"] == rank].reset_index(drop=True) for rows in outputs]
-            keys = pd.concat(sides).groupby([*_KEY]).ngroup().to_numpy()
-            pairs = common_subsequence(keys[: len(sides[0])], keys[len(sides[0]) :])
-            count, *firsts = _first_differences(sides, pairs, limit)
+            pairs = _matched(*sides)
+            count, *firsts = _first_differences(sides, pairs, limit, coarsest((one, other)))
             compared, different = compared + len(pairs), different + count
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
             found.append(firsts)
@@ -119,13 +123,30 @@ def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.Data
 
 
 def _outputs(run: RunTables, step: int, *, only_optimizer: bool) -> pd.DataFrame:
-    """Return the rows of a step that have a fingerprint, with the name of the operator without its overload."""
+    """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
     condition = (ds.field("step") == step) & ds.field("fingerprint").is_valid()
     frames = [*batches(run, "operators", _COLUMNS, condition)]
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
-    names = rows["operator"].astype(str).str.rpartition(".")[0]
+    names = rows["operator"].astype(str).str.rpartition(".")[0].str.replace(_VARIANT, r"\1.\2", regex=True)
     rows = rows.assign(name=names, shape=rows["shape"].map(tuple))
     return rows[rows["part"] == "optimizer"] if only_optimizer else rows
+
+
+def _matched(one: pd.DataFrame, other: pd.DataFrame) -> list[tuple[int, int]]:
+    """Return the pairs of indices of matched outputs, in the order of the first run."""
+    both = pd.concat([one, other])
+    is_shared = both["layer"].isin({*one["layer"].dropna()} & {*other["layer"].dropna()})
+    both["matched_layer"] = both["layer"].astype(object).where(is_shared, "*")
+    keys = both.groupby([*_KEY]).ngroup().to_numpy()
+    sides = keys[: len(one)], keys[len(one) :]
+    counts = [np.bincount(side, minlength=int(keys.max()) + 1) for side in sides]
+    are_as_many = (counts[0] == counts[1]) & (np.bincount(keys, is_shared) > 0)
+    regular = [np.flatnonzero(are_as_many[side]) for side in sides]
+    ordered = [at[np.argsort(side[at], kind="stable")] for at, side in zip(regular, sides, strict=True)]
+    rest = [np.flatnonzero(~are_as_many[side]) for side in sides]
+    found = common_subsequence(*(side[at].astype(np.int64) for side, at in zip(sides, rest, strict=True)))
+    pairs = [*zip(*ordered, strict=True), *((rest[0][i], rest[1][j]) for i, j in found)]
+    return sorted((int(i), int(j)) for i, j in pairs)
 
 
 def common_subsequence(one: IntegerArray, other: IntegerArray) -> list[tuple[int, int]]:
@@ -156,9 +177,12 @@ def _common_lengths(one: IntegerArray, other: IntegerArray) -> IntegerArray:
 
 
 def _first_differences(
-    sides: Sequence[pd.DataFrame], pairs: Sequence[tuple[int, int]], tolerance: float
+    sides: Sequence[pd.DataFrame], pairs: Sequence[tuple[int, int]], tolerance: float, precision: Precision
 ) -> tuple[int, OperatorDifference | None, OperatorDifference | None]:
-    """Return how many outputs have other bits, the first of them, and the first one with a difference above the tolerance."""
+    """Return how many outputs have other bits, the first of them, and the first one with a difference above the tolerance.
+
+    With a tolerance of more than 0, sums of terms that cancel do not differ by more than it: see `_is_cancelled`.
+    """
     matched = (rows.iloc[[pair[side] for pair in pairs]].reset_index(drop=True) for side, rows in enumerate(sides))
     both = pd.concat([rows.add_suffix(f"_{name}") for rows, name in zip(matched, "ab", strict=True)], axis=1)
     is_other = (both["fingerprint_a"] != both["fingerprint_b"]).to_numpy(bool) | (
@@ -166,21 +190,41 @@ def _first_differences(
     ).to_numpy(bool)
     if not is_other.any():
         return 0, None, None
+    known = [*zip(*pairs, strict=True)]
     differences, which = decisive(relative_differences(both, OPERATOR_STATISTICS, None, 0.0))
 
     def of(at: int) -> OperatorDifference:
         a, b = ({name: both[f"{name}_{side}"][at] for name in _COLUMNS} for side in "ab")
         last = pairs[at - 1] if at else (-1, -1)
         between = [
-            tuple(rows["name"][last[side] + 1 : pairs[at][side]].drop_duplicates()) for side, rows in enumerate(sides)
+            tuple(rows["name"][last[side] + 1 : pairs[at][side]].drop(known[side], errors="ignore").drop_duplicates())
+            for side, rows in enumerate(sides)
         ]
         before = at, int((~is_other[:at]).sum())
         return OperatorDifference(
             a, b, OPERATOR_STATISTICS[which[at]], float(differences[at]), before, (between[0], between[1])
         )
 
-    above = is_other & ((differences > tolerance) | (tolerance == 0))
-    return int(is_other.sum()), of(int(is_other.argmax())), of(int(above.argmax())) if above.any() else None
+    above = np.flatnonzero(is_other & ((differences > tolerance) | (tolerance == 0)))
+    unit = precision.unit if tolerance else 0.0
+    last = next((of(int(at)) for at in above if not _is_cancelled(both, int(at), unit)), None)
+    return int(is_other.sum()), of(int(is_other.argmax())), last
+
+
+def _is_cancelled(both: pd.DataFrame, at: int, unit: float) -> bool:
+    """Return whether the rounding errors of a sum of terms that cancel explain the difference of two outputs.
+
+    The partial sums of n terms with random signs have the size sqrt(n) times that of a term, so the errors are of the size of `unit` times
+    this (N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 4.2); 10 roundings are assumed. The terms are not
+    recorded: the largest of the outputs just before this one is taken for them.
+    """
+    rows = both.iloc[max(at - _NEAR, 0) : at + 1]
+    rows = rows[rows["part_a"] == both["part_a"][at]]
+    sizes = rows["shape_a"].map(np.prod).to_numpy(np.float64)
+    size = (rows["l2_a"].to_numpy(np.float64) / np.sqrt(np.fmax(sizes, 1.0))).max()
+    terms = sizes.max() / max(sizes[-1], 1.0)
+    gap = max(abs(both[f"{name}_a"][at] - both[f"{name}_b"][at]) for name in ("mean", "std", "min", "max"))
+    return bool(gap <= 10.0 * unit * np.sqrt(terms) * size)
 
 
 def summary(differences: OperatorDifferences) -> Iterator[str]:
@@ -219,7 +263,7 @@ def _details(one: OperatorDifference) -> Iterator[str]:
             "it draws random numbers, so the random states differ" if one.a["random"] else "this operator is the reason"
         )
         yield f"Its inputs are equal: {reason}."
-    elif count == equal and not any(one.between):
+    elif count == equal and not any(one.between) and pd.notna(one.a["inputs"]) and pd.notna(one.b["inputs"]):
         yield f"Its inputs differ already: {_EARLIER}"
     yield (
         f"All {count:,} outputs before it in this step are equal."
@@ -263,5 +307,5 @@ def non_finite_operators(run: RunTables) -> Iterator[str]:
         for row in pd.concat(bad).query(f"{column} > 0").sort_values(["step", "number"]).head(1).to_dict("records"):
             of = f"{int(row[column]):,} of {int(np.prod(row['shape'])):,}"
             yield f"first {what} of an operator at {_moment(row)}: {operator_text(row)}: {of}"
-            if column == "nan_count" and row["nan_inputs"]:
+            if column == "nan_count" and pd.notna(row["nan_inputs"]) and row["nan_inputs"]:
                 yield f"  Its inputs have NaN already: {_EARLIER}"

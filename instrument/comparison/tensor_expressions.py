@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from .foreign_folder import KIND_OF_ROLE, Entry
+from .foreign_folder import KIND_OF_ROLE, Entry, Reader
 from .layer_renaming import pattern_of, replaced
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
@@ -87,7 +87,7 @@ def with_derived(
                 at = {name: each[step, call] for name, each in sources.items()}
                 used |= {(*each.name, each.step) for each in at.values() if each.layer not in names.values()}
                 load, dims = partial(_evaluated, code, at, where), next(iter(at.values())).dims
-                derived.append(Entry(names[entry.layer], role, entry.path, load, step, call, dims=dims))
+                derived.append(Entry(names[entry.layer], role, entry.path, Reader(load), step, call, dims=dims))
     used |= {(*entry.name, entry.step) for entry in derived}
     return [*(entry for entry in entries if (*entry.name, entry.step) not in used), *derived]
 

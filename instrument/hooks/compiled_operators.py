@@ -45,10 +45,10 @@ _SCHEMAS = (
     f"change_backward(Tensor gradient, Tensor value, Tensor acted, {_SITE}) -> Tensor",
 )
 # CUDA graphs are captured between the operators, which run Python code. Versions of PyTorch without the tag capture no graph.
-_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
-_LIBRARY = torch.library.Library("instrument", "DEF")
+TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
+LIBRARY = torch.library.Library("instrument", "DEF")
 for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema, tags=_TAGS)
+    LIBRARY.define(_schema, tags=TAGS)
 OPERATORS: Any = torch.ops.instrument
 _MAX_INTERVENTIONS = 64  # interventions of one stage
 with torch.inference_mode(False):  # the order of the operators in forward and in backward passes; never written
@@ -164,8 +164,8 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "change_backward": (_change_backward, _fake_copy),
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"instrument::{_name}", _fake, lib=_LIBRARY)
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"instrument::{_name}", _fake, lib=LIBRARY)
 
 
 class Stage(NamedTuple):

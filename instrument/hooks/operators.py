@@ -4,7 +4,7 @@ A `TorchDispatchMode` sees the operators below autograd, in the forward pass, th
 the line of code of an operator are found in Python's frames. In the backward pass, they are those of the operator that made the
 node of the graph, which has the same sequence number.
 
-Kernels that `torch.compile` generated are not operators, so they are not seen; those that they call are. No tensor is kept.
+Of code that `torch.compile` generates, the operators from which it is generated are seen: see `graph_operators`. No tensor is kept.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +23,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.modules import Layers
+from ..runtime.lazy_compiler import compiler_imported
 from ..stats.fingerprint import fingerprint
 from ..stats.flatten import unreadable
 from ..stats.measure import Measured, measure
@@ -34,68 +33,32 @@ from ..values.dtensor import local_shard
 from ..values.nested import iter_tensors
 from .clock import Clock, take
 from .gradient_contribution import next_sequence_number
+from .operator_schemas import PACKAGE, RECORD_OPERATOR, SHOWN, TORCH, OperatorSchema, file_shown, operator_schema
 
 Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]
 _FACTOR = 6364136223846793005  # of Knuth's linear congruential generator (MMIX)
 _MAX_PENDING = 4096  # rows that are kept until they are written
-_TORCH, _PACKAGE = (
-    f"{Path(module.__file__ or '').parent}/" for module in (torch, sys.modules[__package__.partition(".")[0]])
-)
 # Code of this package that measures: its operators are not those of the training. Functions with these names call functions of others.
 _OWN = (
     *("hooks/", "probe/", "stats/", "relations/", "rules/"),
     *(f"actions/{name}.py" for name in ("record", "measurement", "activation_sums", "gradient_statistics")),
 )
+# The first is replaced in modules that `module.compile()` compiles.
+_CALLS = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__
 _PASSING = ("__torch_function__", "run", "call")
-_SHOWN = ("tasks/", "training/models.py")  # losses and models
 _LOOP = ("training/", "commands/")  # frames outside of these are not of the training
 # Functions of torch.utils.checkpoint that run, or repeat, a forward pass.
 _CHECKPOINT = {"forward": "checkpoint", "backward": "repeated", "recompute_fn": "repeated"}
-# Operators whose result has no values yet: their names begin with one of these.
-_UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
-_OVERWRITING = ("copy_", "fill_", "zero_")  # in-place operators that do not read what they change
-_COLLECTIVES = ("c10d", "_c10d_functional")  # their results can be incomplete when they return
-
-
-class _Operator(NamedTuple):
-    """What is known of an operator.
-
-    Attributes:
-        written: The positions and names of the arguments that it changes.
-        unread: Those of them whose values it does not read.
-        has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
-        is_random: Whether it draws random numbers.
-    """
-
-    name: str
-    written: tuple[tuple[int, str], ...]
-    unread: tuple[tuple[int, str], ...]
-    has_values: bool
-    is_random: bool
 
 
 _Inputs = tuple[Tensor | None, list[Measured]]
+"""A hash of the bits of all tensors that an operator reads, None if it reads none; and their sums."""
 
 
 class _Location(NamedTuple):
     part: Part = "backward"
     layer: str | None = None
     source: str | None = None
-
-
-@cache
-def _operator(function: Any) -> _Operator:
-    schema = getattr(function, "_schema", None)
-    if schema is None:  # a higher-order operator
-        return _Operator(str(function), (), (), has_values=True, is_random=False)
-    namespace, _, name = schema.name.partition("::")
-    arguments = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
-    has_values = not (is_view or name.startswith(_UNINITIALIZED) or namespace in _COLLECTIVES)
-    is_random = torch.Tag.nondeterministic_seeded in function.tags
-    written = tuple((i, a.name) for i, a in arguments)
-    unread = tuple((i, a.name) for i, a in arguments if a.is_out or is_random or name in _OVERWRITING)
-    return _Operator(str(function), written, unread, has_values, is_random)
 
 
 class OperatorMode(TorchDispatchMode):
@@ -122,7 +85,9 @@ class OperatorMode(TorchDispatchMode):
         # Whether the last operator changed a view in place, which makes another node (`CopySlices`) afterwards.
         self._makes_another = False
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Measured] | None]] = []
+        self._pending: list[tuple[Row, _Inputs | None, tuple[Tensor, Measured] | None]] = []
+        # For each graph whose results arrive: the number of its first operator, and the indices of those that are known.
+        self._graphs: dict[int, tuple[int, set[int]]] = {}
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -132,8 +97,13 @@ class OperatorMode(TorchDispatchMode):
             return
         self.is_active, self._thread = True, threading.get_ident()
         self._add_nodes(_Location())
+        visible: AbstractContextManager[None] = nullcontext()
+        if compiler_imported():
+            from .graph_operators import visible_operators
+
+            visible = visible_operators()
         try:
-            with self:
+            with visible, self:
                 yield
         finally:
             self.is_active = False
@@ -157,10 +127,14 @@ class OperatorMode(TorchDispatchMode):
         if moment.step != self._step:
             self._step, self._number = moment.step, 0
             self._sequence, self._origins = self._sequence[-1:], [_Location()]
-        location = self._locate(sys._getframe(1))
+            self._graphs.clear()
+        is_of_graph = func is RECORD_OPERATOR
+        location = self._locate(sys._getframe(1), in_graph=is_of_graph)
         if location is None:
             return func(*args, **kwargs)
-        operator = _operator(func)
+        if is_of_graph:
+            return self._add_of_graph(location, *args)
+        operator = operator_schema(func)
         inputs = _inputs(operator, args, kwargs) if operator.has_values else (None, [])
         result = func(*args, **kwargs)
         self._makes_another = any(
@@ -172,41 +146,77 @@ class OperatorMode(TorchDispatchMode):
     def flush(self) -> None:
         """Write the rows. Waits for devices."""
         rows = []
-        for row, (inputs, measured_inputs), values in take(self._pending):
-            nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in measured_inputs)
+        for row, inputs, values in take(self._pending):
+            read: tuple[int | None, int | float | None] = None, None
+            if inputs is not None:
+                bits, sums = inputs
+                nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in sums)
+                read = 0 if bits is None else int(bits), nans
             numbers: list[float | None] = [None] * (1 + len(OPERATOR_STATISTICS))
             if values is not None:
                 bits, measured = values
                 numbers = [int(bits), *measured.statistics(OPERATOR_STATISTICS)]
-            rows.append((*row, 0 if inputs is None else int(inputs), nans, *numbers))
+            rows.append((*row, *read, *numbers))
         if rows:
             self._write(rows)
 
-    def _add(self, operator: _Operator, inputs: _Inputs, outputs: Iterable[Tensor], location: _Location) -> None:
+    def _add(self, operator: OperatorSchema, inputs: _Inputs, outputs: Iterable[Tensor], location: _Location) -> None:
         """Add a row for each tensor that an operator returned or changed."""
-        moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
         number, self._number = self._number, self._number + 1
         for index, tensor in enumerate(outputs):
-            part = local_shard(tensor.detach())
-            has_values = operator.has_values and _is_readable(part, index)
             layer = self._owners.get(id(tensor)) if location.layer is None else location.layer
-            place = (*moment, self._clock.rank, number, location.part, layer, operator.name, location.source)
-            row = (
-                *place,
-                index,
-                str(part.dtype).removeprefix("torch."),
-                None if part.is_nested else list(part.shape),
-                operator.is_random,
-            )
-            self._pending.append((row, inputs, (fingerprint(part), measure(part)) if has_values else None))
+            self._add_row(number, operator, inputs, index, tensor, location._replace(layer=layer))
+
+    def _add_of_graph(self, location: _Location, value: Tensor, *about: Any) -> None:
+        """Add a row for the result of an operator of a graph.
+
+        The results of a graph arrive in any order, but once in each call.
+
+        Args:
+            location: Where the graph is called.
+            value: The result.
+            about: The other arguments of `RECORD_OPERATOR`. `path` is the name of the module inside the one whose code is compiled.
+        """
+        name, is_backward, path, source, output, is_random, graph, index, count = about
+        first, known = self._graphs.get(graph, (0, {index}))
+        if index in known:
+            first, known = self._graphs[graph] = self._number, set()
+            self._number += count
+        known.add(index)
+        layer = ".".join(filter(None, (location.layer, path)))
+        here = _Location(
+            "backward" if is_backward else location.part,
+            layer if layer in self._names.values() else location.layer,
+            source or location.source,
+        )
+        schema = OperatorSchema(name, (), (), has_values=True, is_random=is_random)
+        self._add_row(first + index, schema, None, output, value, here)
+
+    def _add_row(
+        self,
+        number: int,
+        operator: OperatorSchema,
+        inputs: _Inputs | None,
+        index: int,
+        tensor: Tensor,
+        location: _Location,
+    ) -> None:
+        moment = self._clock.boundary if location.part == "optimizer" else self._clock.moment
+        part = local_shard(tensor.detach())
+        has_values = operator.has_values and _is_readable(part, index)
+        place = (*moment, self._clock.rank, number, location.part, location.layer, operator.name, location.source)
+        shape = None if part.is_nested else list(part.shape)
+        row = (*place, index, str(part.dtype).removeprefix("torch."), shape, operator.is_random)
+        self._pending.append((row, inputs, (fingerprint(part), measure(part)) if has_values else None))
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
-    def _locate(self, frame: FrameType | None) -> _Location | None:
-        """Return where an operator is called; None for operators of this package.
+    def _locate(self, frame: FrameType | None, *, in_graph: bool) -> _Location | None:
+        """Return where an operator is called; None for operators of this package, and for those that code of a graph calls.
 
         Args:
             frame: The innermost frame that can be the caller.
+            in_graph: Whether the operator is `RECORD_OPERATOR`, which code of a graph calls.
         """
         node: Any = torch._C._current_autograd_node()
         part: Part = "loop"
@@ -227,11 +237,11 @@ class OperatorMode(TorchDispatchMode):
                 part = "recompute"
             elif kind == "optimizer":
                 part = "optimizer" if layer is None else part
-            elif kind == "own" and not is_action:
+            elif (kind == "own" and not is_action) or (kind == "graph" and not in_graph):
                 return None
             elif kind == "action":
                 is_action = True
-            elif kind not in ("", "own", "backward") and source is None:
+            elif kind not in ("", "own", "graph", "backward") and source is None:
                 source = f"{kind}:{frame.f_lineno}"
             frame = frame.f_back
         if node is None or layer is not None:
@@ -276,31 +286,24 @@ class OperatorMode(TorchDispatchMode):
 
 def _kind(code: CodeType) -> str:
     file = code.co_filename
-    if code is nn.Module._call_impl.__code__:
+    if code in _CALLS:
         return "call"
     if code is _engine_run_backward.__code__:
         return "backward"
-    if file == f"{_TORCH}utils/checkpoint.py" and code.co_name in _CHECKPOINT:
+    if file == f"{TORCH}utils/checkpoint.py" and code.co_name in _CHECKPOINT:
         return _CHECKPOINT[code.co_name]
-    if file.startswith(f"{_TORCH}optim/"):
+    if file.startswith(f"{TORCH}optim/"):
         return "optimizer"
-    if file.startswith((_TORCH, "<")) or "/torchinductor_" in file:  # generated code
-        return ""
-    if file.startswith(_PACKAGE):
-        inside = file.removeprefix(_PACKAGE)
-        if inside.startswith(_SHOWN):
-            return f"instrument/{inside}"
+    if file.startswith(PACKAGE) and not file.removeprefix(PACKAGE).startswith(SHOWN):
+        inside = file.removeprefix(PACKAGE)
         if inside.startswith(_OWN):
             return "" if code.co_name in _PASSING else "own"
         return "action" if inside.startswith("actions/") else "end" if inside.startswith(_LOOP) else ""
-    path = Path(file)
-    return next(
-        (str(path.relative_to(each)) for each in path.parents if each.name == "site-packages" or each == Path.cwd()),
-        file,
-    )
+    is_graph = {"instrument", "record_operator"} <= {*code.co_names}  # generated code that calls `RECORD_OPERATOR`
+    return "graph" if is_graph else file_shown(file)
 
 
-def _inputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
+def _inputs(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs:
     """Return a hash of the bits of all tensors that an operator reads, None if it reads none, and their sums."""
     values = [value for at, value in enumerate(args) if at not in [position for position, _ in operator.unread]]
     values += [value for name, value in kwargs.items() if name not in [unread for _, unread in operator.unread]]
@@ -324,7 +327,7 @@ def _is_readable(tensor: Tensor, index: int) -> bool:
     return not tensor.is_nested and not is_workspace and unreadable(tensor) is None
 
 
-def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:
+def _outputs(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Iterator[Tensor]:
     """Yield the tensors that an operator returned, and those that it changed without returning them."""
     returned = set()
     for _, tensor in iter_tensors(result):
@@ -334,7 +337,7 @@ def _outputs(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any],
         yield from (tensor for _, tensor in iter_tensors(value) if id(tensor) not in returned)
 
 
-def _written(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def _written(operator: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an operator changes."""
     for at, name in operator.written:
         yield args[at] if at < len(args) else kwargs.get(name)

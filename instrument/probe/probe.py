@@ -568,11 +568,11 @@ class Probe(OwnedByProcess):
                 loss.backward()
                 optimizer.step()
 
-        Operators of the backward pass are included. Those of hooks that record are not. Of compiled code, only the operators that it
-        calls are visible, not its generated kernels. This costs time: use it in single steps. A block inside another one has no effect.
+        Operators of the backward pass are included. Those of hooks that record are not. Code of `torch.compile` is compiled again for
+        these blocks, so that its operators are visible. This costs time: use it in single steps. A block inside another one has no effect.
 
         Training stays bit-identical, except where PyTorch itself depends on dispatch modes: it computes the gradients of `prod`, and of the
-        value of `masked_fill`, by other operators then.
+        value of `masked_fill`, by other operators then. Inductor can fuse other operators than without the block, with other rounding.
         """
         if self._operators is None:
             self._operators = OperatorMode(self.plan.layers, self.clock, partial(self.recorder.write, "operators"))

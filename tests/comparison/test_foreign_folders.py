@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,11 @@ import torch
 from conftest import REPOSITORY, Call
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 import instrument
 from instrument.commands.diff import main
+from instrument.comparison import foreign_folder
 from instrument.comparison.foreign_folder import read_folder
 from instrument.errors import ConfigError
 
@@ -94,6 +97,74 @@ def test_names_of_msprobe_are_read(tmp_path: Path) -> None:
     ]
     assert {entry.step for entry in entries} == {5}
     assert torch.equal(entries[1].load(), X + 1)
+
+
+def msprobe_report(tensor: Tensor) -> dict[str, Any]:
+    """Return what msprobe 26.2 writes about a tensor in `dump.json`."""
+    numbers = {"Max": tensor.max(), "Min": tensor.min(), "Mean": tensor.mean(), "Norm": tensor.norm()}
+    about = {"type": "torch.Tensor", "dtype": "torch.float32", "shape": [*tensor.shape], "requires_grad": False}
+    return {**about, **{name: value.item() for name, value in numbers.items()}}
+
+
+def msprobe_dump(folder: Path, layer: nn.Linear, *, task: str) -> Path:
+    """Write a step in the layout of `PrecisionDebugger` of msprobe 26.2 on one process: level mix."""
+    x = X.reshape(-1, 4)[:2].clone().requires_grad_()
+    out = layer(x)
+    gradients = torch.autograd.grad(out.sum(), (x, layer.weight, layer.bias))
+    tensors = {
+        "Functional.linear.0.forward": {"input_args": [x, layer.weight], "input_kwargs": {}, "output": [out]},
+        "Module.fc.Linear.forward.0": {
+            "input_args": [x],
+            "input_kwargs": {},
+            "output": [out],
+            "parameters": {"weight": layer.weight, "bias": layer.bias},
+        },
+        "Module.fc.Linear.parameters_grad.0": {"weight": [gradients[1]], "bias": [gradients[2]]},
+        "Module.fc.Linear.backward.0": {"input": [torch.ones_like(out)], "output": [gradients[0]]},
+    }
+    place = folder / "step0" / "proc5200"
+    (place / "dump_tensor_data").mkdir(parents=True)
+    report = {"task": task, "level": "mix", "framework": "pytorch", "dump_data_dir": str(place / "dump_tensor_data")}
+    data: Any = {}
+    for call, sides in tensors.items():
+        data[call] = {side: tree_map(msprobe_report, values) for side, values in sides.items()}
+        for side, values in sides.items() if task == "tensor" else ():
+            for path, value in tree_flatten_with_path(values)[0]:
+                keys = [
+                    side.removesuffix("_args"),
+                    *(str(getattr(key, "key", getattr(key, "idx", ""))) for key in path),
+                ]
+                name = side if "parameters_grad" in call else ".".join(keys)
+                torch.save(value.detach(), place / "dump_tensor_data" / f"{call}.{name}.pt")
+    (place / "dump.json").write_text(json.dumps({**report, "data": data}))
+    return folder
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_dumps_of_msprobe_are_compared_with_a_run(tmp_path: Path, task: str) -> None:
+    fc = nn.Linear(4, 3)
+    theirs = msprobe_dump(tmp_path / "theirs", fc, task=task)
+    hooks = {
+        "outputs": {"layers": "fc", "kind": "forward"},
+        "inputs": {"layers": "fc", "kind": "forward_pre"},
+        "parameters": {"layers": "fc", "kind": "step_pre", "role": "param"},
+        "gradients": {"layers": "fc", "kind": "parameter_grad"},
+        "input_gradients": {"layers": "fc", "kind": "full_backward"},
+    }
+    specs = {name: {**spec, "action": "record", "tensors": task == "tensor"} for name, spec in hooks.items()}
+    x = X.reshape(-1, 4)[:2].clone().requires_grad_()
+    net, optimizer = nn.Sequential(OrderedDict(fc=fc)), torch.optim.SGD(fc.parameters(), lr=0.0)
+    with instrument.attach(net, specs, optimizer=optimizer) as probe:
+        net(x).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    difference = instrument.diff(probe.run, theirs, foreign=True)
+    assert len(difference.layers) == 7
+    assert ("EQUAL BITS" if task == "tensor" else "WITHIN THE TOLERANCE") in str(difference)
+    changed = nn.Linear(4, 3)
+    changed.load_state_dict({"weight": fc.weight * 1.01, "bias": fc.bias})
+    other = instrument.diff(probe.run, msprobe_dump(tmp_path / "other", changed, task=task), foreign=True)
+    assert "DIFFERENT" in str(other)
 
 
 NAMES = """
@@ -505,3 +576,20 @@ def test_model_that_does_not_run_in_float64_is_reported(tmp_path: Path) -> None:
     found = instrument.diff(tmp_path / "a", tmp_path / "b")
     assert "estimated" in found.noise
     assert found.is_identical
+
+
+def test_tensors_are_read_at_most_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the comparison, and once for the shapes or for the rounding noise."""
+    reads: Counter[str] = Counter()
+    given = foreign_folder.Reader.__call__
+
+    def read(self: Any) -> Tensor:
+        tensor = given(self)
+        reads[f"{tensor.dtype}"] += 1
+        return tensor
+
+    monkeypatch.setattr(foreign_folder.Reader, "__call__", read)
+    one, other = write(tmp_path / "a" / "x.npz", {"x": X}), write(tmp_path / "b" / "x.npz", {"x": X})
+    write(one / "float64" / "x.npz", {"x": X.double()})
+    assert instrument.diff(one, other, foreign=True).first is None
+    assert reads == {"torch.float32": 4, "torch.float64": 1}

@@ -51,9 +51,20 @@ def test_invalid_entry_is_reported(rename: dict[str, str], message: str) -> None
     assert message in str(error.value)
 
 
-def test_suggestion_matches_the_most_layers() -> None:
+def test_suggestions_match_all_layers_that_they_can() -> None:
     one = {"": "Net", "encoder.0": "Conv2d", "encoder.1": "ReLU", "head": "Linear"}
     other = {"": "Net", "features.0": "Conv2d", "features.1": "ReLU", "out": "Linear"}
-    assert suggested_renaming(one, other) == ("encoder", "features")
-    assert suggested_renaming({"a": "ReLU", "b": "Linear"}, {"m.a": "ReLU", "m.b": "Linear"}) == (".", "m")
-    assert suggested_renaming({"a": "ReLU"}, {"b": "Linear"}) is None
+    assert suggested_renaming(one, other, {}) == {"encoder": "features", "head": "out"}
+    assert suggested_renaming(one, other, {"encoder": "features"}) == {"head": "out"}
+    assert suggested_renaming({"a": "ReLU", "b": "Linear"}, {"m.a": "ReLU", "m.b": "Linear"}, {}) == {".": "m"}
+    assert suggested_renaming({"a": "ReLU"}, {"b": "Linear"}, {}) == {}
+
+
+def test_suggestions_have_wildcards_for_repeated_blocks() -> None:
+    parts = {"ln_1": "LayerNorm", "attn.c_proj": "Linear", "mlp.c_fc": "Linear", "mlp.act": "GELU"}
+    names = {"ln_1": "norm1", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.fc1", "mlp.act": "mlp.act"}
+    one = {f"h.{block}.{part}": kind for block in range(12) for part, kind in parts.items()}
+    other = {f"blocks.{block}.{names[part]}": kind for block in range(12) for part, kind in parts.items()}
+    rename = suggested_renaming(one, other, {})
+    assert set(renamed_layers(rename, [*one], [*other]).values()) == {*other}
+    assert len(rename) == 4
