@@ -25,7 +25,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.modules import Layers
-from ..stats.fingerprint import fingerprint
+from ..stats.fingerprint import fingerprint, projection
 from ..stats.flatten import unreadable
 from ..stats.measure import Measured, measure
 from ..tables.schemas import OPERATOR_STATISTICS
@@ -122,7 +122,7 @@ class OperatorMode(TorchDispatchMode):
         # Whether the last operator changed a view in place, which makes another node (`CopySlices`) afterwards.
         self._makes_another = False
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Measured] | None]] = []
+        self._pending: list[tuple[Row, _Inputs, tuple[Tensor, Tensor | None, Measured] | None]] = []
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -174,10 +174,14 @@ class OperatorMode(TorchDispatchMode):
         rows = []
         for row, (inputs, measured_inputs), values in take(self._pending):
             nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in measured_inputs)
-            numbers: list[float | None] = [None] * (1 + len(OPERATOR_STATISTICS))
+            numbers: list[float | None] = [None] * (2 + len(OPERATOR_STATISTICS))
             if values is not None:
-                bits, measured = values
-                numbers = [int(bits), *measured.statistics(OPERATOR_STATISTICS)]
+                bits, sketch, measured = values
+                numbers = [
+                    int(bits),
+                    None if sketch is None else float(sketch),
+                    *measured.statistics(OPERATOR_STATISTICS),
+                ]
             rows.append((*row, 0 if inputs is None else int(inputs), nans, *numbers))
         if rows:
             self._write(rows)
@@ -198,7 +202,9 @@ class OperatorMode(TorchDispatchMode):
                 None if part.is_nested else list(part.shape),
                 operator.is_random,
             )
-            self._pending.append((row, inputs, (fingerprint(part), measure(part)) if has_values else None))
+            self._pending.append(
+                (row, inputs, (fingerprint(part), projection(part), measure(part)) if has_values else None)
+            )
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 

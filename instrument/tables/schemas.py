@@ -573,6 +573,8 @@ for _table in (
             nan_inputs | int64 | elements | number of NaN in these tensors
             fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,
                 uninitialized memory, collectives and tensors that cannot be read
+            projection | double | | sum of the elements with pseudo-random signs, which are the same for each tensor of this size; null
+                where `fingerprint` is, and for integers
             """,
             MOMENT,
             *_of_statistics(OPERATOR_STATISTICS),
