@@ -16,6 +16,7 @@ import pandas as pd
 import pyarrow.dataset as ds
 
 from ..analysis.run_tables import RunTables
+from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
 from ..tables.schemas import OPERATOR_STATISTICS
@@ -72,7 +73,9 @@ class OperatorDifferences:
     """The differences between the operators of two runs.
 
     Attributes:
-        steps: The steps in which both runs recorded operators, without those after amplified rounding; see `process_relations`.
+        steps: The compared steps.
+        left_out: How many later steps of both runs are not compared. For different numbers of processes, these are those after the first
+            step of an optimizer that divides, such as Adam, which can amplify rounding.
         precisions: The precisions of the two runs.
         tolerance: The relative difference above which outputs differ.
         compared: The number of outputs that both runs have. Views, collectives and unreadable tensors have no bits to compare.
@@ -86,6 +89,7 @@ class OperatorDifferences:
     """
 
     steps: tuple[int, ...]
+    left_out: int
     precisions: tuple[Precision, Precision]
     tolerance: float
     compared: int
@@ -104,7 +108,11 @@ class OperatorDifferences:
 def compare_operators(
     runs: tuple[RunTables, RunTables], condition: ds.Expression | None, tolerance: float | None
 ) -> OperatorDifferences | None:
-    """Compare the operators of two runs, one step at a time. Return None if they have no output in common."""
+    """Compare the operators of two runs, one step at a time. Return None if they have no output in common.
+
+    Raises:
+        ConfigError: The numbers of processes differ, and one of them recorded no operators in a step.
+    """
     seen = [pd.concat([pd.DataFrame(columns=["step", "dtype"]), *_dtypes(run, condition)]) for run in runs]
     steps = tuple(sorted({*seen[0]["step"]} & {*seen[1]["step"]}))
     empty = pd.DataFrame(columns=["location", "min", "max", "abs_max"])
@@ -118,6 +126,10 @@ def compare_operators(
     for step in steps:
         outputs = [_outputs(run, step) for run in runs]
         if are_related:
+            for name, run, rows in zip("AB", runs, outputs, strict=True):
+                if missing := {*range(run.info.get("ranks", 1))} - {*rows["rank"]}:
+                    problem = f"no operators of rank {shorten([*map(str, missing)])} in step {step}"
+                    raise ConfigError(Problem(name, problem, fix="record the operators of this step in all processes"))
             unit = coarsest((one, other)).unit
             matched = MatchedOutputs(outputs, 2 * unit / limit if limit else 0.0)  # as for statistics of gradients
             table, *firsts = _relations(matched, limit, unit)
@@ -128,9 +140,8 @@ def compare_operators(
                 for total, rows in zip(unmatched, outputs, strict=True)
             ]
             first, above = (before or of_step for before, of_step in zip((first, above), firsts, strict=True))
-            if RELATIONS[-1] in table["relation"].array:
-                steps = tuple(each for each in steps if each <= step)
-                break  # the parameters differ from here on
+            if matched.divides.any():
+                break  # the parameters can differ from here on
             continue
         found = []
         for rank in sorted({*outputs[0]["rank"]} & {*outputs[1]["rank"]}):
@@ -145,7 +156,10 @@ def compare_operators(
         first, above = (before or of_step for before, of_step in zip((first, above), earliest, strict=True))
     rest = (unmatched[0], unmatched[1])
     joined = pd.concat(relations) if relations else None
-    result = OperatorDifferences(steps, (one, other), limit, compared, different, first, above, rest, joined)
+    left_out = len(steps) - len(relations) if relations else 0
+    result = OperatorDifferences(
+        steps[: len(steps) - left_out], left_out, (one, other), limit, compared, different, first, above, rest, joined
+    )
     return result if compared else None
 
 
@@ -189,6 +203,20 @@ def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.Data
     """Yield the steps and the dtypes of the operators of a run."""
     for rows in batches(run, "operators", ["step", "dtype"], condition):
         yield rows.drop_duplicates()
+
+
+def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression | None) -> Problem | None:
+    """Return the problem that both runs recorded operators, but in no common step; None otherwise."""
+    one, other = ({step for rows in _dtypes(run, condition) for step in rows["step"]} for run in runs)
+    if not one or not other or one & other:
+        return None
+    given = "; ".join(f"{name}: {shorten([*map(str, sorted(each))])}" for name, each in (("A", one), ("B", other)))
+    source = (runs[1].info.get("replay") or {}).get("source")
+    fix = "record the same step of both in a block `with probe.record_operators():`"
+    if source is not None:
+        fix = f"python -m instrument.replay {source} --steps {min(one)} --ops"
+    message = "nothing to compare: the two runs recorded the operators of different steps"
+    return Problem("steps", message, given, "at least one step that both recorded", fix=fix)
 
 
 def _outputs(run: RunTables, step: int) -> pd.DataFrame:
@@ -256,6 +284,8 @@ def summary(differences: OperatorDifferences) -> Iterator[str]:
             for relation in (*RELATIONS, "")
             if relation in counts
         )
+    if differences.left_out:
+        yield f"  not compared: {differences.left_out} later steps, since the optimizer divides, which can amplify rounding"
     for name, count in zip("AB", differences.unmatched, strict=True):
         if count:
             yield f"  outputs of operators only in {name}: {count:,}"

@@ -50,6 +50,7 @@ class MatchedOutputs:
     Attributes:
         programs: The rows of each process, first those of the first run.
         at: The indices of the matched outputs in them, [processes, outputs].
+        divides: Which of these outputs are of an optimizer that divides, bool [outputs].
     """
 
     def __init__(self, sides: Sequence[pd.DataFrame], floor: float) -> None:
@@ -82,7 +83,7 @@ class MatchedOutputs:
         self._is_optimizer, self._is_backward = (
             (rows[0]["part"] == part).to_numpy(bool) for part in ("optimizer", "backward")
         )
-        self._divides = self._is_optimizer & rows[0]["name"].str.contains(_DIVISIONS).to_numpy(bool)
+        self.divides = self._is_optimizer & rows[0]["name"].str.contains(_DIVISIONS).to_numpy(bool)
 
     def differences(self) -> Array:
         """Return the relative difference from each of the `RELATIONS`, float64 [relations, outputs].
@@ -99,7 +100,7 @@ class MatchedOutputs:
         is_whole = (self._numel == self._numel[0]).all(0)
         mean, total = (np.where(is_whole & ~self._is_optimizer, each, np.inf) for each in linear)
         are_shards = self._numel[one].sum(0) == self._numel[other].sum(0)
-        divided = np.where(self._divides & (are_shards | is_whole & self._are_replicas), 0.0, np.inf)
+        divided = np.where(self.divides & (are_shards | is_whole & self._are_replicas), 0.0, np.inf)
         numbers = self._numbers["mean"] / np.repeat([len(one), len(other)], [len(one), len(other)])[:, None]
         with np.errstate(invalid="ignore"):
             multiplied = np.nan_to_num(np.ptp(numbers, axis=0) / np.abs(numbers).max(0), nan=np.inf)

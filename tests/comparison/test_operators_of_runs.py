@@ -212,10 +212,23 @@ def test_fingerprints_are_compared_exactly(tmp_path: Path) -> None:
     assert operators.different == 1
 
 
-def test_runs_without_common_operators_have_nothing_to_compare(tmp_path: Path) -> None:
+def test_runs_without_a_common_step_are_refused(tmp_path: Path, call: Call) -> None:
     write_run(tmp_path / "a", rows={"operators": rows(1)})
-    write_run(tmp_path / "b", rows={"operators": [{**row, "step": 5} for row in rows(1)]})
-    with pytest.raises(instrument.ConfigError, match="nothing to compare"):
+    moved = [{**row, "step": step} for step in (5, 6) for row in rows(1)]
+    for name, source in (("b", {}), ("c", {"replay": {"source": "runs/first"}})):
+        write_run(tmp_path / name, rows={"operators": moved}, used=source)
+    err = call(main, tmp_path / "a", tmp_path / "b").expect(2).err
+    assert "steps: nothing to compare: the two runs recorded the operators of different steps" in err
+    assert "A: 0; B: 5, 6" in err
+    assert "with probe.record_operators():" in err
+    err = call(main, tmp_path / "a", tmp_path / "c").expect(2).err
+    assert "python -m instrument.replay runs/first --steps 0 --ops" in err
+
+
+def test_operators_of_a_process_are_missing(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", rows={"operators": rows(1)})
+    write_run(tmp_path / "b", rows={"operators": rows(2)[:3]}, used={"ranks": 2})
+    with pytest.raises(instrument.ConfigError, match=r"B: no operators of rank 1 in step 0"):
         instrument.diff(tmp_path / "a", tmp_path / "b")
 
 
