@@ -522,7 +522,8 @@ for _table in (
             dtype | label | | dtype of the tensor
             bytes | int64 | B | size of the tensor
             seconds | double | s | wall-clock time from the call to the end of the operation in this process, with the time in
-                which it waits for other processes; null for a tensor on a device
+                which it waits for other processes. For a tensor on a device, between the events of its current stream before the
+                call and after the code has waited for the result; null for a device without such events
             """,
             IDENTITY,
         ),

@@ -6,7 +6,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 import instrument
 from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
+from instrument.hooks import collectives
 from instrument.tables.kinds import COLLECTIVES
 from instrument.tables.reasons import AWAITED_LATER, NO_COLLECTIVE
 
@@ -252,6 +253,45 @@ def test_groups_that_are_destroyed_or_unknown() -> None:
     dist.destroy_process_group(after)
     later.wait()
     assert [None if ranks is None else [*ranks] for ranks in probe.collectives["ranks"]] == [[0], None]
+
+
+class Event:
+    """An event of a device whose work is complete when the host waits for it. Each one is recorded 2 ms after the last one."""
+
+    time = 0.0
+    waited: ClassVar[list[float]] = []
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:0"
+        Event.time += 2.0
+        self.time = Event.time
+
+    def synchronize(self) -> None:
+        self.waited.append(self.time)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.time in self.waited
+        return end.time - self.time
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("accelerator", ["cuda", "xpu"])
+def test_duration_on_a_device_is_read_after_the_hook(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+    monkeypatch.setattr(collectives, "_device_of", lambda tensors: torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    Event.waited.clear()
+    with instrument.attach(nn.Identity(), {"sent": RECORD, "got": GOT}) as probe:
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.all_reduce(torch.ones(3))
+        assert not Event.waited
+        probe.end_step()
+    seconds = probe.collectives["seconds"]
+    assert seconds.tolist() == [0.002] * 4 if accelerator == "cuda" else seconds.isna().all()
 
 
 @pytest.mark.usefixtures("process_group")
