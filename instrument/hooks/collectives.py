@@ -9,6 +9,7 @@ run when the caller has waited, or before the future that it waits for is comple
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -152,7 +153,7 @@ class CollectiveHooks(HookGroup):
             index = self._counts[call.operation]
             self._counts[call.operation] += 1
         if scheduled := [attached for attached in self.attached_hooks if attached.is_scheduled]:
-            call.sites[self] = f"{call.operation}.{index}", scheduled
+            call.sites[self] = f"{'join.' if _is_in_join() else ''}{call.operation}.{index}", scheduled
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the hooks on tensors; see `_Call.act`."""
@@ -248,6 +249,16 @@ class _Kernel:
         else:
             call.miss()
         return result
+
+
+def _is_in_join() -> bool:
+    """Return whether the block `Join` calls an operation in place of a model, because this process has no inputs left."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname == "Join.__exit__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

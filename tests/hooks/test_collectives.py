@@ -142,22 +142,36 @@ def test_merging_of_rows_is_not_observed(of_ranks: list[dict[str, Any]]) -> None
 
 
 def test_zeroed_messages_are_found_in_their_step(folder: Path, of_ranks: list[dict[str, Any]]) -> None:
+    """1% of the inputs of one process, so that the replicas stay equal, with the hook set `messages`."""
     assert of_ranks
     run = instrument.load(folder / "faults")
     zeroed, events = run.effects, run.events.query("rule == 'zero_message'")
-    assert 0 < len(zeroed) < 20
+    messages = run.stats.query("hook == 'sent' and rank == 1 and path.str.startswith('all_reduce')")
+    assert len(messages) >= 100
+    assert len(zeroed) == pytest.approx(0.01 * len(messages), abs=3)
+    assert len(zeroed)
     assert (zeroed["norm_after"] == 0).all()
     assert {*zeroed["rank"]} == {1}
     assert [*zip(events["rank"], events["step"], events["location"], strict=True)] == [
         (1, step, f"{path} input (sent)") for step, path in zip(zeroed["step"], zeroed["path"], strict=True)
     ]
+    assert not {"replicas_equal", "replicas_differ", "coverage"} & {*run.events["rule"]}
     again = rule_events(run, parse_rules({"found": {"rule": "zero_message"}}))
     assert [(each.step, each.message.partition(": ")[2]) for each in again] == [
         (step, message.partition(": ")[2]) for step, message in zip(events["step"], events["message"], strict=True)
     ]
-    (cause,) = run.coverage.query("hook == 'fault' and rank == 0")["cause"]
+    (cause,) = run.coverage.query("hook == 'lost' and rank == 0")["cause"]
     assert cause == "the hook acts in other processes only"
-    assert "coverage" not in {*run.events["rule"]}
+
+
+def test_messages_of_join_are_no_lost_messages(of_ranks: list[dict[str, Any]]) -> None:
+    first, second = (results["trainings"] for results in of_ranks)
+    # Rank 0 has no batch in the third step.
+    assert first["join"][0] == second["join"][0] == second["join"][1] == []
+    assert first["join"][1]
+    assert all(path.startswith("join.all_reduce.") for path in first["join"][1])
+    assert first["join with a fault"] == []
+    assert {step for step, _ in second["join with a fault"]} == {1}
 
 
 def test_change_of_what_is_sent_or_received(of_ranks: list[dict[str, Any]]) -> None:
