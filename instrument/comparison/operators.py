@@ -99,11 +99,6 @@ class OperatorDifferences:
     unmatched: tuple[int, int]
     relations: pd.DataFrame | None
 
-    @property
-    def are_equal(self) -> bool:
-        """Whether all compared outputs have equal bits."""
-        return self.first is None and self.relations is None
-
 
 def compare_operators(
     runs: tuple[RunTables, RunTables], condition: ds.Expression | None, tolerance: float | None
@@ -185,17 +180,17 @@ def _relations(
     else:
         return table, None, None
     before = np.maximum.accumulate([unit, *smallest[:at]])
+    random = ["It draws random numbers, which differ in each process. Compare without it."]
     lines = [
         reason,
-        *(["It draws random numbers, which differ in each process. Compare without it."] if row["random"] else []),
+        *(random if row["random"] else []),
         f"All {at:,} outputs before it in this step follow a relation, with differences up to {before[-1]:.2g}.",
     ]
     if before[-1] > JUMP * unit:
         largest = int((smallest[:at] / before[:-1]).argmax())
         lines.append(f"They grow most at {operator_text(rows.loc[largest])}: to {smallest[largest]:.2g}.")
-    first = OperatorDifference(
-        row, row, "l2", float(smallest[at]) if is_above else 0.0, (at, at), ((), ()), "\n".join(lines)
-    )
+    difference = float(smallest[at]) if is_above else 0.0
+    first = OperatorDifference(row, row, "l2", difference, (at, at), ((), ()), "\n".join(lines))
     return table, first, first if is_above else None
 
 

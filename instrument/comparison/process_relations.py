@@ -10,8 +10,6 @@ their sums divided by sqrt(n), and the difference of their l2. It is the standar
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,9 +73,8 @@ class MatchedOutputs:
         self._numel = np.stack([each["shape"].map(np.prod).to_numpy(np.float64) for each in rows])
         groups = [rows[0]["part"], rows[0]["name"].where(rows[0]["part"] == "optimizer")]
         largest = rows[0].groupby(groups, dropna=False)["l2"].transform("max")
-        self._least = floor * largest.where(rows[0]["part"].isin(["backward", "optimizer"]), 0.0).fillna(0.0).to_numpy(
-            np.float64
-        )
+        has_floor = rows[0]["part"].isin(["backward", "optimizer"])
+        self._least = floor * largest.where(has_floor, 0.0).fillna(0.0).to_numpy(np.float64)
         self._bits = bits = np.stack([each["fingerprint"].to_numpy(np.int64) for each in rows])
         self._are_replicas = np.logical_and(*((bits[index] == bits[index[0]]).all(0) for index in self._of_runs))
         self._is_optimizer, self._is_backward = (
@@ -101,14 +98,11 @@ class MatchedOutputs:
         mean, total = (np.where(is_whole & ~self._is_optimizer, each, np.inf) for each in linear)
         are_shards = self._numel[one].sum(0) == self._numel[other].sum(0)
         divided = np.where(self.divides & (are_shards | is_whole & self._are_replicas), 0.0, np.inf)
+        is_number = (self._numel == 1).all(0) & ~(self._is_optimizer | self._is_backward)
         numbers = self._numbers["mean"] / np.repeat([len(one), len(other)], [len(one), len(other)])[:, None]
-        with np.errstate(invalid="ignore"):
-            multiplied = np.nan_to_num(np.ptp(numbers, axis=0) / np.abs(numbers).max(0), nan=np.inf)
-        is_number = (self._numel == 1).all(0) & ~self._is_optimizer & ~self._is_backward
-        scaled, multiplied = (
-            np.where(can_be, gap, np.inf) for can_be, gap in ((self._is_backward, scaled), (is_number, multiplied))
-        )
-        return np.stack([equal, parts, scaled, mean, total, multiplied, divided])
+        multiplied = np.ptp(numbers, axis=0) / np.fmax(np.abs(numbers).max(0), np.finfo(float).tiny)
+        multiplied = np.where(is_number & np.isfinite(multiplied), multiplied, np.inf)
+        return np.stack([equal, parts, np.where(self._is_backward, scaled, np.inf), mean, total, multiplied, divided])
 
     def reason(self, output: int) -> tuple[dict[str, Any], str]:
         """Return the row of the first process with the reason why an output follows no relation, and the reason."""
@@ -116,12 +110,12 @@ class MatchedOutputs:
             others = np.flatnonzero(self._bits[index, output] != self._bits[index[0], output]).tolist()
             if self._is_optimizer[output] and others:
                 text = f"Its bits in rank {shorten([*map(str, others)])} of {name} differ from those in rank 0."
-                return self._row(index[others[0]], self.at[index[others[0]], output]), text
+                return {**self.programs[index[others[0]]].iloc[self.at[index[others[0]], output]]}, text
         gaps = self.differences()[:, output]
         text = "No relation is possible: its numbers of elements, of NaN or of infinite values differ."
         if np.isfinite(gaps.min()):
             text = f"The closest relation is: {RELATIONS[gaps.argmin()]}. Its relative difference is {gaps.min():.2g}."
-        return self._row(0, self.at[0, output]), text
+        return {**self.programs[0].iloc[self.at[0, output]]}, text
 
     def only_in_some(self) -> tuple[int, dict[str, Any], str] | None:
         """Return the first operator that some processes of a run have, and others do not. None without one.
@@ -129,31 +123,19 @@ class MatchedOutputs:
         Returns:
             The number of matched outputs before it, its row, and the ranks that have it, as text.
         """
-        ends = np.array([*map(len, self._calls)])[:, None]
-        bounds = np.hstack([np.full_like(ends, -1), self.at, ends])
-        for output in np.flatnonzero((np.diff(bounds) > 1).any(0)).tolist():
-            begin = bounds[:, output] + 1
-            between = [
-                calls[i:j].tolist() for calls, i, j in zip(self._calls, begin, bounds[:, output + 1], strict=True)
-            ]
-            for name, index in zip("AB", self._of_runs, strict=True):
-                counts = [Counter(between[at]) for at in index]
-                for call in dict.fromkeys(itertools.chain(*between)):
-                    most = max(count[call] for count in counts)
-                    ranks = [rank for rank, count in enumerate(counts) if count[call] == most]
-                    at = index[ranks[0]]
-                    row = self._row(at, begin[at] + between[at].index(call)) if len(ranks) < len(counts) else {}
-                    if row and row["part"] != "loop":  # in which rank 0 reports
-                        return (
-                            output,
-                            row,
-                            f"Of the processes of {name}, only rank {shorten([*map(str, ranks)])} has it.",
-                        )
+        unmatched = [
+            rows.assign(program=at, call=calls, before=np.searchsorted(matched, np.arange(len(rows)))).drop(matched)
+            for at, (rows, calls, matched) in enumerate(zip(self.programs, self._calls, self.at, strict=True))
+        ]
+        for name, index in zip("AB", self._of_runs, strict=True):
+            rows = pd.concat([unmatched[at] for at in index]).query("part != 'loop'")  # in which rank 0 reports
+            for (before, _), same in rows.sort_values("before", kind="stable").groupby(["before", "call"], sort=False):
+                counts = same["program"].value_counts().reindex(index, fill_value=0)
+                if counts.nunique() > 1:
+                    ranks = [str(at - index[0]) for at in index if counts[at] == counts.max()]
+                    row = same[same["program"] == counts.idxmax()].iloc[0]
+                    return int(before), {**row}, f"Of the processes of {name}, only rank {shorten(ranks)} has it."
         return None
-
-    def _row(self, program: int, at: int) -> dict[str, Any]:
-        row: dict[str, Any] = {**self.programs[program].iloc[at]}
-        return row
 
     def _gap(
         self, one: Array, other: Array, *, adds: bool = False, is_linear: bool = False, is_mean: bool = False
@@ -168,11 +150,8 @@ class MatchedOutputs:
         merged = [self._merged(index, adds=adds, scale=len(index) if is_mean else 1) for index in (one, other)]
         gaps = [np.abs(a - b) for a, b in zip(*(each[:3] for each in merged), strict=True)]
         counts, counts_of_other = (each[3] for each in merged)
-        found = [
-            gaps[0] / np.sqrt(np.fmax(counts[0], 1)),
-            *(gaps[1:2] if adds else ()),
-            *(gaps[2:] if is_linear else ()),
-        ]
+        gaps[0] /= np.sqrt(np.fmax(counts[0], 1))
+        found = [gaps[0], *gaps[1:2] * adds, *gaps[2:] * is_linear]
         size = np.fmax(np.fmax(merged[0][1], merged[1][1]), self._least)
         difference = np.fmax.reduce(found) / np.where(size > 0, size, 1.0)
         return np.where((counts == counts_of_other).all(0), difference, np.inf)

@@ -120,7 +120,8 @@ class Diff:
         """Whether all compared numbers, shapes and dtypes are equal. Two NaN are equal, and so are -0.0 and 0.0."""
         numbers = (self.layers[[*self.statistics]], self.steps, self.tensors[["max_abs"]], self.metrics[["difference"]])
         is_other = any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
-        is_other |= self.operators is not None and not self.operators.are_equal
+        if self.operators is not None:
+            is_other |= self.operators.first is not None or self.operators.relations is not None
         return not is_other and self.tensors["dtype_a"].equals(self.tensors["dtype_b"])
 
     @property
