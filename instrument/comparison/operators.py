@@ -163,7 +163,7 @@ def _relations(
 ) -> tuple[pd.DataFrame, OperatorDifference | None, OperatorDifference | None]:
     """Return the relation of each matched output, the first difference between the processes, and it again if values differ."""
     differences = matched.differences()
-    which = differences[:-1].argmin(0)
+    which = differences[:-2].argmin(0)  # without those that compare no values
     which = np.where(differences[which, np.arange(len(which))] <= limit, which, differences.argmin(0))
     smallest = differences[which, np.arange(len(which))]
     rows = matched.programs[0].iloc[matched.at[0]].reset_index(drop=True)

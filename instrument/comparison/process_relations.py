@@ -28,6 +28,7 @@ RELATIONS = (
     "mean over the processes",
     "sum over the processes",
     "equal in all processes, times their number",  # numbers such as the inverse of the size of a batch
+    "integers without a relation, such as positions in a part of the batch",
     "replicas or shards after a division, which can amplify rounding",  # Adam divides rounding errors by their size
 )
 _KEY = ("part", "layer", "name", "output", "dimensions")
@@ -80,6 +81,7 @@ class MatchedOutputs:
         self._is_optimizer, self._is_backward = (
             (rows[0]["part"] == part).to_numpy(bool) for part in ("optimizer", "backward")
         )
+        self._is_integer = rows[0]["dtype"].str.contains("int").to_numpy(bool) & ~self._is_optimizer
         self.divides = self._is_optimizer & rows[0]["name"].str.contains(_DIVISIONS).to_numpy(bool)
 
     def differences(self) -> Array:
@@ -102,7 +104,9 @@ class MatchedOutputs:
         numbers = self._numbers["mean"] / np.repeat([len(one), len(other)], [len(one), len(other)])[:, None]
         multiplied = np.ptp(numbers, axis=0) / np.fmax(np.abs(numbers).max(0), np.finfo(float).tiny)
         multiplied = np.where(is_number & np.isfinite(multiplied), multiplied, np.inf)
-        return np.stack([equal, parts, np.where(self._is_backward, scaled, np.inf), mean, total, multiplied, divided])
+        scaled = np.where(self._is_backward, scaled, np.inf)
+        integers = np.where(self._is_integer, 0.0, np.inf)
+        return np.stack([equal, parts, scaled, mean, total, multiplied, integers, divided])
 
     def reason(self, output: int) -> tuple[dict[str, Any], str]:
         """Return the row of the first process with the reason why an output follows no relation, and the reason."""

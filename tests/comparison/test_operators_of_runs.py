@@ -202,6 +202,17 @@ def test_violated_relation_is_described(tmp_path: Path, part: str, cells: dict[s
     assert text in out
 
 
+def test_integers_need_no_relation(tmp_path: Path) -> None:
+    """Positions of tokens in the part of the batch of a process follow no relation."""
+    for name, ranks in (("a", 1), ("b", 2)):
+        table = [row | ({"dtype": "int64"} if row["part"] == "forward" else {}) for row in rows(ranks)]
+        table[0]["l2"] = 20.0 * ranks
+        write_run(tmp_path / name, rows={"operators": table}, used={"ranks": ranks})
+    operators, out = compared(tmp_path / "a", tmp_path / "b")
+    assert operators.first is None
+    assert "1: integers without a relation, such as positions in a part of the batch" in out
+
+
 def test_fingerprints_are_compared_exactly(tmp_path: Path) -> None:
     """Float64 would round both to the same number."""
     for name, bits in (("a", 2**62), ("b", 2**62 + 1)):
