@@ -122,7 +122,7 @@ def whole(place: Path) -> Answer:
 
 
 def test_replay_from_the_start_repeats_every_row(place: Path, whole: Answer) -> None:
-    assert "EQUAL: all values are bit-identical" in whole.out
+    assert "EQUAL BITS: all compared values are equal" in whole.out
     assert "of 14 steps and 3 evaluations" in whole.out
     original, replayed = instrument.load(place / "done"), instrument.load(place / "all")
     assert_same_tables(original, replayed, "stats", "effects", "layers", "metrics")
@@ -211,7 +211,7 @@ def test_failed_run_is_repeated_up_to_its_failure(place: Path, monkeypatch: pyte
     fails_at(monkeypatch, 11)
     answer = replay_in(place, "failed", "--steps", "10:12", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=again")
     assert answer.code == 1
-    assert "EQUAL: all values are bit-identical" in answer.out
+    assert "EQUAL BITS: all compared values are equal" in answer.out
     assert "the replay failed with the error of the run" in answer.out
     assert certificate_of(place / "again")["repeats_failure"] is True
 
@@ -272,7 +272,7 @@ def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
     answer = replay_in(place, "done", "--steps", "10:14", "--intervene", CLIP, "~hooks.noisy", "hydra.run.dir=other")
     assert answer.code == 0, answer.err
     assert "COUNTERFACTUAL from step 10 on, with other interventions: noisy, shrink" in answer.out
-    assert "EQUAL: all values before this step are bit-identical" in answer.out
+    assert "EQUAL BITS: all compared values before this step are equal" in answer.out
     assert "first effect at step 10: loss" in answer.out
     run = instrument.load(place / "other")
     found = certificate_of(run.path)

@@ -192,14 +192,14 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
     where = " before this step" if certificate.counterfactual else ""
     if certificate.difference is None:
         lines.append(
-            f"EQUAL: all values{where} are bit-identical" if certificate.steps else f"no step{where} to compare"
+            f"EQUAL BITS: all compared values{where} are equal" if certificate.steps else f"no step{where} to compare"
         )
     else:
         lines.append(f"NOT EQUAL: {certificate.difference}")
         lines += [f"likely reason: {reason}" for reason in certificate.reasons]
     if certificate.counterfactual:
         effect = certificate.effect
-        none = f"no effect up to step {certificate.stop - 1}: all values are bit-identical; later steps may differ"
+        none = f"no effect up to step {certificate.stop - 1}: all values have equal bits; later steps may differ"
         lines.append(none if effect is None else f"first effect at {effect}")
     if certificate.repeats_failure:
         lines.append("the replay failed with the error of the run")

@@ -1,8 +1,8 @@
 """`python -m instrument.verify +exp=...`: verify that the record hooks of an experiment do not change training.
 
 The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the
-optimizer state and random states must be bit-identical after each step and each evaluation, and so must the outputs of
-evaluations.
+optimizer state and random states must have equal bits after each step and each evaluation, and so must the outputs of
+evaluations: their fingerprints are compared.
 
 Exit codes: 0, equal; 1, the hooks change a value; 2, the arguments are invalid; 3, two trainings without hooks differ,
 so nothing can be verified.
@@ -69,7 +69,7 @@ def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
     ]
     if certificate.left_out:
         lines.append(f"not verified, since they change values by design: {', '.join(certificate.left_out)}")
-    verdict = "EQUAL: all values are bit-identical"
+    verdict = "EQUAL BITS: all compared values are equal"
     if certificate.difference is not None:
         assert certificate.largest is not None, "it is computed if anything differs"
         size, name = certificate.largest

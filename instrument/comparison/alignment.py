@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -24,6 +26,7 @@ MOMENT = ("step", "micro_step", "rank", "call", "backward", "recompute", "scope"
 BATCH_ROWS, BATCH_BYTES = 32_768, 2**24  # a larger batch is not combined with the next one
 T = TypeVar("T", int, str)
 _ONE_PER_RANK = ("local", "shard")  # scopes of rows that describe a part of the batch or of the tensor
+IntegerArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -225,3 +228,30 @@ def windows(keys: Sequence[T], weights: Mapping[T, int], most: int) -> list[list
             size = weights.get(key, 0)
         groups[-1].append(key)
     return groups
+
+
+def common_subsequence(one: IntegerArray, other: IntegerArray) -> list[tuple[int, int]]:
+    """Return the pairs of indices of a longest common subsequence, in ascending order (Hirschberg, CACM 18, 1975)."""
+    shorter = min(len(one), len(other))
+    begin = int(np.append(one[:shorter] != other[:shorter], True).argmax())
+    pairs = [(i, i) for i in range(begin)]
+    one, other = one[begin:], other[begin:]
+    middle = len(one) // 2
+    if middle:
+        rest = _common_lengths(one[middle:][::-1], other[::-1])[::-1]
+        split = int((_common_lengths(one[:middle], other) + rest).argmax())
+        for i, j in ((0, 0), (middle, split)):
+            part = (one[:middle], other[:split]) if i == 0 else (one[middle:], other[split:])
+            pairs += [(begin + i + a, begin + j + b) for a, b in common_subsequence(*part)]
+    elif len(one):
+        pairs += [(begin, begin + int(j)) for j in np.flatnonzero(other == one[0])[:1]]
+    return pairs
+
+
+def _common_lengths(one: IntegerArray, other: IntegerArray) -> IntegerArray:
+    """Return the length of the longest common subsequence of one array and each start of the other array."""
+    lengths = np.zeros(len(other) + 1, np.int64)
+    for key in one:
+        lengths[1:] = np.maximum(lengths[1:], lengths[:-1] + (other == key))
+        np.maximum.accumulate(lengths, out=lengths)
+    return lengths

@@ -26,7 +26,7 @@ from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import entries_text, renamed_layers, suggested_renaming
-from .operators import compare_operators
+from .operators import compare_operators, no_common_step
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
 
@@ -119,7 +119,8 @@ def diff(
         recorded_steps = [
             sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
         ]
-        raise ConfigError(_nothing_in_common((one, other), comparison, recorded_steps, suggestion))
+        problem = None if any(recorded_steps) else no_common_step(runs, condition)
+        raise ConfigError(problem or _nothing_in_common((one, other), comparison, recorded_steps, suggestion))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
     common = sorted({step for steps in steps_of for step in steps})
     tensors = comparison.tensor_table()

@@ -2,7 +2,8 @@
 
 Operators are matched by part, layer, name, output and shape, if both runs have equally many of these: a compiler changes their order. The
 others are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape, and of the
-layer if both runs have it. So a run in which some operators are missing is compared at the others.
+layer if both runs have it. So a run in which some operators are missing is compared at the others. For
+runs with different numbers of processes, see `process_relations`.
 """
 
 from __future__ import annotations
@@ -12,26 +13,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow.dataset as ds
 
 from ..analysis.run_tables import RunTables
+from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
 from ..tables.schemas import OPERATOR_STATISTICS
-from .alignment import batches
+from .alignment import batches, common_subsequence
 from .precision import Precision, coarsest, run_precision
+from .process_relations import RELATIONS, MatchedOutputs
 from .statistic_differences import decisive, relative_differences
 
 _CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
-_COLUMNS = (*_CALL, "dtype", "shape", "random", "inputs", "nan_inputs", "fingerprint", *OPERATOR_STATISTICS)
+_COLUMNS = (
+    *_CALL,
+    "dtype",
+    "shape",
+    "random",
+    "inputs",
+    "nan_inputs",
+    "fingerprint",
+    "projection",
+    *OPERATOR_STATISTICS,
+)
 _KEY = ("part", "matched_layer", "name", "output", "shape")
 # An operator that changes its argument, and one that a compiler uses in its place, are matched with the plain one: relu_ and relu,
 # native_batch_norm and _native_batch_norm_legit_functional.
 _VARIANT = r"^(\w+)\._?(.+?)(?:_legit\w*)?_?$"
-IntegerArray = npt.NDArray[np.int64]
 _NEAR = 8  # outputs before one in which its terms are looked for
+JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
 MAX_LISTED = 6  # operators between two matched ones that are listed
 
 
@@ -46,9 +58,10 @@ class OperatorDifference:
         a: Its row of `operators` in the first run.
         b: Its row in the other run.
         statistic: The statistic that differs most.
-        difference: Its relative difference; 0 if only the bits differ.
+        difference: Its relative difference; 0 if only the bits differ. Infinite if no relation of the processes is possible.
         before: The number of compared outputs before it in this step, and how many of them have equal bits.
         between: For each run, the operators that only it has between the last matched output and this one.
+        reason: For different numbers of processes, why the output follows no relation.
     """
 
     a: Mapping[str, Any]
@@ -57,6 +70,7 @@ class OperatorDifference:
     difference: float
     before: tuple[int, int]
     between: tuple[tuple[str, ...], tuple[str, ...]]
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,9 @@ class OperatorDifferences:
     """The differences between the operators of two runs.
 
     Attributes:
-        steps: The steps in which both runs recorded operators.
+        steps: The compared steps.
+        left_out: How many later steps of both runs are not compared. For different numbers of processes, these are those after the first
+            step of an optimizer that divides, such as Adam, which can amplify rounding.
         precisions: The precisions of the two runs.
         tolerance: The relative difference above which outputs differ.
         compared: The number of outputs that both runs have. Views, collectives and unreadable tensors have no bits to compare.
@@ -72,10 +88,13 @@ class OperatorDifferences:
         first: The first one whose bits differ; None without one.
         above: The first one whose difference is above the tolerance; None without one.
         unmatched: For each run, the number of outputs that only it has.
-        only_optimizer: Whether only operators of the optimizer are compared, because the numbers of processes differ.
+        relations: For different numbers of processes, one row per compared output: `step`, `number`, `part`, `layer`, `operator`,
+            `source` and `output` in the first run, its `relation`, which is empty if none holds within the tolerance, and the
+            relative `difference` from it. None for equal numbers.
     """
 
     steps: tuple[int, ...]
+    left_out: int
     precisions: tuple[Precision, Precision]
     tolerance: float
     compared: int
@@ -83,24 +102,47 @@ class OperatorDifferences:
     first: OperatorDifference | None
     above: OperatorDifference | None
     unmatched: tuple[int, int]
-    only_optimizer: bool
+    relations: pd.DataFrame | None
 
 
 def compare_operators(
     runs: tuple[RunTables, RunTables], condition: ds.Expression | None, tolerance: float | None
 ) -> OperatorDifferences | None:
-    """Compare the operators of two runs, one step at a time. Return None if they have no output in common."""
+    """Compare the operators of two runs, one step at a time. Return None if they have no output in common.
+
+    Raises:
+        ConfigError: The numbers of processes differ, and one of them recorded no operators in a step.
+    """
     seen = [pd.concat([pd.DataFrame(columns=["step", "dtype"]), *_dtypes(run, condition)]) for run in runs]
     steps = tuple(sorted({*seen[0]["step"]} & {*seen[1]["step"]}))
     empty = pd.DataFrame(columns=["location", "min", "max", "abs_max"])
     one, other = (run_precision(run.info, empty, [*rows["dtype"]]) for run, rows in zip(runs, seen, strict=True))
     limit = coarsest((one, other)).tolerance if tolerance is None else tolerance
-    only_optimizer = runs[0].info.get("ranks", 1) != runs[1].info.get("ranks", 1)
+    are_related = runs[0].info.get("ranks", 1) != runs[1].info.get("ranks", 1)
+    relations: list[pd.DataFrame] = []
     compared, different, unmatched = 0, 0, [0, 0]
     first: OperatorDifference | None = None
     above: OperatorDifference | None = None
     for step in steps:
-        outputs = [_outputs(run, step, only_optimizer=only_optimizer) for run in runs]
+        outputs = [_outputs(run, step) for run in runs]
+        if are_related:
+            for name, run, rows in zip("AB", runs, outputs, strict=True):
+                if missing := {*range(run.info.get("ranks", 1))} - {*rows["rank"]}:
+                    problem = f"no operators of rank {shorten([*map(str, missing)])} in step {step}"
+                    raise ConfigError(Problem(name, problem, fix="record the operators of this step in all processes"))
+            unit = coarsest((one, other)).unit
+            matched = MatchedOutputs(outputs, 2 * unit / limit if limit else 0.0)  # as for statistics of gradients
+            table, *firsts = _relations(matched, limit, unit)
+            relations.append(table)
+            compared, different = compared + len(table), different + int((table["relation"] == "").sum())
+            unmatched = [
+                total + len(rows) - rows["rank"].nunique() * len(table)
+                for total, rows in zip(unmatched, outputs, strict=True)
+            ]
+            first, above = (before or of_step for before, of_step in zip((first, above), firsts, strict=True))
+            if matched.divides.any():
+                break  # the parameters can differ from here on
+            continue
         found = []
         for rank in sorted({*outputs[0]["rank"]} & {*outputs[1]["rank"]}):
             sides = [rows[rows["rank"] == rank].reset_index(drop=True) for rows in outputs]
@@ -110,10 +152,50 @@ def compare_operators(
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
             found.append(firsts)
         earliest = (min(filter(None, those), key=_number, default=None) for those in zip(*found, strict=True))
-        first, above = (before or one for before, one in zip((first, above), earliest, strict=True))
+        first, above = (before or of_step for before, of_step in zip((first, above), earliest, strict=True))
     rest = (unmatched[0], unmatched[1])
-    result = OperatorDifferences(steps, (one, other), limit, compared, different, first, above, rest, only_optimizer)
+    joined = pd.concat(relations) if relations else None
+    left_out = len(steps) - len(relations) if relations else 0
+    result = OperatorDifferences(
+        steps[: len(steps) - left_out], left_out, (one, other), limit, compared, different, first, above, rest, joined
+    )
     return result if compared else None
+
+
+def _relations(
+    matched: MatchedOutputs, limit: float, unit: float
+) -> tuple[pd.DataFrame, OperatorDifference | None, OperatorDifference | None]:
+    """Return the relation of each matched output, the first difference between the processes, and it again if values differ."""
+    differences = matched.differences()
+    which = differences[:-2].argmin(0)  # without those that compare no values
+    which = np.where(differences[which, np.arange(len(which))] <= limit, which, differences.argmin(0))
+    smallest = differences[which, np.arange(len(which))]
+    rows = matched.programs[0].iloc[matched.at[0]].reset_index(drop=True)
+    names = np.array([*RELATIONS, ""])[np.where(smallest <= limit, which, len(RELATIONS))]
+    columns = ["step", "number", "part", "layer", "operator", "source", "output"]
+    table = rows[columns].assign(relation=names, difference=smallest)
+    at = int((names == "").argmax()) if (names == "").any() else len(names)
+    only = matched.only_in_some()
+    is_above = at < len(names)
+    if only is not None and only[0] <= at:
+        at, row, reason = only
+    elif is_above:
+        row, reason = matched.reason(at)
+    else:
+        return table, None, None
+    before = np.maximum.accumulate([unit, *smallest[:at]])
+    random = ["It draws random numbers, which differ in each process. Compare without it."]
+    lines = [
+        reason,
+        *(random if row["random"] else []),
+        f"All {at:,} outputs before it in this step follow a relation, with differences up to {before[-1]:.2g}.",
+    ]
+    if before[-1] > JUMP * unit:
+        largest = int((smallest[:at] / before[:-1]).argmax())
+        lines.append(f"They grow most at {operator_text(rows.loc[largest])}: to {smallest[largest]:.2g}.")
+    difference = float(smallest[at]) if is_above else 0.0
+    first = OperatorDifference(row, row, "l2", difference, (at, at), ((), ()), "\n".join(lines))
+    return table, first, first if is_above else None
 
 
 def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
@@ -122,14 +204,27 @@ def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.Data
         yield rows.drop_duplicates()
 
 
-def _outputs(run: RunTables, step: int, *, only_optimizer: bool) -> pd.DataFrame:
+def no_common_step(runs: tuple[RunTables, RunTables], condition: ds.Expression | None) -> Problem | None:
+    """Return the problem that both runs recorded operators, but in no common step; None otherwise."""
+    one, other = ({step for rows in _dtypes(run, condition) for step in rows["step"]} for run in runs)
+    if not one or not other or one & other:
+        return None
+    given = "; ".join(f"{name}: {shorten([*map(str, sorted(each))])}" for name, each in (("A", one), ("B", other)))
+    source = (runs[1].info.get("replay") or {}).get("source")
+    fix = "record the same step of both in a block `with probe.record_operators():`"
+    if source is not None:
+        fix = f"python -m instrument.replay {source} --steps {min(one)} --ops"
+    message = "nothing to compare: the two runs recorded the operators of different steps"
+    return Problem("steps", message, given, "at least one step that both recorded", fix=fix)
+
+
+def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     """Return the rows of a step that have a fingerprint, with the name of the operator without its overload and variant."""
     condition = (ds.field("step") == step) & ds.field("fingerprint").is_valid()
     frames = [*batches(run, "operators", _COLUMNS, condition)]
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
     names = rows["operator"].astype(str).str.rpartition(".")[0].str.replace(_VARIANT, r"\1.\2", regex=True)
-    rows = rows.assign(name=names, shape=rows["shape"].map(tuple))
-    return rows[rows["part"] == "optimizer"] if only_optimizer else rows
+    return rows.assign(name=names, shape=rows["shape"].map(tuple))
 
 
 def _matched(one: pd.DataFrame, other: pd.DataFrame) -> list[tuple[int, int]]:
@@ -147,33 +242,6 @@ def _matched(one: pd.DataFrame, other: pd.DataFrame) -> list[tuple[int, int]]:
     found = common_subsequence(*(side[at].astype(np.int64) for side, at in zip(sides, rest, strict=True)))
     pairs = [*zip(*ordered, strict=True), *((rest[0][i], rest[1][j]) for i, j in found)]
     return sorted((int(i), int(j)) for i, j in pairs)
-
-
-def common_subsequence(one: IntegerArray, other: IntegerArray) -> list[tuple[int, int]]:
-    """Return the pairs of indices of a longest common subsequence, in ascending order (Hirschberg, CACM 18, 1975)."""
-    shorter = min(len(one), len(other))
-    begin = int(np.append(one[:shorter] != other[:shorter], True).argmax())
-    pairs = [(i, i) for i in range(begin)]
-    one, other = one[begin:], other[begin:]
-    middle = len(one) // 2
-    if middle:
-        rest = _common_lengths(one[middle:][::-1], other[::-1])[::-1]
-        split = int((_common_lengths(one[:middle], other) + rest).argmax())
-        for i, j in ((0, 0), (middle, split)):
-            part = (one[:middle], other[:split]) if i == 0 else (one[middle:], other[split:])
-            pairs += [(begin + i + a, begin + j + b) for a, b in common_subsequence(*part)]
-    elif len(one):
-        pairs += [(begin, begin + int(j)) for j in np.flatnonzero(other == one[0])[:1]]
-    return pairs
-
-
-def _common_lengths(one: IntegerArray, other: IntegerArray) -> IntegerArray:
-    """Return the length of the longest common subsequence of one array and each start of the other array."""
-    lengths = np.zeros(len(other) + 1, np.int64)
-    for key in one:
-        lengths[1:] = np.maximum(lengths[1:], lengths[:-1] + (other == key))
-        np.maximum.accumulate(lengths, out=lengths)
-    return lengths
 
 
 def _first_differences(
@@ -231,18 +299,32 @@ def summary(differences: OperatorDifferences) -> Iterator[str]:
     """Yield the result of the comparison of operators. Lines after the first one are indented."""
     first, above = differences.first, differences.above
     outputs = f"{differences.compared:,} outputs of operators"
+    verdict = "WITHIN THE TOLERANCE" if above is None else "DIFFERENT"
     if first is None:
-        yield f"EQUAL BITS: {outputs} are equal"
+        if differences.relations is None:
+            yield f"EQUAL BITS: {outputs} are equal"
+        else:
+            yield f"{verdict}: {outputs} follow a relation of the processes"
+    elif differences.relations is not None:
+        yield f"{verdict}: the first operator that differs between the processes is {_place(first)}"
+        yield from (f"  {line}" for line in first.reason.splitlines())
     else:
-        yield f"{'DIFFERENT' if above else 'WITHIN THE TOLERANCE'}: the first operator that differs is {_place(first)}"
+        yield f"{verdict}: the first operator that differs is {_place(first)}"
         yield from (f"  {line}" for line in _details(first))
         if above is None:
             yield f"  {differences.different:,} of {outputs} have other bits"
         elif above.before != first.before or above.a["step"] != first.a["step"]:
             yield f"  the first one above the tolerance is {_place(above)}"
             yield from (f"    {line}" for line in _details(above))
-    if differences.only_optimizer:
-        yield "  compared: only the optimizer, because each process computes a part of the batch"
+    if differences.relations is not None:
+        counts = differences.relations["relation"].value_counts()
+        yield from (
+            f"  {counts[relation]:,}: {relation or 'no relation'}"
+            for relation in (*RELATIONS, "")
+            if relation in counts
+        )
+    if differences.left_out:
+        yield f"  not compared: {differences.left_out} later steps, since the optimizer divides, which can amplify rounding"
     for name, count in zip("AB", differences.unmatched, strict=True):
         if count:
             yield f"  outputs of operators only in {name}: {count:,}"

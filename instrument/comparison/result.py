@@ -13,13 +13,12 @@ import pandas as pd
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
 from .layer_renaming import entries_text
-from .operators import OperatorDifferences
+from .operators import JUMP, OperatorDifferences
 from .operators import summary as operator_summary
 from .precision import NOISE_RATIO
 from .recorded_differences import VALUES, FirstDifference
 from .tensor_errors import ULP_BINS
 
-JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
 MIN_DEPTH = 4  # outputs with errors from which their growth is estimated
 MAX_LISTED = 8  # settings and unmatched layers that are listed
 
@@ -122,7 +121,8 @@ class Diff:
         """Whether all compared numbers, shapes and dtypes are equal. Two NaN are equal, and so are -0.0 and 0.0."""
         numbers = (self.layers[[*self.statistics]], self.steps, self.tensors[["max_abs"]], self.metrics[["difference"]])
         is_other = any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
-        is_other |= self.operators is not None and self.operators.first is not None
+        if self.operators is not None:
+            is_other |= self.operators.first is not None or self.operators.relations is not None
         return not is_other and self.tensors["dtype_a"].equals(self.tensors["dtype_b"])
 
     @property

@@ -14,7 +14,7 @@ from ..errors import ConfigError, Problem, similar_names
 from ..fields.field_types import Target, nested_values, number_to_text
 from . import apply as apply_specs
 from .apply import ApplySpec
-from .base import ACTIONS
+from .base import ACTIONS, HookBase
 from .budget import BudgetConfig
 from .experiment import RunConfig
 from .hook_specs import HookSpec
@@ -267,6 +267,12 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
     key = ".".join([part for part in (where, *loc) if part])
     if kind == "extra_forbidden":
+        owners = [name for name, spec in ACTIONS.items() if len(loc) == 1 and loc[0] in fields_of(spec)]
+        if owners and issubclass(model, HookBase):
+            fix = f"write a second hook with action: {owners[-1]}, or remove '{loc[0]}'"
+            return Problem(
+                key, "another action has this field", item["input"], f"action: {' or '.join(owners)}", fix=fix
+            )
         fields = fields_of(model_at(model, loc[:-1]) or model)
         return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
     if kind == "missing":

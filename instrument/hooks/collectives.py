@@ -9,13 +9,15 @@ run when the caller has waited, or before the future that it waits for is comple
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -44,6 +46,7 @@ _OPERATORS = {
     "all_to_all": ("alltoall_", "alltoall_base_"),
 }  # of `c10d`, by operation; the first argument has the results
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_CPU = torch.device("cpu")
 _Work: Any = dist.Work if dist.is_available() else object
 
 
@@ -58,7 +61,8 @@ class _Call:
     # For each group of hooks that observes it, its name with its index in the micro-step, and the sites that are scheduled.
     sites: dict[CollectiveHooks, tuple[str, list[AttachedHook]]] = field(default_factory=dict)
     rows: list[tuple[Record, Any, Tensor]] = field(default_factory=list)  # the firings of record hooks
-    started_at: float = 0.0  # in seconds
+    device: torch.device = _CPU
+    started_at: float | torch.Event | None = None  # see `_now`
 
     def act(self, role: str, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run the hooks on what this process sends (role input) or receives (output). Return the tensors that replace them."""
@@ -73,15 +77,15 @@ class _Call:
 
     def finish(self) -> None:
         """Run the hooks on what this process received, and write the rows of the complete operation."""
-        seconds = time.perf_counter() - self.started_at
+        ended_at = _now(self.device)
         _write(self.outputs, self.act("output", self.outputs))
         for action, context, tensor in self.rows:
-            known = seconds if tensor.is_cpu else None  # the host does not wait for a device
             dtype = str(tensor.dtype).removeprefix("torch.")
             parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-            row = (self.operation, self.reduction, self.ranks, dtype, sum(part.nbytes for part in parts), known)
-            # See `instrument.stats.table_rows.Measure`. The cells do not depend on the elements.
-            measure: Any = SimpleNamespace(size=len(row), values=lambda _: (), cells=lambda _, shape, row=row: row)
+            row = (self.operation, self.reduction, self.ranks, dtype, sum(part.nbytes for part in parts))
+            # See `instrument.stats.table_rows.Measure`. The cells do not depend on the elements. The time is read after the step.
+            cells = partial(_cells, row, self.started_at, ended_at)
+            measure: Any = SimpleNamespace(size=len(row) + 1, values=lambda _: (), cells=cells)
             action.rows.add_row("collectives", context, measure, tensor)
 
 
@@ -149,7 +153,7 @@ class CollectiveHooks(HookGroup):
             index = self._counts[call.operation]
             self._counts[call.operation] += 1
         if scheduled := [attached for attached in self.attached_hooks if attached.is_scheduled]:
-            call.sites[self] = f"{call.operation}.{index}", scheduled
+            call.sites[self] = f"{'join.' if _is_in_join() else ''}{call.operation}.{index}", scheduled
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the hooks on tensors; see `_Call.act`."""
@@ -230,7 +234,8 @@ class _Kernel:
             args = (*args[: self.input_at], _replaced(args[self.input_at], iter(sent)), *args[self.input_at + 1 :])
         if not is_root and self.operation in ("reduce", "gather"):
             call.outputs = ()
-        call.started_at = time.perf_counter()
+        call.device = _device_of((*outputs, *inputs))
+        call.started_at = _now(call.device)
         result = self.operator.redispatch(keyset & _BELOW, *args)
         *others, boxed = result if isinstance(result, tuple) else (result,)
         work = None if boxed is None else dist.Work.unbox(boxed)
@@ -244,6 +249,40 @@ class _Kernel:
         else:
             call.miss()
         return result
+
+
+def _is_in_join() -> bool:
+    """Return whether the block `Join` calls an operation in place of a model, because this process has no inputs left."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname == "Join.__exit__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else _CPU
+
+
+def _now(device: torch.device) -> float | torch.Event | None:
+    """Return the time of the host in seconds, or an event in the current stream of a device, without waiting; None without events."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device.type:
+        return None
+    event = torch.Event(device=device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
+
+
+def _cells(row: tuple[Any, ...], begin: Any, end: Any, values: object, shape: object) -> tuple[Any, ...]:  # noqa: ARG001
+    """Return a row with its duration in seconds. Waits for the event at the end, so it is called when the rows of a step are written."""
+    if begin is None or isinstance(begin, float):
+        return (*row, None if begin is None else end - begin)
+    end.synchronize()
+    return (*row, begin.elapsed_time(end) / 1000)
 
 
 def _ranks_of(group: Any) -> list[int] | None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.modules import Layers
 from ..runtime.lazy_compiler import compiler_imported
-from ..stats.fingerprint import fingerprint
+from ..stats.fingerprint import fingerprint, projection
 from ..stats.flatten import unreadable
 from ..stats.measure import Measured, measure
 from ..tables.schemas import OPERATOR_STATISTICS
@@ -85,7 +85,7 @@ class OperatorMode(TorchDispatchMode):
         # Whether the last operator changed a view in place, which makes another node (`CopySlices`) afterwards.
         self._makes_another = False
         self._codes: dict[int, tuple[CodeType, str]] = {}
-        self._pending: list[tuple[Row, _Inputs | None, tuple[Tensor, Measured] | None]] = []
+        self._pending: list[tuple[Row, _Inputs | None, tuple[Tensor, Tensor | None, Measured] | None]] = []
         # For each graph whose results arrive: the number of its first operator, and the indices of those that are known.
         self._graphs: dict[int, tuple[int, set[int]]] = {}
 
@@ -152,10 +152,11 @@ class OperatorMode(TorchDispatchMode):
                 bits, sums = inputs
                 nans = sum(measured.statistics(("nan_count",))[0] or 0 for measured in sums)
                 read = 0 if bits is None else int(bits), nans
-            numbers: list[float | None] = [None] * (1 + len(OPERATOR_STATISTICS))
+            numbers: list[float | None] = [None] * (2 + len(OPERATOR_STATISTICS))
             if values is not None:
-                bits, measured = values
-                numbers = [int(bits), *measured.statistics(OPERATOR_STATISTICS)]
+                bits, sketch, measured = values
+                known = None if sketch is None else float(sketch)
+                numbers = [int(bits), known, *measured.statistics(OPERATOR_STATISTICS)]
             rows.append((*row, *read, *numbers))
         if rows:
             self._write(rows)
@@ -207,7 +208,8 @@ class OperatorMode(TorchDispatchMode):
         place = (*moment, self._clock.rank, number, location.part, location.layer, operator.name, location.source)
         shape = None if part.is_nested else list(part.shape)
         row = (*place, index, str(part.dtype).removeprefix("torch."), shape, operator.is_random)
-        self._pending.append((row, inputs, (fingerprint(part), measure(part)) if has_values else None))
+        values = (fingerprint(part), projection(part), measure(part)) if has_values else None
+        self._pending.append((row, inputs, values))
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 

@@ -6,7 +6,6 @@ The losses of `torch.nn.functional` call functions in C, which are replaced mean
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from torch.compiler import is_compiling
 from torch.jit._builtins import _get_builtin_table
 from torch.utils.data import dataloader
 
+from ..stats.fingerprint import fingerprint
 from ..values.nested import iter_tensors
 
 MAX_ELEMENTS = 65_536  # of a tensor, evenly spaced, that a fingerprint reads
@@ -77,16 +77,15 @@ class LoaderBatch(NamedTuple):
     workers: int
     batches: int | None
     may_repeat: bool
-    fingerprints: tuple[bytes, ...]
+    fingerprints: tuple[int, ...]
     step: int = -1
 
 
-def fingerprint(tensor: Tensor) -> bytes:
-    """Return a hash of the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    flat = flat[:: len(flat) // MAX_ELEMENTS + 1].cpu().contiguous()
-    data = flat.view(torch.uint8).numpy().tobytes() if len(flat) else b""
-    return hashlib.blake2b(repr((tensor.shape, tensor.dtype)).encode() + data, digest_size=8).digest()
+def sampled_fingerprint(tensor: Tensor) -> int:
+    """Return a number for the shape, the dtype and up to `MAX_ELEMENTS` elements of a dense tensor on any device."""
+    flat = tensor.detach().reshape(-1)
+    bits = fingerprint(flat[:: len(flat) // MAX_ELEMENTS + 1].cpu())
+    return hash((int(bits), tensor.shape))
 
 
 def is_readable(tensor: Tensor) -> bool:
@@ -123,7 +122,7 @@ def _describe_batch(iterator: Any, batch: Any) -> LoaderBatch:
     is_iterable = iterator._dataset_kind == dataloader._DatasetKind.Iterable
     may_repeat = not (is_iterable or _is_known(iterator._index_sampler))
     batches = None if is_iterable or may_repeat else len(iterator._index_sampler)
-    prints = tuple(fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
+    prints = tuple(sampled_fingerprint(tensor) for _, tensor in iter_tensors(batch) if is_readable(tensor))
     number, workers = iterator._num_yielded - 1, iterator._num_workers
     return LoaderBatch(id(iterator), number, workers, batches, may_repeat, prints)
 

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import Parameter
 from torch.optim import Optimizer
 
+from ..stats.fingerprint import fingerprint
 from .exchange import Exchange, has_processes
-from .observed_calls import fingerprint
+from .observed_calls import sampled_fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 SIZE = 8  # bytes of a hash
@@ -32,14 +33,14 @@ class ReplicasEqual(Relation):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self._exchange: Exchange | None = None
-        self._gradients: list[Tensor] = []  # the sums of the bits of those before the steps of the optimizers
+        self._gradients: list[Tensor] = []  # the fingerprints of those before the steps of the optimizers; 0 for zeros
         self._is_synchronized = False  # by the loop
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self.training.replicated_by is None and has_processes():
             held = (each for group in optimizer.param_groups for each in group["params"] if type(each) is Parameter)
             gradients = (each.grad for each in held if type(each.grad) is Tensor and each.grad.layout is torch.strided)
-            self._gradients += map(_sum_of_bits, gradients)
+            self._gradients += (fingerprint(each) * each.any() for each in gradients)
 
     def check(self) -> Iterator[Checked]:
         wrapper = self.training.replicated_by
@@ -53,7 +54,7 @@ class ReplicasEqual(Relation):
         elif wrapper is None and all(type(each) is Parameter for _, each in named):
             tensors = [each for call in self.training.inputs[:1] for each in call.tensors.values()]
             numbers = _numbers(gradients)  # zeros are no evidence, and count as different
-            evidence = hash_of(b"".join(map(fingerprint, tensors)))
+            evidence = hash_of(repr([*map(sampled_fingerprint, tensors)]).encode())
             evidence += hash_of(numbers.tobytes() if numbers.any() else str(self.training.clock.rank).encode())
         else:
             return
@@ -87,24 +88,18 @@ def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
 
 
 def _digests(parameters: Mapping[str, Tensor]) -> bytes:
-    """Return a hash of the names and shapes, and the sum of the bits of each parameter as an integer, int64."""
+    """Return a hash of the names and shapes, and the fingerprint of each parameter, int64."""
     layout = repr([(name, tuple(each.shape), each.dtype) for name, each in parameters.items()])
-    return hash_of(layout.encode()) + _numbers([_sum_of_bits(each.detach()) for each in parameters.values()]).tobytes()
+    return hash_of(layout.encode()) + _numbers([*map(fingerprint, parameters.values())]).tobytes()
 
 
-def _numbers(sums: Sequence[Tensor]) -> np.ndarray[Any, Any]:
-    return torch.stack([each.to(sums[0].device) for each in sums]).cpu().numpy() if sums else np.empty(0, np.int64)
+def _numbers(bits: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    return torch.stack([each.to(bits[0].device) for each in bits]).cpu().numpy() if bits else np.empty(0, np.int64)
 
 
 def hash_of(value: bytes) -> bytes:
     """Return a hash of `SIZE` bytes."""
     return hashlib.blake2b(value, digest_size=SIZE).digest()
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return real.view(integers[real.element_size()]).sum(dtype=torch.int64)
 
 
 def compare_ranks(

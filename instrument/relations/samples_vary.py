@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .observed_calls import fingerprint
+from .observed_calls import sampled_fingerprint
 from .relation import RELATIONS, Checked, Relation, Training
 
 TIMES_IN_BATCH, TIMES = 3, 4  # checked steps in succession
@@ -23,7 +23,7 @@ class SamplesVary(Relation):
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
-        self._previous: tuple[bytes, ...] = ()
+        self._previous: tuple[int, ...] = ()
         self._times = self._times_in_batch = 0
         self._classes: Counter[int] = Counter()  # checked batches of one class, by class
         self._mixed = 0  # those of several classes
@@ -38,7 +38,7 @@ class SamplesVary(Relation):
         if not tensors or not any(batch.batches is None or batch.batches > 1 for batch in of_step):
             self._times = self._times_in_batch = 0
             return
-        prints = tuple(map(fingerprint, tensors))
+        prints = tuple(map(sampled_fingerprint, tensors))
         several = [batch for batch in batches if batch.batches != 1]
         is_loaded = any(each in batch.fingerprints for batch in several for each in prints)
         is_repeated = prints == self._previous

@@ -18,7 +18,7 @@ class ZeroMessageRule(PersistentRule):
     """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
 
     Possible causes are a lost message, a corrupted buffer, and a process without data, or whose data uses none of the parameters, such
-    as those of an expert. Tensors of fewer than 32 elements are not checked.
+    as those of an expert. Tensors of fewer than 32 elements are not checked, and neither are those of the block `Join`.
     """
 
     rule: Literal["zero_message"]
@@ -29,7 +29,7 @@ class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
     what = "message of zeros"
     stage = "setup"
     advice = "Compare the messages of all processes in this step, and check the device and the network of this process."
-    requires = "the input and the output of kind collective with the statistic zero_fraction, in two hooks"
+    requires = "the input and the output of kind collective with the statistic zero_fraction, such as hooks=messages"
     statistics = ("zero_fraction",)
 
     def selects(self, location: Location) -> bool:

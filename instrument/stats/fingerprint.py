@@ -54,6 +54,22 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return low + (high << 32) + (int(form) * FACTOR + _MODULUS // 2) % _MODULUS - _MODULUS // 2
 
 
+def projection(tensor: Tensor) -> Tensor | None:
+    """Return the sum of the elements of a dense tensor, each multiplied by 1 or -1: a scalar; None for integers.
+
+    The signs are products of those of the row and the column of an element in [elements / 1024, 1024], and are the same on all devices.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    count = len(flat) // TILE
+    bits = _mixed(torch.arange(1, TILE + count + 1, device=flat.device)) < 0
+    signs = torch.where(bits, -1.0, 1.0).to(flat.dtype)
+    rest = flat[count * TILE :]
+    return (flat[: count * TILE].view(count, TILE) @ signs[:TILE]) @ signs[TILE:] + rest @ signs[: len(rest)]
+
+
 def _stored(tensor: Tensor) -> tuple[Tensor, float]:
     """Return all bits of a tensor, contiguous [elements], and the number for its dtype and shape."""
     tensor = local_shard(tensor).detach()

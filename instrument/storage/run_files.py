@@ -42,6 +42,7 @@ OPTIONAL_COLUMNS = {
     CUSTOM.name,
     *("location", "value", "threshold"),  # of events
     "held",  # of effects
+    "projection",  # of operators
     *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""

@@ -522,7 +522,8 @@ for _table in (
             dtype | label | | dtype of the tensor
             bytes | int64 | B | size of the tensor
             seconds | double | s | wall-clock time from the call to the end of the operation in this process, with the time in
-                which it waits for other processes; null for a tensor on a device
+                which it waits for other processes. For a tensor on a device, between the events of its current stream before the
+                call and after the code has waited for the result; null for a device without such events
             """,
             IDENTITY,
         ),
@@ -574,6 +575,8 @@ for _table in (
             nan_inputs | int64 | elements | number of NaN in these tensors; null for operators of compiled code
             fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,
                 uninitialized memory, collectives and tensors that cannot be read
+            projection | double | | sum of the elements with pseudo-random signs, which are the same for each tensor of this size; null
+                where `fingerprint` is, and for integers
             """,
             MOMENT,
             *_of_statistics(OPERATOR_STATISTICS),

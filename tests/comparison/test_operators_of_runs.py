@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.commands.diff import main
-from instrument.comparison.operators import OperatorDifferences, common_subsequence, non_finite_operators
+from instrument.comparison.alignment import common_subsequence
+from instrument.comparison.operators import OperatorDifferences, non_finite_operators
 
 pytestmark = pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 
@@ -132,31 +134,83 @@ def rows(ranks: int, *, value: float = 1.0) -> list[dict[str, Any]]:
         "nan_inputs": 0,
         "nan_count": 0,
         "inf_count": 0,
+        "projection": 0.0,
     }
-    shared |= dict.fromkeys(("min", "max", "mean", "l2"), value) | {"std": 0.0, "layer": "0"}
+    shared |= dict.fromkeys(("min", "max", "mean"), value) | {"std": 0.0, "layer": "0"}
+    # All elements of a tensor are `value`.
     forward = {"part": "forward", "operator": "aten.mm.default", "shape": [8 // ranks, 4], "fingerprint": 100 * ranks}
     gradient = {"part": "backward", "operator": "aten.mm.default", "shape": [4, 4], "fingerprint": 100 * ranks + 1}
     step = {"part": "optimizer", "operator": "aten.add_.Tensor", "shape": [4, 4], "fingerprint": round(value)}
     return [
         {**shared, **each, "rank": rank, "number": number, "output": 0, "step": 0, "micro_step": 0, "epoch": 0}
-        | {"phase": "train"}
+        | {"phase": "train", "l2": value * math.sqrt(math.prod(each["shape"]))}
         for rank in range(ranks)
         for number, each in enumerate((forward, gradient, step))
     ]
 
 
-def test_another_number_of_processes_leaves_the_optimizer(tmp_path: Path, call: Call) -> None:
+def test_relations_of_another_number_of_processes(tmp_path: Path, call: Call) -> None:
     for name, ranks, value in (("one", 1, 1.0), ("two", 2, 1.0), ("other", 2, 2.0)):
         write_run(tmp_path / name, rows={"operators": rows(ranks, value=value)}, used={"ranks": ranks})
     out = call(main, tmp_path / "one", tmp_path / "two").expect(0).out
-    assert "EQUAL BITS: 1 outputs of operators are equal" in out
-    assert "compared: only the optimizer, because each process computes a part of the batch" in out
+    assert "WITHIN THE TOLERANCE: 3 outputs of operators follow a relation of the processes" in out
+    assert "1: parts of the batch or of a sharded tensor" in out
     page = tmp_path / "page.html"
     out = call(main, tmp_path / "one", tmp_path / "other", "--html", page).expect(1).out
-    assert "DIFFERENT: the first operator that differs is aten.add_.Tensor in 0, optimizer, step 0" in out
-    assert "aten.add_.Tensor" in page.read_text()
+    assert "the first operator that differs between the processes is aten.mm.default in 0, forward, step 0" in out
+    assert "The closest relation is: parts of the batch or of a sharded tensor. Its relative difference is 0.5." in out
+    assert "aten.mm.default" in page.read_text()
+    assert "3: no relation" in out
     out = call(main, tmp_path / "two", tmp_path / "other").expect(1).out
     assert "All 2 outputs before it in this step are equal." in out
+
+
+def change(name: str, ranks: int, at: int, **cells: Any) -> list[dict[str, Any]]:
+    """Return the rows of two processes, with other cells of the operator `name` in the given ranks."""
+    return [row | (cells if row["part"] == name and row["rank"] >= ranks - at else {}) for row in rows(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("part", "cells", "text"),
+    [
+        ("optimizer", {"fingerprint": 5}, "Its bits in rank 1 of B differ from those in rank 0."),
+        (
+            "forward",
+            {"nan_count": 1},
+            "No relation is possible: its numbers of elements, of NaN or of infinite values differ.",
+        ),
+        ("forward", {"l2": 3.0}, "The closest relation is: parts of the batch or of a sharded tensor."),
+        (
+            "backward",
+            {"projection": 1.0},
+            "The closest relation is: mean over the processes. Its relative difference is 0.12.",
+        ),
+        (
+            "backward",
+            {"mean": 1.1},
+            "The closest relation is: mean over the processes. Its relative difference is 0.05.",
+        ),
+        ("forward", {"operator": "aten.bmm.default"}, "Of the processes of B, only rank 0 has it."),
+    ],
+)
+def test_violated_relation_is_described(tmp_path: Path, part: str, cells: dict[str, Any], text: str) -> None:
+    write_run(tmp_path / "a", rows={"operators": rows(1)})
+    write_run(tmp_path / "b", rows={"operators": change(part, 2, 1, **cells)}, used={"ranks": 2})
+    operators, out = compared(tmp_path / "a", tmp_path / "b")
+    assert operators.first is not None
+    assert operators.first.a["part"] == part
+    assert text in out
+
+
+def test_integers_need_no_relation(tmp_path: Path) -> None:
+    """Positions of tokens in the part of the batch of a process follow no relation."""
+    for name, ranks in (("a", 1), ("b", 2)):
+        table = [row | ({"dtype": "int64"} if row["part"] == "forward" else {}) for row in rows(ranks)]
+        table[0]["l2"] = 20.0 * ranks
+        write_run(tmp_path / name, rows={"operators": table}, used={"ranks": ranks})
+    operators, out = compared(tmp_path / "a", tmp_path / "b")
+    assert operators.first is None
+    assert "1: integers without a relation, such as positions in a part of the batch" in out
 
 
 def test_fingerprints_are_compared_exactly(tmp_path: Path) -> None:
@@ -169,10 +223,23 @@ def test_fingerprints_are_compared_exactly(tmp_path: Path) -> None:
     assert operators.different == 1
 
 
-def test_runs_without_common_operators_have_nothing_to_compare(tmp_path: Path) -> None:
+def test_runs_without_a_common_step_are_refused(tmp_path: Path, call: Call) -> None:
     write_run(tmp_path / "a", rows={"operators": rows(1)})
-    write_run(tmp_path / "b", rows={"operators": [{**row, "step": 5} for row in rows(1)]})
-    with pytest.raises(instrument.ConfigError, match="nothing to compare"):
+    moved = [{**row, "step": step} for step in (5, 6) for row in rows(1)]
+    for name, source in (("b", {}), ("c", {"replay": {"source": "runs/first"}})):
+        write_run(tmp_path / name, rows={"operators": moved}, used=source)
+    err = call(main, tmp_path / "a", tmp_path / "b").expect(2).err
+    assert "steps: nothing to compare: the two runs recorded the operators of different steps" in err
+    assert "A: 0; B: 5, 6" in err
+    assert "with probe.record_operators():" in err
+    err = call(main, tmp_path / "a", tmp_path / "c").expect(2).err
+    assert "python -m instrument.replay runs/first --steps 0 --ops" in err
+
+
+def test_operators_of_a_process_are_missing(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", rows={"operators": rows(1)})
+    write_run(tmp_path / "b", rows={"operators": rows(2)[:3]}, used={"ranks": 2})
+    with pytest.raises(instrument.ConfigError, match=r"B: no operators of rank 1 in step 0"):
         instrument.diff(tmp_path / "a", tmp_path / "b")
 
 

@@ -381,6 +381,20 @@ def test_missing_field_is_reported(missing: str, where: str) -> None:
     assert missing in f"{problem}"
 
 
+@pytest.mark.parametrize(
+    "action", [{"action": "modify", "fn": "zero"}, {"action": "print"}, {"action": "clip", "value": 1.0}]
+)
+def test_field_of_another_action_is_reported(action: dict[str, Any]) -> None:
+    problem = problem_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "cast": "bfloat16", **action}})
+    assert (problem.where, problem.message, problem.given) == (
+        "hooks.mine.cast",
+        "another action has this field",
+        "bfloat16",
+    )
+    assert problem.allowed == "action: record"
+    assert problem.fix == "write a second hook with action: record, or remove 'cast'"
+
+
 def test_missing_field_suggests_the_misspelt_key() -> None:
     missing, unknown = problems_in(parse_hooks, {"mine": {"layers": "**", "kind": "forward", "acton": "record"}})
     assert (missing.where, missing.message, list(missing.similar)) == ("hooks.mine.action", "is missing", ["acton"])

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import instrument
+from instrument.config.spec_file import read_specs
 
 RECORD = {"layers": "**", "action": "record"}
 COLLECTIVE: dict[str, Any] = {"kind": "collective", "action": "record"}
@@ -117,16 +118,26 @@ def train(
     return torch.cat([each.detach().flatten() for each in local]).tolist(), probe
 
 
-def train_joined(hooks: dict[str, Any]) -> list[float]:
-    """Train, with more batches in one process. The wrapper divides by the number of processes that still have batches."""
+def train_joined(hooks: Any, fault: int | None = None) -> tuple[list[float], Any]:
+    """Train, with more batches in one process. The wrapper divides by the number of processes that still have batches.
+
+    Args:
+        fault: The step in which process 1 sends zeros in place of its gradients.
+    """
     model: Any = create("ddp")
     generator = torch.Generator().manual_seed(dist.get_rank())
-    with instrument.attach(model, hooks) as probe, Join([model], divide_by_initial_world_size=False):
+    lost = {**FAULT, "functions": "all_reduce", "ranks": [1], "steps": [fault]}
+    given = {**({} if fault is None else {"lost": lost}), **read_specs(hooks)}
+    with instrument.attach(model, given) as probe, Join([model], divide_by_initial_world_size=False):
         for _ in range(2 + dist.get_rank()):
             model.zero_grad()
             model(torch.randn(8, 6, generator=generator)).square().mean().backward()
             probe.end_step()
-    return [norm.item() for norm in map(torch.norm, (each.grad for each in model.parameters()))]
+    return [norm.item() for norm in map(torch.norm, (each.grad for each in model.parameters()))], probe
+
+
+def messages_of_zeros(probe: Any) -> list[Any]:
+    return probe.events.query("rule == 'zero_message'")[["step", "location"]].values.tolist()
 
 
 def trainings(folder: Path) -> dict[str, Any]:
@@ -148,9 +159,13 @@ def trainings(folder: Path) -> dict[str, Any]:
     found["accumulated"] = [causes(probe), sorted({*probe.stats["micro_step"]})]
     _, probe = train("ddp", {**record, "weights": {**RECORD, "kind": "forward"}}, reduce="global")
     found["merged"] = causes(probe)
-    found["joined"] = train_joined({}) == train_joined(record)
-    faults = {"fault": {**FAULT, "functions": "all_reduce", "fraction": 0.05, "ranks": [1]}, **record}
-    train("ddp", faults, steps=40, out=folder / "faults", seed=3)
+    norms, probe = train_joined("messages")
+    found["joined"] = train_joined({})[0] == norms
+    sent = probe.stats.query("role == 'input' and numel >= 32")
+    found["join"] = [messages_of_zeros(probe), sorted({*sent[sent["zero_fraction"] == 1]["path"]})]
+    found["join with a fault"] = messages_of_zeros(train_joined("messages", fault=1)[1])
+    lost = {**FAULT, "functions": "all_reduce", "fraction": 0.01, "ranks": [1]}
+    train("ddp", {"lost": lost, **read_specs("messages")}, steps=80, out=folder / "faults", seed=3)
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 import instrument
 from instrument.analysis.rule_events import rule_events
 from instrument.config.parse import parse_rules
+from instrument.hooks import collectives
 from instrument.tables.kinds import COLLECTIVES
 from instrument.tables.reasons import AWAITED_LATER, NO_COLLECTIVE
 
@@ -141,22 +142,36 @@ def test_merging_of_rows_is_not_observed(of_ranks: list[dict[str, Any]]) -> None
 
 
 def test_zeroed_messages_are_found_in_their_step(folder: Path, of_ranks: list[dict[str, Any]]) -> None:
+    """1% of the inputs of one process, so that the replicas stay equal, with the hook set `messages`."""
     assert of_ranks
     run = instrument.load(folder / "faults")
     zeroed, events = run.effects, run.events.query("rule == 'zero_message'")
-    assert 0 < len(zeroed) < 20
+    messages = run.stats.query("hook == 'sent' and rank == 1 and path.str.startswith('all_reduce')")
+    assert len(messages) >= 100
+    assert len(zeroed) == pytest.approx(0.01 * len(messages), abs=3)
+    assert len(zeroed)
     assert (zeroed["norm_after"] == 0).all()
     assert {*zeroed["rank"]} == {1}
     assert [*zip(events["rank"], events["step"], events["location"], strict=True)] == [
         (1, step, f"{path} input (sent)") for step, path in zip(zeroed["step"], zeroed["path"], strict=True)
     ]
+    assert not {"replicas_equal", "replicas_differ", "coverage"} & {*run.events["rule"]}
     again = rule_events(run, parse_rules({"found": {"rule": "zero_message"}}))
     assert [(each.step, each.message.partition(": ")[2]) for each in again] == [
         (step, message.partition(": ")[2]) for step, message in zip(events["step"], events["message"], strict=True)
     ]
-    (cause,) = run.coverage.query("hook == 'fault' and rank == 0")["cause"]
+    (cause,) = run.coverage.query("hook == 'lost' and rank == 0")["cause"]
     assert cause == "the hook acts in other processes only"
-    assert "coverage" not in {*run.events["rule"]}
+
+
+def test_messages_of_join_are_no_lost_messages(of_ranks: list[dict[str, Any]]) -> None:
+    first, second = (results["trainings"] for results in of_ranks)
+    # Rank 0 has no batch in the third step.
+    assert first["join"][0] == second["join"][0] == second["join"][1] == []
+    assert first["join"][1]
+    assert all(path.startswith("join.all_reduce.") for path in first["join"][1])
+    assert first["join with a fault"] == []
+    assert {step for step, _ in second["join with a fault"]} == {1}
 
 
 def test_change_of_what_is_sent_or_received(of_ranks: list[dict[str, Any]]) -> None:
@@ -252,6 +267,45 @@ def test_groups_that_are_destroyed_or_unknown() -> None:
     dist.destroy_process_group(after)
     later.wait()
     assert [None if ranks is None else [*ranks] for ranks in probe.collectives["ranks"]] == [[0], None]
+
+
+class Event:
+    """An event of a device whose work is complete when the host waits for it. Each one is recorded 2 ms after the last one."""
+
+    time = 0.0
+    waited: ClassVar[list[float]] = []
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert (device.type, enable_timing) == ("cuda", True)
+
+    def record(self, stream: str) -> None:
+        assert stream == "stream of cuda:0"
+        Event.time += 2.0
+        self.time = Event.time
+
+    def synchronize(self) -> None:
+        self.waited.append(self.time)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.time in self.waited
+        return end.time - self.time
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("accelerator", ["cuda", "xpu"])
+def test_duration_on_a_device_is_read_after_the_hook(monkeypatch: pytest.MonkeyPatch, accelerator: str) -> None:
+    monkeypatch.setattr(collectives, "_device_of", lambda tensors: torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(accelerator))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    Event.waited.clear()
+    with instrument.attach(nn.Identity(), {"sent": RECORD, "got": GOT}) as probe:
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.all_reduce(torch.ones(3))
+        assert not Event.waited
+        probe.end_step()
+    seconds = probe.collectives["seconds"]
+    assert seconds.tolist() == [0.002] * 4 if accelerator == "cuda" else seconds.isna().all()
 
 
 @pytest.mark.usefixtures("process_group")

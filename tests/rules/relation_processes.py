@@ -35,6 +35,7 @@ def train(
     by_hand: bool = False,
     seeds: tuple[int, int] = (0, 0),
     corrupted_from: int = STEPS,
+    swapped_at: int = STEPS,
     factor: float = 1.0,
 ) -> list[tuple[str, bool, str, str]]:
     """Train for some steps. Return the rows of relations.
@@ -48,11 +49,12 @@ def train(
         by_hand: Whether the loop averages the gradients, without a wrapper.
         seeds: The seed of each rank for the parameters.
         corrupted_from: The first step in which rank 1 changes its gradients.
+        swapped_at: The step in which rank 1 swaps two elements of its last bias.
         factor: A factor of the loss.
     """
     rank = dist.get_rank()
     torch.manual_seed(seeds[rank])
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
     model: Any = plain if by_hand else DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings(action="ignore"):
@@ -69,6 +71,8 @@ def train(
                     dist.all_reduce(gradient)
                     gradient.mul_(2 if rank and step >= corrupted_from else 0.5)
                 optimizer.step()
+                if rank and step == swapped_at:
+                    plain[3].bias.data = plain[3].bias.detach().flip(0)
                 if is_local and step % 3 == 2:
                     average(plain)
                 probe.end_step(loss=loss)
@@ -223,6 +227,7 @@ def main() -> None:
         "past_the_wrapper": train(is_wrapped=False, is_inside=True),
         "by_hand": train(by_hand=True),
         "corrupted": train(by_hand=True, corrupted_from=2),
+        "swapped_elements": train(swapped_at=4),
         "other_starts": train(by_hand=True, seeds=(0, 1)),
         "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "without_loss": train(by_hand=True, is_wrapped=False, seeds=(0, 1), factor=0.0),

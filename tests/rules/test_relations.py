@@ -559,6 +559,7 @@ def test_relations_of_several_processes(tmp_path: Path) -> None:
     assert found["past_the_wrapper"] == [verified[0], *inside]
     assert found["by_hand"] == verified[1:]
     assert found["corrupted"] == [*inside, verified[1]]
+    assert ["replicas_equal", False, "module.3", "bias"] in found["swapped_elements"]
     assert {row[2] for row in found["other_starts"]} == {"0", "3"}
     assert found["independent"] == found["without_loss"] == []
     assert found["healthy_fingerprints"] == found["averaged_fingerprints"] == []

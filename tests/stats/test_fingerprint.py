@@ -26,7 +26,7 @@ from instrument.errors import ConfigError
 from instrument.rules.requirements import check_rules
 from instrument.stats import cpu_kernel, device_kernel
 from instrument.stats.cpu_kernel import make_slab
-from instrument.stats.fingerprint import fingerprint, sums_of_bits
+from instrument.stats.fingerprint import fingerprint, projection, sums_of_bits
 from instrument.stats.measure import measure
 from instrument.stats.sums import COLUMNS, INDEX, Sums, extremes, merged, needs_of, statistics_of, totals
 from instrument.tables.statistics import BITS_HIGH, BITS_LOW
@@ -344,3 +344,23 @@ def test_fingerprint_is_printed_exactly_and_has_no_bounds(capsys: pytest.Capture
     assert f"fingerprint {expected(tensor)}" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="fingerprint is no quantity"):
         parse_rules({"high": {"watch": "shown", "stat": "fingerprint", "above": 1}})
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (1024,), (70, 33)], ids=str)
+def test_projection_is_a_sum_with_signs(shape: tuple[int, ...]) -> None:
+    one, other = (torch.randn(shape, dtype=torch.float64) for _ in range(2))
+    sums = [projection(each) for each in (one, other, one + other)]
+    torch.testing.assert_close(sums[0] + sums[1], sums[2])
+    single = torch.zeros(shape).flatten()
+    for at in range(0, len(single), 200):
+        single.zero_()[at] = 2.0
+        assert abs(projection(single.view(shape))) == 2.0
+    torch.testing.assert_close(projection(one.bfloat16()), projection(one.bfloat16().float()))
+    torch.testing.assert_close(projection(torch.complex(one, other)), projection(torch.stack([one, other], -1)))
+    assert projection(torch.ones(3, dtype=torch.int64)) is None
+
+
+def test_projections_have_the_l2_as_standard_deviation() -> None:
+    generator = torch.Generator().manual_seed(0)
+    found = torch.stack([projection(torch.randn(64, 50, generator=generator)) for _ in range(2000)])
+    assert found.std() == pytest.approx(math.sqrt(64 * 50), rel=0.08)  # 5 standard errors

@@ -92,7 +92,7 @@ def verify(config: RunConfig) -> Certificate:
         unrepeated = first_difference(baseline, trace(config, {}).fingerprints)
         difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks)
     steps = [fingerprint for fingerprint in baseline if fingerprint.phase == "train"]
-    tensors = sum(bool(where) for _, where in steps[-1].digests)
+    tensors = sum(bool(where) for _, where in steps[-1].bits)
     evaluations = len(baseline) - len(steps)
     return Certificate(
         *(len(steps), evaluations, tuple(recording), left_out, tensors),
@@ -109,8 +109,8 @@ def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: 
     for left, right in zip_longest(first, second):
         if left is None or right is None:
             return Difference((left or right).step, "the number of steps", "", hook, (left or right).phase)
-        for what, where in dict.fromkeys([*left.digests, *right.digests]):
-            if left.digests.get((what, where)) != right.digests.get((what, where)):
+        for what, where in dict.fromkeys([*left.bits, *right.bits]):
+            if left.bits.get((what, where)) != right.bits.get((what, where)):
                 return Difference(left.step, what, where, hook, left.phase)
     return None
 

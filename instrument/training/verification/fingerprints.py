@@ -1,8 +1,8 @@
-"""Fingerprints of a training: digests of its state after each step and evaluation."""
+"""Fingerprints of a training: those of all tensors of its state after each step and evaluation."""
 
 from __future__ import annotations
 
-import hashlib
+import pickle
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
 from ...probe.probe import Probe
+from ...stats.fingerprint import fingerprint
 from ...storage.memory import MemorySink
 from ...values.nested import iter_tensors
-from ...values.sparse import as_coo, is_sparse
 from ..device_and_seed import process_state
 from ..experiment import Experiment, prepare
 from ..loop import Progress, train
@@ -33,17 +33,17 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The digests of the state after a training step or an evaluation.
+    """The fingerprints of the state after a training step or an evaluation; see `instrument.stats.fingerprint`.
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
+        bits: The fingerprints of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
             states. This is the order in which a difference spreads.
     """
 
     step: int
     phase: str
-    digests: Mapping[Key, str]
+    bits: Mapping[Key, int]
 
 
 class Trace(NamedTuple):
@@ -89,11 +89,11 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
 
 
 class _OutputProbe(Probe):
-    """A probe that also computes digests of the model outputs in evaluations: by path, for each call of the model."""
+    """A probe that also computes fingerprints of the model outputs in evaluations: by path, for each call of the model."""
 
     def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
         self.model = experiment.called_model
-        self.outputs: list[dict[str, str]] = []
+        self.outputs: list[dict[str, int]] = []
         super().__init__(
             experiment.plan,
             sink,
@@ -110,20 +110,20 @@ class _OutputProbe(Probe):
 
 
 class _RecordsOutputs:
-    """A mixin that computes digests of the outputs of a model. It precedes the class of the model in a new subclass.
+    """A mixin that computes fingerprints of the outputs of a model. It precedes the class of the model in a new subclass.
 
     A forward hook would not be equivalent, because PyTorch may select another implementation for modules with hooks.
     """
 
     own_class: type[nn.Module]
-    outputs: list[dict[str, str]]
+    outputs: list[dict[str, int]]
 
     def __init_subclass__(cls) -> None:
         """Do nothing, so that a model class that registers its subclasses does not register the new class."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         output = super().__call__(*arguments, **named)  # type: ignore[misc]
-        self.outputs.append({path: digest(tensor) for path, tensor in iter_tensors(output)})
+        self.outputs.append({path: int(fingerprint(tensor)) for path, tensor in iter_tensors(output)})
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -137,8 +137,8 @@ class _RecordsOutputs:
 
 
 @contextmanager
-def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
-    """Compute digests of the model outputs inside the block."""
+def _record_outputs(model: nn.Module, outputs: list[dict[str, int]]) -> Iterator[None]:
+    """Compute fingerprints of the model outputs inside the block."""
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
     watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
@@ -149,17 +149,17 @@ def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator
         object.__setattr__(model, "__class__", own)
 
 
-def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
+def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, int]]) -> Fingerprint:
     """Compute the fingerprint of the present state."""
     compared = progress.metrics.keys() - set(IGNORED_METRICS)
-    metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name in compared}
+    metrics = {(f"the {name}", ""): _of_object(progress.metrics[name]) for name in progress.metrics if name in compared}
     outputs = {
-        ("the output", f"call {call}" + (f", {path}" if path else "")): output_digest
+        ("the output", f"call {call}" + (f", {path}" if path else "")): bits
         for call, tensors in enumerate(calls)
-        for path, output_digest in tensors.items()
+        for path, bits in tensors.items()
     }
     step = progress.step - 1 if progress.phase == "train" else progress.step
-    tensors = {key: digest(tensor) for key, tensor in _tensors_of(experiment)}
+    tensors = {key: int(fingerprint(tensor)) for key, tensor in _tensors_of(experiment)}
     return Fingerprint(step, progress.phase, outputs | metrics | tensors | {("the random state", ""): _random_state()})
 
 
@@ -179,26 +179,12 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
                 yield ("the optimizer state", f"{name}, {path}"), tensor
 
 
-def _random_state() -> str:
-    """Return a digest of the random states of PyTorch (all devices), Python and NumPy."""
+def _random_state() -> int:
+    """Return the fingerprint of the random states of PyTorch (all devices), Python and NumPy."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
-    return digest(torch.cat(states)) + _hash(repr((random.getstate(), np.random.get_state(legacy=False))).encode())
+    return _of_object((torch.cat(states).numpy(), random.getstate(), np.random.get_state(legacy=False)))
 
 
-def digest(tensor: Tensor) -> str:
-    """Return the BLAKE2b digest of the dtype, shape and bytes of a tensor: 16 bytes, hexadecimal.
-
-    Equal tensors give equal digests. Different ones give different digests, except with negligible probability.
-    """
-    plain = tensor.detach()
-    if is_sparse(plain):
-        plain = as_coo(plain)
-        return _hash(f"{[*plain.shape]} {digest(plain.indices())} {digest(plain.values())}".encode())
-    flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
-    values = flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes()
-    return _hash(f"{plain.dtype} {[*plain.shape]} {_hash(values)}".encode())
-
-
-def _hash(content: bytes) -> str:
-    """Return the BLAKE2b digest of bytes: 16 bytes, hexadecimal."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _of_object(value: object) -> int:
+    """Return the fingerprint of numbers and arrays: that of their pickled bytes."""
+    return int(fingerprint(torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)))
