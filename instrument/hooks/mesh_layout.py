@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Declared = Mapping[str, Mapping[str, Mapping[str, str]]]
 """Placements by pattern of module names, then by `input`, `output` or the name of a parameter, then by dimension of the mesh."""
 
+_ACTIVATIONS = ("input", "output")
 _BOUNDARY = "_ToTorchTensorBackward"  # the node of the graph that makes a local tensor of a DTensor
 _ELEMENTWISE = frozenset(
     f"{name}Backward0"
@@ -144,7 +145,13 @@ class MeshLayout:
         self._model = [dim for dim in self._dims if dim.name in names or any({*dim.ranks} <= group for group in groups)]
         self.is_model_parallel = bool(self._model)
         self.batches = math.prod(len(dim.ranks) for dim in self._dims if dim not in self._model)
-        self._infers = not any(not placement.is_replicate() for entry in parsed for placement in entry.values())
+        # The graph shows only what DTensors shard.
+        self._infers = not any(
+            not placement.is_replicate() and (name not in _ACTIVATIONS or not self._styles)
+            for entries in self._declared.values()
+            for name, entry in entries.items()
+            for placement in entry.values()
+        )
         self._mesh = mesh
         if len(meshes) == 1 and not names:
             self._mesh = next(iter(meshes.values()))
@@ -181,7 +188,7 @@ class MeshLayout:
                     continue
                 entry = {name: _parsed(text) for name, text in along.items()}
                 for layer in matched:
-                    allowed = ("input", "output", *(name for name, _ in layer.own_parameters()))
+                    allowed = (*_ACTIVATIONS, *(name for name, _ in layer.own_parameters()))
                     if tensor not in allowed:
                         message = f"module {layer.label!r} has no such tensor"
                         problems.append(Problem(f"{where}.{tensor}", message, tensor, allowed=allowed))
