@@ -137,6 +137,31 @@ def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
 
 
 @own_collectives()
+def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Tensor, bool]:
+    """Join the shards along all dimensions but one. This is a collective operation, which sends the tensor.
+
+    Args:
+        tensor: The shard of this process.
+        shards: How shards form the tensor.
+        keep: The dimension along which it remains sharded; None for none.
+
+    Returns:
+        The larger part, and whether this process is the first one of those that have it.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert shards.device_mesh is not None, "the tensor is sharded"
+    shape, at = Size(shards.shape), shards.device_mesh.get_coordinate() or ()
+    stride = torch.empty(shape, device="meta").stride()
+    along = [p if getattr(p, "dim", None) == keep is not None else Replicate() for p in shards.placements]
+    whole = DTensor.from_local(
+        tensor.detach(), shards.device_mesh, shards.placements, run_check=False, shape=shape, stride=stride
+    )
+    is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
+    return whole.redistribute(placements=along).to_local(), is_first
+
+
+@own_collectives()
 def reduced(tensor: DTensor) -> DTensor:
     """Return a tensor whose partial sums are added. This is a collective operation."""
     from torch.distributed.tensor import Replicate
