@@ -129,12 +129,14 @@ class MeshLayout:
     Attributes:
         is_model_parallel: Whether processes divide the tensors of a sample.
         batches: The number of batch shards.
+        unknown: A description of each site with a tensor of unknown placement.
     """
 
     def __init__(
         self, layers: Iterable[Layer], mesh: DeviceMesh, declared: Declared | None = None, *, reduces: bool = False
     ) -> None:
         self.reduces = reduces
+        self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
         self._styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
         self._declared = self._read(layers, declared or {})
@@ -229,7 +231,8 @@ class MeshLayout:
         if is_sharded(tensor):
             mesh, known, placements = tensor.device_mesh, mesh_dims(tensor.device_mesh), tensor.placements
         elif is_of_batch:
-            placements = self._of_batch(tensor, site, path, call)
+            if (placements := self._of_batch(tensor, site, path, call)) is None:
+                self.unknown[site.spec.name, site.spec.kind, site.layer.label] = None
         else:
             placements = self._of_entry(site.layer.module, site.own_name, tensor.dim())
         if is_complete and placements is not None:
@@ -240,7 +243,7 @@ class MeshLayout:
         ]
         entries += [self._usual(dim, site) for dim in self._dims if dim not in known and not {*dim.ranks} <= covered]
         entries.sort(key=lambda entry: -entry[0].stride)
-        return _shards(entries, tensor, mesh, placements or ())
+        return _shards(entries, tensor, mesh, placements or (), reduces=self.reduces)
 
     def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
         """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
@@ -300,6 +303,17 @@ class MeshLayout:
                 is_kept &= expected[dim] % size == 0
                 expected[dim] //= size
         return tuple(first.placements) if is_kept and [*tensor.shape] == expected else None
+
+    def messages(self) -> list[str]:
+        """Return a message about the tensors of unknown placement, if there are any."""
+        if not self.unknown:
+            return []
+        (hook, kind, layer), others = next(iter(self.unknown)), len(self.unknown) - 1
+        more = f" and at {others} more" * bool(others)
+        return [
+            f"the placement of the tensors of hook {hook!r} ({kind}) on layer {layer!r}{more} on the mesh is not known: each process "
+            "writes its own rows. Declare it with attach(..., placement=...), or record these layers in training steps too"
+        ]
 
     def problems(self, plan: HookPlan) -> list[Problem]:
         """Report interventions at tensors whose placement is not known before the model runs."""
@@ -449,6 +463,8 @@ def _shards(
     tensor: Tensor | None = None,
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] = (),
+    *,
+    reduces: bool = False,
 ) -> Shards:
     """Return the placement of a tensor.
 
@@ -456,6 +472,7 @@ def _shards(
         entries: For each dimension of the mesh: the placement, None if it is unknown, and whether processes along it have other samples.
         tensor: The tensor; None if it is not a shard.
         mesh, placements: How it is sharded.
+        reduces: Whether the rows of all processes are merged.
     """
     dims, largest, shape = set(), [], []
     if tensor is not None:
@@ -491,4 +508,5 @@ def _shards(
         batches,
         mesh if any(not placement.is_replicate() for placement in placements) else None,
         tuple(placements),
+        reduces,
     )

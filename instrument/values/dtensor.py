@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ class Shards:
         batches: The number of batch shards.
         device_mesh: The mesh over which the tensor is sharded; None if it is not.
         placements: Its placement along each dimension of this mesh.
+        is_merged: Whether the rows of all processes are merged.
     """
 
     dims: tuple[int, ...] = ()
@@ -94,6 +95,7 @@ class Shards:
     batches: int = 1
     device_mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
+    is_merged: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -159,6 +161,16 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     )
     is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
     return whole.redistribute(placements=along).to_local(), is_first
+
+
+def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple[Tensor | None, bool]:
+    """Return a tensor that is complete along some dimensions, for sums over processes, and whether this process counts it.
+
+    If it is sharded along any of them, the shards are joined. None if they are, but the rows of processes are not merged.
+    """
+    if {*shards.dims}.isdisjoint(dims):
+        return tensor, True
+    return joined_shards(tensor, shards, None) if shards.is_merged else (None, False)
 
 
 @own_collectives()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -83,7 +83,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.up, self.act, self.down = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.before(x))
@@ -183,13 +188,13 @@ class Summed(torch.autograd.Function):
     """Adds the tensors of all processes, as at the end of a block of Megatron-LM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
 
@@ -197,11 +202,11 @@ class Copied(torch.autograd.Function):
     """Adds the gradients of all processes, as at the start of a block of Megatron-LM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total
@@ -277,8 +282,7 @@ def places(probe: Any) -> dict[str, str]:
     """Return the placement and the scope of each tensor of the first step."""
     rows = probe.stats.query("step == 0").drop_duplicates(["hook", "layer", "path"])
     return {
-        f"{row.hook} {row.layer} {row.path}": f"{row.mesh} {row.placement} {row.scope}"
-        for row in rows.itertuples()
+        f"{row.hook} {row.layer} {row.path}": f"{row.mesh} {row.placement} {row.scope}" for row in rows.itertuples()
     }
 
 
@@ -286,14 +290,14 @@ def causes(probe: Any) -> list[Any]:
     return [[row["hook"], row["layer"], row["cause"]] for row in probe.coverage() if row["fired"] < row["expected"]]
 
 
-def evaluated(mesh: DeviceMesh) -> dict[str, str]:
-    """Evaluate without gradients. Return the placement of each output."""
+def evaluated(mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
+    """Evaluate without gradients. Return the placement of each output, and the messages about placements."""
     model = tensor_parallel(mesh)
     with instrument.attach(model, {"seen": {**RECORD, "kind": "forward", "phase": "eval"}}, reduce="global") as probe:
         with probe.evaluating(), torch.no_grad():
             model(batch(0))
         probe.end_step()
-    return places(probe) if dist.get_rank() == 0 else {}
+    return places(probe) if dist.get_rank() == 0 else {}, [*probe.events.query("rule == 'placement'")["message"]]
 
 
 def waits(mesh: DeviceMesh) -> list[bool]:
@@ -304,7 +308,7 @@ def waits(mesh: DeviceMesh) -> list[bool]:
         completed: list[bool] = []
         with instrument.attach(model, {"seen": {**RECORD, "layers": "**.down", "kind": kind}}):
 
-            def note(_: nn.Module, inputs: Any, output: Tensor, completed: list[bool] = completed) -> None:  # noqa: ARG001
+            def note(_: nn.Module, inputs: Any, output: Tensor, completed: list[bool] = completed) -> None:
                 assert isinstance(output, AsyncCollectiveTensor)
                 completed.append(output.completed)
 
@@ -321,7 +325,11 @@ def on_two(folder: Path) -> dict[str, Any]:
     bare, _ = train(tensor_parallel(mesh), {})
     recorded, probe = train(tensor_parallel(mesh), observed)
     merged, _ = train(tensor_parallel(mesh), observed, reduce="global")
-    found: dict[str, Any] = {"is_identical": [bare == recorded, bare == merged], "places": places(probe), "missed": causes(probe)}
+    found: dict[str, Any] = {
+        "is_identical": [bare == recorded, bare == merged],
+        "places": places(probe),
+        "missed": causes(probe),
+    }
     found["tp"], probe = train(tensor_parallel(mesh), HOOKS, placement=DECLARED, reduce="global", out=folder / "tp")
     found["differences"] = [*probe.ranks.differences.values()]
     found["changed"], _ = train(tensor_parallel(mesh), CHANGES, reduce="global", out=folder / "changed", seed=3)
@@ -329,8 +337,11 @@ def on_two(folder: Path) -> dict[str, Any]:
     _, probe = train(sequence_parallel(mesh), observed)
     found["sp places"] = places(probe)
     train_block(MegatronBlock(full_block()), mesh=mesh, placement=MEGATRON, reduce="global", out=folder / "megatron")
-    found["eval"], found["waits"] = evaluated(mesh), waits(mesh)
-    hook, model = {"h": {"layers": "blocks.*", "kind": "forward", "action": "scale", "factor": 0.5}}, tensor_parallel(mesh)
+    (found["eval"], found["eval events"]), found["waits"] = evaluated(mesh), waits(mesh)
+    hook, model = (
+        {"h": {"layers": "blocks.*", "kind": "forward", "action": "scale", "factor": 0.5}},
+        tensor_parallel(mesh),
+    )
     block = {"blocks.*": {"output": {"tp": "replicate"}}}
     found["refused"] = {
         "unknown": message(model, hook),
@@ -361,10 +372,10 @@ def on_four(folder: Path) -> dict[str, Any]:
         for module in (*model.blocks, model):  # type: ignore[union-attr,misc]
             sharded: Any = fully_shard(module, mesh=mesh)
             sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)  # noqa: FBT003
+            sharded.set_force_sum_reduction_for_comms(True)
         return model
 
-    found["dp_tp"], probe = train(
+    found["dp_tp"], _ = train(
         tensor_parallel(mesh["tp"]), OF_BATCHES, part=part, shards=2, add=add, reduce="global", out=folder / "dp_tp"
     )
     sharded = shard(tensor_parallel(mesh["tp"]), mesh["dp"])
