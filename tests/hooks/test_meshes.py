@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed_runs import matched, run_processes
-from mesh_processes import CHANGES, HOOKS, create, full_block, train, train_block
+from mesh_processes import CHANGES, HOOKS, OF_BATCHES, create, full_block, train, train_block
 
 import instrument
 from instrument.tables.statistics import STATISTICS
@@ -53,10 +53,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 def one_process() -> Callable[[str], tuple[list[float], Any]]:
     """Trains the model without a mesh, once for each set of hooks."""
     found: dict[str, tuple[list[float], Any]] = {}
+    all_hooks = {"hooks": HOOKS, "batches": OF_BATCHES, "changes": CHANGES}
 
     def trained(name: str) -> tuple[list[float], Any]:
         if name not in found:
-            found[name] = train(create(), HOOKS) if name == "hooks" else train(create(), CHANGES, seed=3)
+            found[name] = train(create(), all_hooks[name], seed=3)
         return found[name]
 
     return trained
@@ -112,7 +113,7 @@ def test_merged_rows_of_two_processes_equal_one(programs: Programs, variant: str
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dp_tp", "fsdp_tp", "hybrid"])
 def test_merged_rows_of_four_processes_equal_one(programs: Programs, variant: str, one_process: Any) -> None:
-    expected, probe = one_process("hooks")
+    expected, probe = one_process("batches")
     parameters = programs["dp_tp"][0][variant][2:]
     np.testing.assert_allclose(parameters, expected[2:], rtol=1e-4, atol=1e-6)
     merged = instrument.load(programs.folder / variant)
