@@ -257,7 +257,7 @@ class AttachedHook(HookCoverage):
         if is_sharded(tensor):
             layout = layout or MeshLayout((), tensor.device_mesh)
         elif layout is None or not layout.is_model_parallel or not self.shards.mesh:
-            return self.shards, tensor, tensor if not is_awaited(tensor) else self._awaited(tensor)
+            return self.shards, tensor, self._awaited(tensor)
         shards = layout.of(tensor, self.site, path, firing.call)
         selects = self.selector is not None or self.split_dim is not None
         is_of_module = self.site.spec.definition.family == "module"
