@@ -22,6 +22,7 @@ from ..tables.statistics import (
     TOKEN_COSINES,
     Sum,
 )
+from ..values.dtensor import complete_along
 from .base import Context
 from .measurement import Number, strided_or_sparse
 
@@ -56,6 +57,9 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
     x = _real(tensor)
     if x is None or x.dim() != 3:
         return {}
+    x, is_counted = complete_along(x, context.shards, (1, 2))
+    if x is None:
+        return {}
     dtype = widest(x.device)
     total = x.new_zeros(2, dtype=dtype)
     for part in parts_of(x):
@@ -67,6 +71,7 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
         tokens = counted.sum(-1)
         cosines = (directions.square().sum((1, 2)) - tokens) / (tokens * (tokens - 1))
         total += torch.stack([torch.where(tokens > 1, cosines, 0.0).sum(), (tokens > 1).sum()])
+    total *= is_counted
     return {TOKEN_COSINES: total[0], SEQUENCES: total[1]}
 
 
@@ -78,12 +83,16 @@ def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, N
     x = _real(tensor)
     if x is None or not x.dim() or not x.numel():
         return {}
+    x, is_counted = complete_along(x, context.shards, (x.dim() - 1,))
+    if x is None:
+        return {}
     total = x.new_zeros(3, dtype=widest(x.device))
     for rows in parts_of(x.reshape(-1, x.shape[-1])):
         log_partitions, entropies = softmax_of(rows.to(torch.promote_types(rows.dtype, torch.float32)))
         finite = log_partitions.isfinite()
         numbers = (torch.where(finite, each, 0.0).sum() for each in (entropies, log_partitions.square()))
         total += torch.stack([*numbers, finite.sum()])
+    total *= is_counted
     return {ENTROPIES: total[0], LOG_PARTITION_SQUARES: total[1], LOGIT_ROWS: total[2]}
 
 

@@ -36,6 +36,7 @@ from ..tables.statistics import (
     Sum,
     statistic_of,
 )
+from ..values.dtensor import complete_along
 from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
@@ -115,10 +116,16 @@ class Measurement:
         return {name: _custom_number(name, function, tensor, context) for name, function in self.custom.items()}
 
     def dead_units(self, tensor: Tensor, context: Context) -> Tensor | None:
-        """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
+        """Return which units are dead, bool [units]; also true for units of other processes. None if the statistic is not requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
-        has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
-        return None if along is None or has_distinct_units else dead_units(strided_or_sparse(tensor), along)
+        if along is None:
+            return None
+        dead, dim = dead_units(strided_or_sparse(tensor), along), along % tensor.dim()
+        if dim not in context.shards.dims:
+            return dead
+        of_all = dead.new_ones(context.shards.shape[dim])
+        of_all[context.shards.indices(dim)] = dead
+        return of_all
 
 
 def measure_in_context(
@@ -157,17 +164,23 @@ def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[
 def norms_of_units(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:
     """Return the sum of the L2 norms of the units, and the number of units; see `Sum.function`.
 
-    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of the units of a sharded tensor.
+    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of a unit.
 
     Raises:
         HookError: The tensor has no such dimension of units.
     """
-    along, dims = _unit_dim_of(tensor, context, dim), context.shards.dims
-    if along is None or tensor.dim() < 2 or {*dims} - {along % tensor.dim()}:
+    along = _unit_dim_of(tensor, context, dim)
+    if along is None or tensor.dim() < 2:
         return {}
-    rows = strided_or_sparse(tensor).to_dense().movedim(along, 0).flatten(1)
+    complete, is_counted = complete_along(tensor, context.shards, {*range(tensor.dim())} - {along % tensor.dim()})
+    if complete is None:
+        return {}
+    rows = strided_or_sparse(complete).to_dense().movedim(along, 0).flatten(1)
     total = torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device)).sum()
-    return {UNIT_NORMS: torch.where(total.isfinite(), total, math.nan), NORMED_UNITS: len(rows)}
+    return {
+        UNIT_NORMS: torch.where(total.isfinite(), total, math.nan) * is_counted,
+        NORMED_UNITS: len(rows) * is_counted,
+    }
 
 
 def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

@@ -24,6 +24,7 @@ from ..config.schedule import Phase
 from ..errors import AlreadyAttachedError, HookError
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
+from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
 from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
@@ -132,9 +133,14 @@ class Probe(OwnedByProcess):
             keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
         )
         parallel = None if ranks is None else ranks.parallel
-        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
+        layout = None
+        if ranks is not None:
+            reduces, count = ranks.reduces, ranks.world_size
+            layout = layout_of(plan, ranks.mesh, ranks.placement, processes=count, reduces=reduces)
+        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank(), layout=layout)
         if ranks is not None and parallel == "ddp":
-            self.clock.replicas, self.clock.sums_gradients = ranks.world_size, ranks.sums_gradients
+            self.clock.replicas = ranks.world_size if layout is None else layout.batches
+            self.clock.sums_gradients = ranks.sums_gradients
         tensors = archive or Archive()
         actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
@@ -624,6 +630,12 @@ class Probe(OwnedByProcess):
 
     # ------------------------------------------------------------------------------------------------ the record
 
+    def _messages_about_ranks(self) -> list[tuple[str, str]]:
+        """Return messages about tensors that not all processes have seen, and about unknown placements, with the types of their events."""
+        differences = [] if self.ranks is None else self.ranks.differences.values()
+        placements = [] if self.clock.layout is None else self.clock.layout.messages()
+        return [*(("ranks", message) for message in differences), *(("placement", message) for message in placements)]
+
     def event(
         self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
     ) -> None:
@@ -693,8 +705,8 @@ class Probe(OwnedByProcess):
             self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
-        for message in [] if self.ranks is None else self.ranks.differences.values():
-            self.event("ranks", message)
+        for rule, message in self._messages_about_ranks():
+            self.event(rule, message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None
         write_coverage(self._coverage(running=running), self.recorder, self.event)

@@ -19,7 +19,7 @@ from ..runtime.own_collectives import own_collectives
 from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
 from ..tasks.model_output import with_input_gradients
-from ..values.dtensor import full_tensor, own_rank
+from ..values.dtensor import full_tensor, own_rank, total_norm
 from ..values.nested import to_device
 from ..values.sparse import coalesce, is_sparse
 from .experiment import Experiment
@@ -335,4 +335,4 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
         return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
-    return full_tensor(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+    return total_norm(gradients) if gradients else None
