@@ -33,14 +33,14 @@ from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps
-from ..values.dtensor import full_tensor, mesh_of, own_rank, pack_shards, unpack_shards
+from ..values.dtensor import full_tensor, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment
 
 if TYPE_CHECKING:
     from .distributed.process_group import Processes
 
-VERSION = 6
+VERSION = 7
 TEMPORARY_SUFFIX = ".tmp"
 
 
@@ -229,7 +229,7 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
     Raises:
         ConfigError: The checkpoint does not match the experiment.
     """
-    mesh = mesh_of(experiment.model)
+    mesh = experiment.strategy.mesh
     try:
         parts = _own(experiment)
         if experiment.optimizer is not None:  # A run that does not train has no state to restore.

@@ -206,7 +206,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     if trains or (config.forward.grad and config.forward.of is None):
         check_loss_of_parts(config, task, model, data.train, shard, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
-    if strategy.shard(model):
+    if strategy.shard(model, lambda: _forward(task, model, first, differentiable=trains)[0]):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None

@@ -1,14 +1,16 @@
-"""Training strategies: a single process, `DistributedDataParallel`, and FSDP2.
+"""Training strategies: a single process, `DistributedDataParallel`, FSDP2, and these two on a mesh with tensor parallel layers.
 
-Every process makes the same steps, each on its shard of the batch. The result equals that of one process on the full
-batch: each loss is weighted by its number of samples, so shards may differ in size, and gradients are summed, not
-averaged. A gradient inside the model therefore has the same scale as in a run with one process.
+Every process makes the same steps, each on its shard of the batch. The processes of a tensor parallel group have the
+same shard. The result equals that of one process on the full batch: each loss is weighted by its number of samples, so
+shards may differ in size, and gradients are summed, not averaged. A gradient inside the model therefore has the same
+scale as in a run with one process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from ...config.base import ObservationSpec
 from ...config.budget import BudgetConfig
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
+from ...config.parallel import ParallelConfig
 from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
@@ -28,10 +31,14 @@ from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
+from ...values.dtensor import local_shard
+from ..device_and_seed import choose_device
 from ..loader import FULL_BATCH, BatchShard
 from .torchrun import check_processes
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from .process_group import Number, Processes
 
 
@@ -42,6 +49,7 @@ class Strategy:
         batch_shard: Batch shard of this process.
         ranks: Description of the ranks for the probe; None for a single process.
         processes: Processes of the run; None for a single process.
+        mesh: The mesh of the processes; None if no parameter is sharded.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
     """
 
@@ -49,6 +57,7 @@ class Strategy:
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def saves_state(self) -> bool:
@@ -59,11 +68,14 @@ class Strategy:
         """Return the unsupported settings of a configuration."""
         return []
 
-    def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
+        Args:
+            loss: Computes the loss of the first batch of this process, to compare the models before and after.
+
         Raises:
-            ConfigError: The model has no parameters.
+            ConfigError: The model has no parameters, or does not fit `train.parallel`.
         """
         return False
 
@@ -118,31 +130,65 @@ class Strategy:
 class DataParallel(Strategy):
     """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
 
+    On a mesh, the processes of the dimension `tp` share one copy of the model. `DistributedDataParallel` would replace its DTensors
+    by their local tensors; so the gradients are summed over `dp` here, after the last backward pass of a step.
+
     Args:
+        parallel: The configuration.
+        device: The device of this process.
         reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
     name: Parallel = "ddp"
-    needs_all_gradients = True
     processes: Processes
 
-    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+    def __init__(self, processes: Processes, parallel: ParallelConfig, device: torch.device, *, reduces: bool) -> None:
         self.processes = processes
-        self.batch_shard = BatchShard(processes.rank, processes.size)
+        self.parallel = parallel
+        self._data_group: Any = None  # of all processes
+        data_ranks = [*range(processes.size)]
+        if parallel.mesh or parallel.data == "fsdp2":
+            from torch.distributed.device_mesh import init_device_mesh
+
+            sizes = parallel.mesh or {"dp": processes.size}
+            # Each use of two dimensions of a mesh would be reported, in every process.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+            self.mesh = init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            data_ranks = [processes.rank]
+            if "dp" in sizes:
+                self._data_group = self.mesh.get_group("dp")
+                data_ranks = dist.get_process_group_ranks(self._data_group)
+        self.data_ranks = data_ranks
+        self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
         self.ranks = Ranks(
             self.name, reduces=reduces, merged_metrics=True, sums_gradients=True, control=processes.control
         )
 
     @property
+    def needs_all_gradients(self) -> bool:  # type: ignore[override]
+        """Whether the model is wrapped in `DistributedDataParallel`."""
+        return self.mesh is None
+
+    @property
     def saves_state(self) -> bool:
-        """True for rank 0 only: all processes have the same parameters and optimizer state."""
-        return self.processes.is_rank_zero
+        """False if rank 0 has the same parameters and optimizer state."""
+        return self.mesh is not None or self.processes.is_rank_zero
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
         return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
+        if self.mesh is None or not self.parallel.plan:
+            return False
+        from .tensor_parallel import parallelize
+
+        parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
+        return True
+
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
+        if self.mesh is not None:
+            return forward
         find_unused = any(self.processes.exchange(has_unused))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
         wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
@@ -156,20 +202,39 @@ class DataParallel(Strategy):
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
-        assert isinstance(trained, DistributedDataParallel)
         self._all_reduced = False
-        with nullcontext() if last else trained.no_sync():
+        with trained.no_sync() if isinstance(trained, DistributedDataParallel) and not last else nullcontext():
             yield
-        if last and not self._all_reduced:  # PyTorch would raise only in the next step.
+        if last and self.mesh is not None:
+            self._sum_gradients(trained)
+        elif last and not self._all_reduced:  # PyTorch would raise only in the next step.
             problem = (
                 "the loss of this step does not depend on all trainable parameters, but that of the first batch did"
             )
             raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
+    def _sum_gradients(self, trained: nn.Module) -> None:
+        """Sum the gradients over `dp`. That of a parameter without one is zero if another process has one."""
+        if self.batch_shard.size == 1:
+            return
+        trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        given = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
+        dist.all_reduce(given, dist.ReduceOp.MAX, group=self._data_group)
+        sums = []
+        for parameter, is_given in zip(trainable, given.tolist(), strict=True):
+            if is_given:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                sums.append(dist.all_reduce(local_shard(parameter.grad), group=self._data_group, async_op=True))
+        for each in sums:
+            each.wait()
+
     def seed_ranks(self, seed: int) -> None:
-        """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
-        if not self.processes.is_rank_zero:
-            torch.manual_seed(seed + self.processes.rank)
+        """Seed the processes of every batch shard but the first with `seed + number of the shard`.
+
+        Those of the first one keep the random state of a single-process run.
+        """
+        if self.batch_shard.rank:
+            torch.manual_seed(seed + self.batch_shard.rank)
 
     @own_collectives()
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
@@ -179,17 +244,19 @@ class DataParallel(Strategy):
             return list(means)
         weights = [torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in present]
         sums = torch.stack([*(value * weight for (value, _), weight in zip(present, weights, strict=True)), *weights])
-        dist.all_reduce(sums)
+        if self.batch_shard.size > 1:
+            dist.all_reduce(sums, group=self._data_group)
         totals = sums[len(present) :]
         reduced = iter(zip(sums[: len(present)] / totals.where(totals != 0, 1), totals, strict=True))
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
     def total(self, number: Number) -> Number:
-        return sum(self.processes.exchange(number))  # type: ignore[no-any-return]
+        every = self.processes.exchange(number)
+        return sum(every[rank] for rank in self.data_ranks)  # type: ignore[no-any-return]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        for buffer in model.buffers() if self.batch_shard.size > 1 else ():
+            dist.broadcast(local_shard(buffer), self.data_ranks[0], group=self._data_group)
 
 
 class FullySharded(DataParallel):
@@ -200,11 +267,6 @@ class FullySharded(DataParallel):
     """
 
     name: Parallel = "fsdp2"
-    needs_all_gradients = False
-
-    @property
-    def saves_state(self) -> bool:
-        return True  # Each process has a different shard.
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
         problems = super().config_problems(config)
@@ -213,15 +275,15 @@ class FullySharded(DataParallel):
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
         return problems + shard_problems(config.hooks)
 
-    def shard(self, model: nn.Module) -> bool:
-        from torch.distributed.device_mesh import init_device_mesh
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        first = next(model.parameters(), None)
-        if first is None:
+        if next(model.parameters(), None) is None:
             message = "the model has no parameters to shard"
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
-        mesh = init_device_mesh(first.device.type, (self.processes.size,))
+        super().shard(model, loss)
+        assert self.mesh is not None
+        mesh = self.mesh["dp"]
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -258,8 +320,10 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     check_processes(config, processes)
     if processes is None:
         return Strategy()
-    made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
-    return made(processes, reduces=config.reduce == "global")
+    parallel = config.train.parallel
+    assert parallel is not None, "checked for several processes"
+    made = FullySharded if parallel.data == FullySharded.name else DataParallel
+    return made(processes, parallel, choose_device(config.device), reduces=config.reduce == "global")
 
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
