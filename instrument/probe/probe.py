@@ -464,6 +464,23 @@ class Probe(OwnedByProcess):
             named = SampleBatch(moment, self.clock.rank, ids, scalars, is_checked=False)
             self.recorder.samples.begin(named)
 
+    @contextmanager
+    def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> Iterator[None]:
+        """Run a pass of one of the micro-steps of a step, several of which are in flight, as in a pipeline.
+
+        Each micro-step has one block for its forward pass and one for its backward pass. Afterwards, `end_micro_step` ends all of them.
+
+        Args:
+            number: The index of the micro-step within the step.
+            indices: As for `begin_micro_step`; `batch` too.
+        """
+        clock = self.clock
+        clock.micro_step_index += number - clock.moment.micro_step
+        clock.moment = clock.moment._replace(micro_step=number)
+        self.begin_micro_step(indices, batch)
+        yield
+        self.recorder.samples.end()
+
     def end_micro_step(self) -> None:
         """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.
 

@@ -144,7 +144,9 @@ def join_shards(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for state in states:
         for name, value in state.items():
             if not (isinstance(value, Mapping) and _SHARD in value):
-                joined.setdefault(name, value)
+                first = joined.setdefault(name, value)
+                # A process of a pipeline has empty parameters of other stages.
+                joined[name] = value if isinstance(first, Tensor) and not first.numel() else first
                 continue
             shard = value[_SHARD]
             full = joined.setdefault(name, shard.new_empty(value["shape"]))

@@ -27,18 +27,20 @@ from ...config.parallel import ParallelConfig
 from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
+from ...plan.hook_plan import HookPlan
 from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
 from ...values.dtensor import local_shard
 from ..device_and_seed import choose_device
-from ..loader import FULL_BATCH, BatchShard
+from ..loader import FULL_BATCH, Batches, BatchShard
 from .torchrun import check_processes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from .pipeline import Pipeline
     from .process_group import Number, Processes
 
 
@@ -50,6 +52,7 @@ class Strategy:
         ranks: Description of the ranks for the probe; None for a single process.
         processes: Processes of the run; None for a single process.
         mesh: The mesh of the processes; None if no parameter is sharded.
+        pipeline: The stage of this process, after `shard`; None if each process has all layers.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
     """
 
@@ -57,7 +60,9 @@ class Strategy:
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
+    parallel: ParallelConfig | None = None
     mesh: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def saves_state(self) -> bool:
@@ -68,11 +73,12 @@ class Strategy:
         """Return the unsupported settings of a configuration."""
         return []
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
         Args:
             loss: Computes the loss of the first batch of this process, to compare the models before and after.
+            samples: The number of samples in this batch.
 
         Raises:
             ConfigError: The model has no parameters, or does not fit `train.parallel`.
@@ -85,6 +91,10 @@ class Strategy:
         Raises:
             ConfigError: The strategy needs calls of the full model. The message names an alternative.
         """
+
+    def own_sites(self, plan: HookPlan) -> HookPlan:
+        """Return the plan with the hooks at the modules of this process."""
+        return plan if self.pipeline is None else self.pipeline.own_sites(plan)
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
         """Return the module that the training loop calls.
@@ -119,6 +129,20 @@ class Strategy:
         """
         return list(means)
 
+    def check_batches(self, batches: Batches) -> None:
+        """Check the number of samples in the batches.
+
+        Raises:
+            ConfigError: The micro-batches of a pipeline would differ in size or number.
+        """
+        if self.parallel is None or self.parallel.pipeline is None:
+            return
+        size = batches.batch_size * batches.accumulate
+        if batches.length % size:
+            message = f"the {batches.length} samples of an epoch are not a multiple of the {size} of a step, as a pipeline requires"
+            fix = "change data.slice.stop, train.batch_size or train.accumulate"
+            raise ConfigError(Problem("data.slice", message, batches.length, f"a multiple of {size}", fix=fix))
+
     def total(self, number: Number) -> Number:
         """Return a number, such as that of samples, summed over all processes."""
         return number
@@ -141,6 +165,7 @@ class DataParallel(Strategy):
 
     name: Parallel = "ddp"
     processes: Processes
+    parallel: ParallelConfig
 
     def __init__(self, processes: Processes, parallel: ParallelConfig, device: torch.device, *, reduces: bool) -> None:
         self.processes = processes
@@ -176,15 +201,19 @@ class DataParallel(Strategy):
         return self.mesh is not None or self.processes.is_rank_zero
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
-        return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+        problems = reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+        return problems + pipeline_problems(config)
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
-        if self.mesh is None or not self.parallel.plan:
-            return False
-        from .tensor_parallel import parallelize
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
+        if self.mesh is not None and self.parallel.plan:
+            from .tensor_parallel import parallelize
 
-        parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
-        return True
+            parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
+        if self.mesh is not None and self.parallel.pipeline is not None:
+            from .pipeline import Pipeline
+
+            self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss, samples)
+        return self.mesh is not None
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
         if self.mesh is not None:
@@ -246,6 +275,8 @@ class DataParallel(Strategy):
         sums = torch.stack([*(value * weight for (value, _), weight in zip(present, weights, strict=True)), *weights])
         if self.batch_shard.size > 1:
             dist.all_reduce(sums, group=self._data_group)
+        if self.pipeline is not None:
+            sums = self.pipeline.from_last_stage(sums)
         totals = sums[len(present) :]
         reduced = iter(zip(sums[: len(present)] / totals.where(totals != 0, 1), totals, strict=True))
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
@@ -275,13 +306,13 @@ class FullySharded(DataParallel):
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
         return problems + shard_problems(config.hooks)
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         if next(model.parameters(), None) is None:
             message = "the model has no parameters to shard"
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
-        super().shard(model, loss)
+        super().shard(model, loss, samples)
         assert self.mesh is not None
         mesh = self.mesh["dp"]
         for block in _blocks(model):
@@ -353,6 +384,35 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
             fix = "set reduce=none, so that each process records its own"
             problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
     return problems
+
+
+def pipeline_problems(config: RunConfig) -> list[Problem]:
+    """Report what cannot be combined with a pipeline."""
+    train, parallel = config.train, config.train.parallel
+    if parallel is None or parallel.pipeline is None:
+        return []
+    stages, micro = parallel.sizes["pp"], "the micro-batches of a step are those of the pipeline"
+    probing = [name for name, spec in config.hooks.items() if spec.schedule.phase == "probe"]
+    cases = [
+        (config.mode != "train", "mode", "a pipeline only trains", config.mode, "train"),
+        (
+            train.precision != "fp32",
+            "train.precision",
+            "the stages of a pipeline send float32",
+            train.precision,
+            "fp32",
+        ),
+        (train.compile is not None, "train.compile", "the stages of a pipeline are not compiled", True, "false"),
+        (
+            bool(probing),
+            f"hooks.{''.join(probing[:1])}.phase",
+            "a pipeline has no probe batch",
+            "probe",
+            "train, eval",
+        ),
+        (train.accumulate < stages, "train.accumulate", micro, train.accumulate, f"{stages} or more"),
+    ]
+    return [Problem(where, message, given, allowed) for holds, where, message, given, allowed in cases if holds]
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
