@@ -20,7 +20,7 @@ from ..runtime.own_collectives import own_collectives
 from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
 from ..tasks.model_output import with_input_gradients
-from ..values.dtensor import full_tensor, is_sharded, own_rank
+from ..values.dtensor import full_tensor, own_rank, total_norm
 from ..values.nested import to_device
 from ..values.sparse import coalesce, is_sparse
 from .experiment import Experiment
@@ -345,23 +345,10 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
         A scalar; None if no parameter has a gradient.
     """
     given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    of_mesh: dict[Any, list[Tensor]] = {}  # Tensors of different meshes cannot be stacked.
-    for each in given:
-        gradient = coalesce(each).values() if is_sparse(each) else each  # sums duplicate indices
-        of_mesh.setdefault(gradient.device_mesh if is_sharded(gradient) else None, []).append(gradient)
-    norms = [full_tensor(_norm(gradients)) for gradients in of_mesh.values()]
-    if len(norms) < 2:
-        return norms[0] if norms else None
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    if not any(gradient.element_size() < 4 for gradient in gradients):
-        norm: Tensor = torch.nn.utils.get_total_norm(gradients)
-        return norm
-    norms = [  # Half precision has only three digits.
-        torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
-    return total
+    gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
+    if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.
+        norms = [
+            torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
+        ]
+        return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
+    return total_norm(gradients) if gradients else None

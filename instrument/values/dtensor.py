@@ -6,19 +6,22 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils import get_total_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..runtime.own_collectives import own_collectives
 from .containers import map_leaves
 
 if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
     from typing_extensions import TypeIs
 
 _SHARD = "instrument/shard"  # key of the dictionary that replaces a sharded tensor
@@ -39,30 +42,105 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+def is_awaited(tensor: Tensor) -> TypeIs[AsyncCollectiveTensor]:
+    """Return whether the tensor is the result of a collective operation for which its first consumer waits."""
+    if type(tensor) in (Tensor, Parameter):
+        return False
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor)
 
 
-class Shards(NamedTuple):
-    """How shards form a tensor: the dimensions along which it is sharded, if any, and the shape of the largest shard."""
+def local_shard(tensor: Tensor, *, wait: bool = True) -> Tensor:
+    """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged.
+
+    Args:
+        tensor: Any tensor.
+        wait: Whether to wait for the result of a collective operation, as its first consumer does. Without, only the metadata of the
+            result is valid. Default: True.
+    """
+    shard = tensor.to_local() if is_sharded(tensor) else tensor
+    if not is_awaited(shard):
+        return shard
+    return shard.trigger_wait() if wait else shard.elem
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the parts of several processes form a tensor.
+
+    Attributes:
+        dims: The dimensions along which it is sharded, without those along which processes have other samples.
+        largest: The shape of the largest shard; empty if it is not sharded.
+        shape: The shape of the tensor that the shards form; empty if it is not sharded.
+        mesh: The names of the dimensions of the device mesh, separated by commas; empty without a mesh.
+        placement: The placement along each of them: `shard(DIMENSION)`, `replicate`, `partial` or `unknown`.
+        scope: The scope of the tensor; empty without a mesh.
+        is_first: Whether this process is the first one of those that have the same part.
+        batch: The index of the batch shard of this process; None without a mesh.
+        batches: The number of batch shards.
+        device_mesh: The mesh over which the tensor is sharded; None if it is not.
+        placements: Its placement along each dimension of this mesh.
+    """
 
     dims: tuple[int, ...] = ()
     largest: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    mesh: str = ""
+    placement: str = ""
+    scope: str = ""
+    is_first: bool = True
+    batch: int | None = None
+    batches: int = 1
+    device_mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the placement is known."""
+        return "unknown" not in self.placement
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this process has a summand of the tensor."""
+        return any(placement.is_partial() for placement in self.placements)
+
+    def indices(self, dim: int) -> Tensor:
+        """Return the indices of this process's part along a dimension in the full tensor, int64 [indices]."""
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        assert self.device_mesh is not None, "the tensor is sharded"
+        along = [_moved_to_front(p) if getattr(p, "dim", None) == dim else Replicate() for p in self.placements]
+        numbers = torch.arange(self.shape[dim], device=self.device_mesh.device_type)
+        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local()
 
 
 NOT_SHARDED = Shards()
 
 
-def shards_of(tensor: DTensor) -> Shards:
-    """Return how a tensor is sharded."""
-    largest, dims = [*tensor.shape], set()
-    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-        dim = getattr(placement, "dim", None)  # replicated tensors and partial sums have none
-        if dim is not None and size > 1:
-            dims.add(dim)
-            largest[dim] = -(-largest[dim] // size)
-    return Shards(tuple(sorted(dims)), tuple(largest))
+def _moved_to_front(placement: Any) -> Placement:
+    """Return a placement with dimension 0 that divides it like the dimension of a given one."""
+    from torch.distributed.tensor import Shard
+
+    factor = getattr(placement, "split_factor", None)
+    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+
+
+def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
+    """Return a shard of this process as a sharded tensor; one that is not a shard unchanged."""
+    if is_sharded(tensor) or not any(not placement.is_replicate() for placement in shards.placements):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    assert shards.device_mesh is not None, "the tensor is sharded"
+    return DTensor.from_local(tensor, shards.device_mesh, shards.placements, run_check=False)
+
+
+@own_collectives()
+def reduced(tensor: DTensor) -> DTensor:
+    """Return a tensor whose partial sums are added. This is a collective operation."""
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 @own_collectives()
@@ -75,10 +153,25 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
-    """Shard a full tensor, which every process has, like another tensor; no data is sent."""
-    from torch.distributed.tensor import distribute_tensor
+    """Shard a full tensor, which every process has, like another tensor; no data is sent, except for gradients."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    if not tensor.requires_grad or tensor.is_leaf:
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    full = DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return full.redistribute(placements=like.placements)
+
+
+def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
+    """Return the norm of all tensors, as one vector. For sharded ones this is a collective operation.
+
+    Bit-identical to `torch.nn.utils.get_total_norm` if no tensor is sharded, or all over the same mesh.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
+    norms = [full_tensor(get_total_norm(group, ord)) for group in groups.values()]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, ord)
 
 
 def sharding_hooks() -> list[Callable[..., Any]]:

@@ -187,8 +187,20 @@ class DataParallel(Strategy):
         self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
         self.ranks = Ranks(
-            self.name, reduces=reduces, merged_metrics=True, sums_gradients=True, control=processes.control
+            self.name,
+            reduces=reduces,
+            merged_metrics=True,
+            sums_gradients=True,
+            control=processes.control,
+            mesh=self._mesh_of_tensors,
+            batches=len(data_ranks),
         )
+
+    @property
+    def _mesh_of_tensors(self) -> DeviceMesh | None:
+        """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
+        names = tuple(name for name in self.parallel.sizes if name != "pp")
+        return self.mesh[names] if self.mesh is not None and self.parallel.plan else None
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
@@ -394,6 +406,7 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
     stages, micro = parallel.sizes["pp"], "the micro-batches of a step are those of the pipeline"
     probing = [name for name, spec in config.hooks.items() if spec.schedule.phase == "probe"]
     cases = [
+        (config.reduce == "global", "reduce", "each stage of a pipeline has its own rows", "global", "none"),
         (config.mode != "train", "mode", "a pipeline only trains", config.mode, "train"),
         (
             train.precision != "fp32",
