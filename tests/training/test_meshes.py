@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,24 +17,34 @@ import instrument
 PLAN = "plan: {layers.0.0: colwise, layers.1.0: rowwise}"
 RUN = [
     *("device=cpu", "data=digits", "model=mlp", "model.sizes=[64,32,16,12]", "optimizer=adamw"),
-    "train={steps: 3, batch_size: 25, accumulate: 2, eval_batch_size: 25, save: true}",
-    *("data.slice={stop: 60}", "data.eval_slice={stop: 50}"),
-]
-HOOKS = [
+    "train={steps: 3, batch_size: 24, accumulate: 2, eval_batch_size: 25, save: true}",
+    *("data.slice={stop: 96}", "data.eval_slice={stop: 60}"),
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
-    "+hooks.seen={layers: 'layers.2', kind: forward, action: record}",
+    "+hooks.seen={layers: '**', kind: forward, action: record, stats: [default, dead_fraction]}",
+    "+hooks.back={layers: 'layers.2', kind: full_backward, action: record}",
+    "+hooks.tests={layers: 'layers.*', kind: forward, action: record, phase: eval}",
+    "+hooks.loss={kind: loss, action: record}",
 ]
 MESHES = {
     "tp": (2, f"{{mesh: {{tp: 2}}, {PLAN}}}"),
     "ddp-tp": (4, f"{{mesh: {{dp: 2, tp: 2}}, {PLAN}}}"),
-    "fsdp2-tp": (4, f"{{mesh: {{dp: 2, tp: 2}}, data: fsdp2, {PLAN}}}"),
+    "fsdp2-tp": (4, f"{{mesh: {{tp: 2, dp: 2}}, data: fsdp2, {PLAN}}}"),
     "tp4": (4, f"{{mesh: {{tp: 4}}, {PLAN}}}"),
 }
+SPLIT = "pipeline: {split: [layers.1]"
+PIPELINES = {
+    "1f1b": (2, f"{{mesh: {{pp: 2}}, {SPLIT}}}}}"),
+    "gpipe-dp": (4, f"{{mesh: {{pp: 2, dp: 2}}, {SPLIT}, schedule: gpipe}}}}"),
+    "three-stages": (3, "{mesh: {pp: 3}, pipeline: {split: [layers.1, layers.2], schedule: gpipe}}"),
+    "tp": (4, f"{{mesh: {{pp: 2, tp: 2}}, plan: {{layers.0.0: {{style: colwise, output: replicate}}}}, {SPLIT}}}}}"),
+}
+KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call", "backward"]
+VALUES = ["mean", "std", "rms", "min", "max", "abs_max", "l2"]
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    return train(tmp_path_factory.mktemp("one"), "one", *RUN, *HOOKS)
+    return train(tmp_path_factory.mktemp("one"), "one", *RUN)
 
 
 def assert_same_training(one: instrument.Run, other: instrument.Run) -> None:
@@ -46,24 +58,52 @@ def assert_same_training(one: instrument.Run, other: instrument.Run) -> None:
         torch.testing.assert_close(there[name], weights, rtol=1e-5, atol=1e-6)
 
 
+def assert_same_rows(one: Any, other: Any) -> None:
+    """Assert that each row of one process has an equal one: counts exactly, values except for the order of sums."""
+    both = matched(one.stats, other.stats, KEYS)
+    for name in ("numel", "zero_fraction", "dead_fraction"):
+        assert both[name].equals(both[f"{name}_there"]), name
+    for name in VALUES:
+        scale = both["abs_max"] if name in ("min", "max", "mean") else both[name].abs()
+        assert ((both[name] - both[f"{name}_there"]).abs() <= 1e-5 * scale + 1e-9).all(), name
+
+
 @pytest.mark.parametrize("name", tiered(MESHES, ["tp", "fsdp2-tp"]))
 def test_training_on_a_mesh_equals_a_single_process(one: instrument.Run, tmp_path: Path, name: str) -> None:
     processes, parallel = MESHES[name]
-    run = train(tmp_path, name, *RUN, *HOOKS, f"train.parallel={parallel}", processes=processes)
+    run = train(tmp_path, name, *RUN, f"train.parallel={parallel}", "reduce=global", processes=processes)
     assert_same_training(one, run)
-    squared = run.stats.query("hook == 'used' and layer == 'layers.0.0' and path == 'weight'").assign(
-        squares=lambda rows: rows["l2"] ** 2
-    )
-    copies = 2 if name == "ddp-tp" else 1  # each shard is in two processes
-    sums = squared.groupby("step")["squares"].sum().div(copies).pow(0.5)
-    expected = one.stats.query("hook == 'used' and layer == 'layers.0.0' and path == 'weight'").set_index("step")["l2"]
-    assert sums.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    rows = run.stats
+    assert set(rows["rank"][rows["hook"] != "loss"]) == {0}
+    in_one, in_run = (SimpleNamespace(stats=each.stats.query("hook != 'loss'")) for each in (one, run))
+    assert_same_rows(in_one, in_run)
+    assert run.coverage.eval("fired == expected").all()
+    assert instrument.diff(one.path, run.path).is_within_tolerance
 
 
-@pytest.mark.parametrize("name", tiered(["ddp-tp", "fsdp2-tp"], ["fsdp2-tp"]))
+@pytest.mark.parametrize("name", tiered(PIPELINES, ["1f1b"]))
+def test_pipeline_equals_a_single_process(one: instrument.Run, tmp_path: Path, name: str) -> None:
+    processes, parallel = PIPELINES[name]
+    run = train(tmp_path, name, *RUN, f"train.parallel={parallel}", processes=processes)
+    assert_same_training(one, run)
+    assert run.coverage.eval("fired == expected").all()
+    by_layer = run.stats.groupby("layer")["rank"].agg(set)
+    stage = processes // (3 if name == "three-stages" else 2)  # the number of processes of a stage
+    assert by_layer["layers.0.0"] == {*range(stage)}
+    assert by_layer[""] == {*range(processes - stage, processes)}
+    if stage == 1:
+        assert_same_rows(one, run)
+        seen = (
+            run.stats.query("hook == 'seen' and layer == ''"),
+            run.stats.query("hook == 'back'"),
+        )
+        assert all(rows["micro_step"].tolist() == [0, 1] * 3 for rows in seen)
+
+
+@pytest.mark.parametrize("name", tiered(["ddp-tp", "fsdp2-tp", "1f1b"], ["fsdp2-tp"]))
 def test_resumed_run_on_a_mesh_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
-    processes, parallel = MESHES[name]
-    command = [*RUN, *HOOKS, f"train.parallel={parallel}", "train.checkpoint={every: 1, keep: null}"]
+    processes, parallel = {**MESHES, **PIPELINES}[name]
+    command = [*RUN, f"train.parallel={parallel}", "train.checkpoint={every: 1, keep: null}"]
     whole = train(tmp_path, "whole", *command, processes=processes)
     for file in sorted((tmp_path / "whole" / "checkpoints").glob("step-00000003*")):
         file.unlink()
