@@ -111,6 +111,8 @@ class ParallelConfig(Spec):
                 raise ValueError(f"the dimension {name} of 'mesh' requires '{key}'")
         if self.data == "fsdp2" and self.mesh is not None and "dp" not in self.mesh:
             raise ValueError("'data: fsdp2' requires the dimension dp in 'mesh'")
+        if self.data == "fsdp2" and self.pipeline is not None:
+            raise ValueError("'data: fsdp2' does not support pp; set data: ddp")
         if self.pipeline is not None and len(self.pipeline.split) + 1 != self.sizes["pp"]:
             splits = self.sizes["pp"] - 1
             raise ValueError(

@@ -97,6 +97,8 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     trace = _Trace(value, sent, stages, outputs)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for stage, output in enumerate([*sent, value]):
+        if not output.requires_grad:
+            continue
         inputs = [*cut[max(stage - 1, 0) : stage], *trained]
         gradients = torch.autograd.grad(
             output, inputs, torch.ones_like(output), retain_graph=True, allow_unused=True, materialize_grads=False
@@ -185,8 +187,10 @@ class Pipeline:
                 owners[id(parameter)] = users[0] if users else 0
         if problems:
             raise ConfigError(*problems[:4])
-        if empty := sorted({*range(self.stages)} - {*owners.values()}):
-            raise ConfigError(Problem(WHERE, f"stage {empty[0]} has no parameter", fix="split at other layers"))
+        if empty := sorted({*range(self.stages)}.difference(*trace.users.values())):
+            raise ConfigError(
+                Problem(WHERE, f"stage {empty[0]} has no trainable parameter", fix="split at other layers")
+            )
         return owners
 
     def _replace(self, module: nn.Module, output: Any) -> None:

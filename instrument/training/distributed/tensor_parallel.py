@@ -148,10 +148,13 @@ def _placement(layout: str | None) -> Any:
 def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: str) -> Problem | None:
     """Return why a module cannot have a style; None if it can."""
     module, style = layer.module, entry.style
-    shared = {id(each): layers.parameter_names.get(id(each), ()) for each in module.parameters()}
-    if tied := next((names for names in shared.values() if len(names) > 1), ()):
+    names: dict[int, list[str]] = {id(each): [] for each in module.parameters()}
+    for name, parameter in layers.model.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    if tied := next((each for each in names.values() if len(each) > 1), None):
         message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer, which would end"
-        return Problem(where, message, list(tied), fix="untie them in the model, or leave this layer out of the plan")
+        return Problem(where, message, tied, fix="untie them in the model, or leave this layer out of the plan")
     if style == "sequence":
         return None
     attribute = next((name for (of, kind), name in _DIVIDED.items() if of == style and isinstance(module, kind)), None)
