@@ -200,6 +200,8 @@ class Pipeline:
             return torch.zeros(shape, dtype=tensor.dtype, device=self._edges[0].device)
 
         module.forward = lambda *_, **__: map_tensors(output, zeros)
+        for each in module.modules():  # so that they are not mistaken for those of the stage in a checkpoint
+            each._buffers.update({name: b.new_empty(0) for name, b in each._buffers.items() if b is not None})
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
 
