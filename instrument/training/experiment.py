@@ -207,9 +207,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     if trains or (config.forward.grad and config.forward.of is None):
         check_loss_of_parts(config, task, model, data.train, shard, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
-    if strategy.shard(
-        model, lambda: _forward(task, model, first, differentiable=False)[0], phases[config.mode].first.samples
-    ):
+    if strategy.shard(model, lambda: _forward(task, model, first, differentiable=False)[0]):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(strategy.own_sites(plan), shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None

@@ -272,7 +272,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                 with experiment.autocast():
                     run = partial(call_task, task, experiment.called_model, to_device(batch, experiment.device))
                     pipeline = experiment.strategy.pipeline
-                    outcomes.append(run() if pipeline is None else pipeline.call(run, len(indices)))
+                    outcomes.append(run() if pipeline is None else pipeline.call(run))
                 probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
                 weights.append(batch_weight(task, batch, len(indices)))
                 samples += len(indices)

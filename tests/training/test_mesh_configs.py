@@ -122,7 +122,7 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipeline]:
 
     def build(model: nn.Module, split: str, stage: int = 1) -> Pipeline:
         monkeypatch.setattr(dist, "get_rank", lambda _: stage)
-        return Pipeline(model, PipelineConfig(split=(split,)), None, loss_of(model), 5)
+        return Pipeline(model, PipelineConfig(split=(split,)), None, loss_of(model))
 
     return build
 

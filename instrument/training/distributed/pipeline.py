@@ -43,14 +43,15 @@ class _Trace:
         loss: The loss of the batch.
         sent: For each stage but the last one, the tensor that it sends.
         stages: The stages in which the calls of a module end, by the `id` of the module.
-        outputs: The output of a module, with tensors on the meta device.
+        outputs: The size of dimension 0 of the first input of a module, and its output with tensors on the meta device, by the `id`
+            of the module.
         users: The stages whose output depends on a parameter, by the `id` of the parameter.
     """
 
     loss: Tensor
     sent: list[Tensor]
     stages: dict[int, set[int]]
-    outputs: dict[int, Any]
+    outputs: dict[int, tuple[int, Any]]
     users: dict[int, set[int]] = field(default_factory=dict)
 
 
@@ -58,6 +59,11 @@ def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int
     """Return the first tensor of the arguments of a call, and its index or name."""
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return next((name, value) for name, value in given if isinstance(value, Tensor))
+
+
+def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return the size of dimension 0 of the first tensor of the arguments; 1 without one."""
+    return next((len(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.dim()), 1)
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -71,7 +77,7 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
     sent: list[Tensor] = []
     stages: dict[int, set[int]] = {}
-    outputs: dict[int, Any] = {}
+    outputs: dict[int, tuple[int, Any]] = {}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(sent) == len(starts) or module is not starts[len(sent)]:
@@ -79,15 +85,15 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
         sent.append(_first_tensor(args, kwargs)[1])
         return _replaced(args, kwargs, sent[-1].detach().requires_grad_())
 
-    def leave(module: nn.Module, _: Any, output: Any) -> None:
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         stages.setdefault(id(module), set()).add(len(sent))
-        outputs[id(module)] = map_tensors(output, lambda _, tensor: tensor.detach().to("meta"))
+        outputs[id(module)] = _length(args, kwargs), map_tensors(output, lambda _, tensor: tensor.detach().to("meta"))
 
     # Both passes are in the block: leaving it restores buffers in place.
     with ExitStack() as hooks, without_side_effects(model, training=False), torch.enable_grad():
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave).remove)
+            hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         value = loss()
         if value is None or len(sent) < len(starts):
             message = "the layers are not called, in this order, with a tensor as first argument"
@@ -114,20 +120,18 @@ class Pipeline:
         config: The layers at which the stages begin, and the schedule.
         group: The processes of the dimension `pp`, in the order of the stages.
         loss: Computes the loss of a batch with this model: a scalar.
-        samples: The number of samples in this batch.
 
     Raises:
         ConfigError: A layer does not exist, or the model cannot be split there.
     """
 
-    def __init__(self, model: nn.Module, config: PipelineConfig, group: Any, loss: Loss, samples: int) -> None:
+    def __init__(self, model: nn.Module, config: PipelineConfig, group: Any, loss: Loss) -> None:
         self.group, self.stage, self.stages = group, dist.get_rank(group), dist.get_world_size(group)
         self.is_last = self.stage == self.stages - 1
         self._schedule_type: Any = ScheduleGPipe if config.schedule == "gpipe" else Schedule1F1B
         self._schedule: Any = None
         self._received: Tensor | None = None
         self._sent = torch.empty(0)
-        self._traced_samples = self._samples = samples
         layers = Layers.of(model)
         named = {name: layer.module for layer in layers for name in layer.names}
         if missing := [name for name in config.split if name not in named]:
@@ -190,16 +194,22 @@ class Pipeline:
             )
         return owners
 
-    def _replace(self, module: nn.Module, output: Any) -> None:
+    def _replace(self, module: nn.Module, traced: tuple[int, Any]) -> None:
         """Let a module of another stage return zeros of the shape of its output, and call no hooks."""
+        length, output = traced
 
-        def zeros(_: str, tensor: Tensor) -> Tensor:
-            first, shape = self._traced_samples, [*tensor.shape]
-            if first != self._samples and shape and shape[0] % first == 0:
-                shape[0] = shape[0] // first * self._samples
-            return torch.zeros(shape, dtype=tensor.dtype, device=self._edges[0].device)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = _length(args, kwargs)
 
-        module.forward = lambda *_, **__: map_tensors(output, zeros)
+            def zeros(_: str, tensor: Tensor) -> Tensor:
+                shape = [*tensor.shape]
+                if given != length and shape and shape[0] % length == 0:  # another number of samples
+                    shape[0] = shape[0] // length * given
+                return torch.zeros(shape, dtype=tensor.dtype, device=self._edges[0].device)
+
+            return map_tensors(output, zeros)
+
+        module.forward = forward
         for each in module.modules():  # so that they are not mistaken for those of the stage in a checkpoint
             each._buffers.update({name: b.new_empty(0) for name, b in each._buffers.items() if b is not None})
         module._forward_hooks.clear()
@@ -297,26 +307,19 @@ class Pipeline:
         observer.end_micro_step()
         return outcomes, [loss.detach() for loss in losses]
 
-    def call(self, run: Callable[[], Outcome], samples: int) -> Outcome:
+    def call(self, run: Callable[[], Outcome]) -> Outcome:
         """Run the stage of one batch of an evaluation."""
-        self._samples = samples
         edge = self._edges[0]
-        try:
-            if self.stage:
-                shape = torch.empty(self._edges[self.stage - 1].dim(), dtype=torch.int64, device=edge.device)
-                dist.recv(shape, group=self.group, group_src=self.stage - 1)
-                self._received = torch.empty(
-                    shape.tolist(), dtype=self._edges[self.stage - 1].dtype, device=edge.device
-                )
-                dist.recv(self._received, group=self.group, group_src=self.stage - 1)
-            outcome = run()
-            if not self.is_last:
-                dist.send(
-                    torch.tensor(self._sent.shape, device=edge.device), group=self.group, group_dst=self.stage + 1
-                )
-                dist.send(self._sent, group=self.group, group_dst=self.stage + 1)
-        finally:
-            self._samples = self._traced_samples
+        if self.stage:
+            before = self._edges[self.stage - 1]
+            shape = torch.empty(before.dim(), dtype=torch.int64, device=edge.device)
+            dist.recv(shape, group=self.group, group_src=self.stage - 1)
+            self._received = torch.empty(shape.tolist(), dtype=before.dtype, device=edge.device)
+            dist.recv(self._received, group=self.group, group_src=self.stage - 1)
+        outcome = run()
+        if not self.is_last:
+            dist.send(torch.tensor(self._sent.shape, device=edge.device), group=self.group, group_dst=self.stage + 1)
+            dist.send(self._sent, group=self.group, group_dst=self.stage + 1)
         return outcome
 
     @own_collectives()

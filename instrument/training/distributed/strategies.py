@@ -73,12 +73,11 @@ class Strategy:
         """Return the unsupported settings of a configuration."""
         return []
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:  # noqa: ARG002
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
         Args:
             loss: Computes the loss of the first batch of this process, to compare the models before and after.
-            samples: The number of samples in this batch.
 
         Raises:
             ConfigError: The model has no parameters, or does not fit `train.parallel`.
@@ -216,7 +215,7 @@ class DataParallel(Strategy):
         problems = reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
         return problems + pipeline_problems(config)
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
         if self.mesh is not None and self.parallel.plan:
             from .tensor_parallel import parallelize
 
@@ -228,7 +227,7 @@ class DataParallel(Strategy):
         if self.mesh is not None and self.parallel.pipeline is not None:
             from .pipeline import Pipeline
 
-            self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss, samples)
+            self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss)
         return self.mesh is not None
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
@@ -330,13 +329,13 @@ class FullySharded(DataParallel):
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
         return problems + shard_problems(config.hooks)
 
-    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         if next(model.parameters(), None) is None:
             message = "the model has no parameters to shard"
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
-        super().shard(model, loss, samples)
+        super().shard(model, loss)
         assert self.mesh is not None
         mesh = self.mesh["dp"]
         for block in _blocks(model):
