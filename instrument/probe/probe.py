@@ -137,6 +137,10 @@ class Probe(OwnedByProcess):
         if ranks is not None:
             reduces, count = ranks.reduces, ranks.world_size
             layout = layout_of(plan, ranks.mesh, ranks.placement, processes=count, reduces=reduces)
+            if (
+                ranks.batches == 1 and layout is None
+            ):  # the stages of a pipeline: each tensor is complete in one process
+                parallel = None
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank(), layout=layout)
         if ranks is not None and parallel == "ddp":
             self.clock.replicas = ranks.batches if layout is None else layout.batches

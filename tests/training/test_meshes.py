@@ -78,7 +78,8 @@ def test_training_on_a_mesh_equals_a_single_process(one: instrument.Run, tmp_pat
     in_one, in_run = (SimpleNamespace(stats=each.stats.query("hook != 'loss'")) for each in (one, run))
     assert_same_rows(in_one, in_run)
     assert run.coverage.eval("fired == expected").all()
-    assert instrument.diff(one.path, run.path).is_within_tolerance
+    compared = instrument.diff(one.path, run.path)
+    assert compared.is_within_tolerance
 
 
 @pytest.mark.parametrize("name", tiered(PIPELINES, ["1f1b"]))
@@ -93,6 +94,8 @@ def test_pipeline_equals_a_single_process(one: instrument.Run, tmp_path: Path, n
     assert by_layer[""] == {*range(processes - stage, processes)}
     if stage == 1:
         assert_same_rows(one, run)
+        assert set(run.stats["scope"]) == {"global"}
+        assert instrument.diff(one.path, run.path).unmatched_rows == (0, 0)
         seen = (
             run.stats.query("hook == 'seen' and layer == ''"),
             run.stats.query("hook == 'back'"),
