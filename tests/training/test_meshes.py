@@ -17,7 +17,7 @@ import instrument
 PLAN = "plan: {layers.0.0: colwise, layers.1.0: rowwise}"
 RUN = [
     *("device=cpu", "data=digits", "model=mlp", "model.sizes=[64,32,16,12]", "optimizer=adamw"),
-    "train={steps: 3, batch_size: 24, accumulate: 2, eval_batch_size: 25, save: true}",
+    "train={steps: 3, batch_size: 16, accumulate: 3, eval_batch_size: 25, save: true}",
     *("data.slice={stop: 96}", "data.eval_slice={stop: 60}"),
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
     "+hooks.seen={layers: '**', kind: forward, action: record, stats: [default, dead_fraction]}",
@@ -100,7 +100,7 @@ def test_pipeline_equals_a_single_process(one: instrument.Run, tmp_path: Path, n
             run.stats.query("hook == 'seen' and layer == ''"),
             run.stats.query("hook == 'back'"),
         )
-        assert all(rows["micro_step"].tolist() == [0, 1] * 3 for rows in seen)
+        assert all(rows["micro_step"].tolist() == [0, 1, 2] * 3 for rows in seen)
 
 
 @pytest.mark.parametrize("processes", tiered([2, 4], [2]))

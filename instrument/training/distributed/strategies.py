@@ -434,7 +434,13 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
             "probe",
             "train, eval",
         ),
-        (train.accumulate < stages, "train.accumulate", micro, train.accumulate, f"{stages} or more"),
+        (
+            parallel.pipeline.schedule == "1f1b" and train.accumulate < stages,
+            "train.accumulate",
+            micro,
+            train.accumulate,
+            f"{stages} or more",
+        ),
     ]
     return [Problem(where, message, given, allowed) for holds, where, message, given, allowed in cases if holds]
 
