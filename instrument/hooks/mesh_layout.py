@@ -177,17 +177,9 @@ class MeshLayout:
 
     def of_plain(self, site: Site) -> Shards:
         """Return the placement of plain tensors at a site, if it does not depend on the tensor."""
-        return _shards([self._usual(dim, site.spec.definition) for dim in self._dims])
+        from torch.distributed.tensor import Replicate
 
-    def _usual(self, dim: MeshDim, definition: Kind) -> tuple[MeshDim, Placement | None, bool]:
-        """Return the placement of tensors of a kind along a dimension of the mesh that does not divide them; see `_shards`."""
-        from torch.distributed.tensor import Partial, Replicate, Shard
-
-        is_of_data = dim not in self._model
-        if definition.family in BATCH_FAMILIES:
-            return dim, Shard(0) if is_of_data else Replicate(), is_of_data
-        is_summand = is_of_data and definition.frequency == "micro_step"  # gradients before they are reduced
-        return dim, Partial() if is_summand else Replicate(), is_summand
+        return self._cached(site.spec.definition, self._mesh, tuple(Replicate() for _ in self._model))
 
     def of(self, tensor: Tensor, site: Site, path: str, call: int = 0, *, is_complete: bool = False) -> Shards:
         """Return the placement of a tensor at a site.
@@ -215,23 +207,66 @@ class MeshLayout:
         definition: Kind,
         mesh: DeviceMesh,
         placements: tuple[Placement, ...] | None,
-        shape: torch.Size,
-        is_complete: bool,
+        size: Sequence[int] = (),
+        is_complete: bool = False,
         *,
         is_plain: bool = True,
     ) -> Shards:
-        from torch.distributed.tensor import Replicate
+        """Return the placement of a tensor of a kind.
 
-        known = self._model if is_plain else mesh_dims(mesh)
-        covered = set() if is_plain else {*mesh.mesh.flatten().tolist()}
+        Args:
+            definition: The kind.
+            mesh, placements: How it is sharded; None if that is unknown.
+            size: Its shape, which is that of the shard for a plain tensor.
+            is_complete, is_plain: Whether it was joined, and whether it is a plain tensor.
+        """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
         if is_complete and placements is not None:
             placements = tuple(Replicate() for _ in placements)
-        entries = [(dim, None if placements is None else placements[at], False) for at, dim in enumerate(known)]
+        known = self._model if is_plain else mesh_dims(mesh)
+        # The dimensions of the mesh with their placements, and whether processes along them have other samples.
+        along: list[tuple[MeshDim, Placement | None, bool]]
+        along = [(dim, None if placements is None else placements[at], False) for at, dim in enumerate(known)]
+        covered = set() if is_plain else {*mesh.mesh.flatten().tolist()}
+        is_of_batch, is_of_micro_step = definition.family in BATCH_FAMILIES, definition.frequency == "micro_step"
         for dim in self._dims:
-            if dim not in known and not (len(dim.ranks) > 1 and {*dim.ranks} <= covered):
-                entries.append(self._usual(dim, definition))
-        entries.sort(key=lambda entry: -entry[0].stride)
-        return _shards(entries, shape, mesh, placements or (), is_local=is_plain, reduces=self.reduces)
+            if dim in known or (len(dim.ranks) > 1 and {*dim.ranks} <= covered):
+                continue
+            has_other_samples = dim not in self._model and (is_of_batch or is_of_micro_step)
+            # Gradients of parameters are summands until they are reduced.
+            usual = (Shard(0) if is_of_batch else Partial()) if has_other_samples else Replicate()
+            along.append((dim, usual, has_other_samples))
+        along.sort(key=lambda entry: -entry[0].stride)
+        dims, largest, shape = set(), [*size], [*size]
+        for placement, count in zip(placements or (), mesh.shape if placements else (), strict=True):
+            if (at := getattr(placement, "dim", None)) is not None and count > 1 and size:
+                dims.add(at)
+                if is_plain:
+                    shape[at] *= count
+                else:
+                    largest[at] = -(-largest[at] // count)
+        batch = 0
+        for dim in (dim for dim, _, has_other_samples in along if has_other_samples):
+            batch = batch * len(dim.ranks) + dim.coordinate
+        batches = math.prod(len(dim.ranks) for dim, _, has_other_samples in along if has_other_samples)
+        others = [placement for dim, placement, is_data in along if not is_data and len(dim.ranks) > 1]
+        is_local = None in others or (batches > 1 and not is_of_batch)  # of one process, and not merged
+        is_shard = any(placement is not None and not placement.is_replicate() for placement in others)
+        return Shards(
+            tuple(sorted(dims)),
+            tuple(largest),
+            tuple(shape),
+            ",".join(dim.name for dim, *_ in along),
+            ",".join(_label(placement) for _, placement, _ in along),
+            "local" if is_local else "shard" if is_shard else "local" if batches > 1 else "averaged",
+            not any(dim.coordinate and getattr(placement, "dim", None) is None for dim, placement, _ in along),
+            batch,
+            batches,
+            mesh if any(not placement.is_replicate() for placement in placements or ()) else None,
+            placements or (),
+            self.reduces,
+        )
 
     def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
         """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
@@ -448,56 +483,3 @@ def _label(placement: Placement | None) -> str:
         return "unknown"
     dim = getattr(placement, "dim", None)
     return "replicate" if placement.is_replicate() else "partial" if dim is None else f"shard({dim})"
-
-
-def _shards(
-    entries: Sequence[tuple[MeshDim, Placement | None, bool]],
-    size: Sequence[int] = (),
-    mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] = (),
-    *,
-    is_local: bool = True,
-    reduces: bool = False,
-) -> Shards:
-    """Return the placement of a tensor.
-
-    Args:
-        entries: For each dimension of the mesh: the placement, None if it is unknown, and whether processes along it have other samples.
-        size: The shape of the tensor.
-        mesh, placements: How it is sharded.
-        is_local: Whether the shape is that of a shard.
-        reduces: Whether the rows of all processes are merged.
-    """
-    dims, largest, shape = set(), [*size], [*size]
-    for placement, count in zip(placements, mesh.shape if mesh is not None and placements else (), strict=True):
-        if (dim := getattr(placement, "dim", None)) is not None and count > 1:
-            dims.add(dim)
-            if is_local:
-                shape[dim] *= count
-            else:
-                largest[dim] = -(-largest[dim] // count)
-    batch, batches, is_first = 0, 1, True
-    for along, _, _ in (entry for entry in entries if entry[2]):
-        batch, batches = batch * len(along.ranks) + along.coordinate, batches * len(along.ranks)
-    for along, each, _ in entries:
-        is_first &= along.coordinate == 0 or getattr(each, "dim", None) is not None
-    others = [placement for along, placement, is_batch in entries if not is_batch and len(along.ranks) > 1]
-    is_shard = any(placement is not None and not placement.is_replicate() for placement in others)
-    is_unknown = any(placement is None for placement in others)
-    is_summand = any(
-        is_batch and placement is not None and placement.is_partial() for _, placement, is_batch in entries
-    )
-    return Shards(
-        tuple(sorted(dims)),
-        tuple(largest),
-        tuple(shape),
-        ",".join(along.name for along, _, _ in entries),
-        ",".join(_label(placement) for _, placement, _ in entries),
-        "local" if is_unknown or is_summand else "shard" if is_shard else "local" if batches > 1 else "averaged",
-        is_first,
-        batch,
-        batches,
-        mesh if any(not placement.is_replicate() for placement in placements) else None,
-        tuple(placements),
-        reduces,
-    )

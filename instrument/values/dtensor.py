@@ -135,7 +135,11 @@ def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     assert shards.device_mesh is not None, "the tensor is sharded"
-    return DTensor.from_local(tensor, shards.device_mesh, shards.placements, run_check=False)
+    shape = Size(shards.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        tensor, shards.device_mesh, shards.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 @own_collectives()
@@ -150,15 +154,12 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     Returns:
         The larger part, and whether this process is the first one of those that have it.
     """
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import Replicate
 
-    assert shards.device_mesh is not None, "the tensor is sharded"
-    shape, at = Size(shards.shape), shards.device_mesh.get_coordinate() or ()
-    stride = torch.empty(shape, device="meta").stride()
+    whole = as_dtensor(tensor.detach(), shards)
+    assert is_sharded(whole), "the tensor is sharded"
+    at = whole.device_mesh.get_coordinate() or ()
     along = [p if getattr(p, "dim", None) == keep is not None else Replicate() for p in shards.placements]
-    whole = DTensor.from_local(
-        tensor.detach(), shards.device_mesh, shards.placements, run_check=False, shape=shape, stride=stride
-    )
     is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
     return whole.redistribute(placements=along).to_local(), is_first
 

@@ -51,6 +51,8 @@ HOOKS: dict[str, Any] = {
     "spectra": {**RECORD, "layers": ["**.up", "**.down", "**.norm"], "kind": "forward", "stats": "none", "spectrum": 4},
     "cast": {**RECORD, "layers": "**.act", "kind": "forward", "stats": "none", "cast": {"to": "float8_e4m3fn", "scale": 0.01}},
     "called": {**RECORD, "types": "Linear", "kind": "function", "functions": "linear"},
+    "kept": {**RECORD, "layers": "blocks.0.up", "kind": "forward", "stats": "none", "tensors": True},
+    "stored": {**RECORD, "layers": "**.down", "kind": "step_post", "role": "param", "stats": "none", "tensors": True},
     "some": {**RECORD, "layers": "**.up", "kind": "forward", "units": [1, 12]},
     "each": {**RECORD, "layers": "**.act", "kind": "forward", "split_dim": 2, "stats": ["mean", "std"]},
     "tame": {"layers": "**.act", "kind": "forward", "action": "clip", "norm": 3.0},

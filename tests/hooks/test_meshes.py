@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed_runs import matched, run_processes
-from mesh_processes import CHANGES, HOOKS, OF_BATCHES, create, full_block, train, train_block
+from mesh_processes import CHANGES, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
 
 import instrument
 from instrument.tables.statistics import STATISTICS
@@ -208,6 +208,26 @@ def test_declared_placements_of_modules_without_dtensors(programs: Programs) -> 
     assert places["seen", "up", ""] == places["seen", "act", ""] == "shard(1)"
     assert (places["seen", "", ""], places["weights", "down", "weight"]) == ("replicate", "shard(1)")
     assert (places["weights", "up", "bias"], places["weights", "down", "bias"]) == ("shard(0)", "replicate")
+
+
+def test_recorded_shards_are_joined_or_refused(programs: Programs, one_process: Any) -> None:
+    assert programs["tp"]
+    folder = programs.folder / "tp"
+    with pytest.raises(instrument.ConfigError, match=r"a shard of the tensors, placed 'shard\(2\)'"):
+        instrument.load(folder).features("blocks.0.up")
+    fields = {
+        "kind": "step_post",
+        "role": "param",
+        "action": "modify",
+        "fn": "replace",
+        "run": str(folder),
+        "hook": "stored",
+    }
+    model = create()
+    train(model, {"put": {"layers": "**.down", **fields}})
+    last = one_process("hooks")[1].tensors(hook="stored", step=STEPS - 1, layer="blocks.1.down", path="weight")
+    expected = np.asarray(last["values"].iloc[0])
+    np.testing.assert_allclose(model.blocks[1].down.weight.detach(), expected, rtol=1e-5, atol=1e-6)  # type: ignore[index,union-attr,operator]
 
 
 def test_errors_of_placements_are_reported_before_the_first_step(programs: Programs) -> None:

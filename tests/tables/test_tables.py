@@ -175,10 +175,10 @@ def add(name: str, *names: str, **entry: Any) -> None:
     ("name", "columns", "entry", "message"),
     [
         ("spectra", ["a"], {}, rf"{HERE}: table 'spectra' is registered already\n.*tables/schemas.py:\d+ has this one"),
-        ("mine", ["a", "b", "a"], {}, rf"{HERE}: table 'mine' cannot have the column 'a' at index 17: .* at index 15"),
-        ("mine", ["seed"], {}, "cannot have the column 'seed' at index 15: readers of several runs add it"),
-        ("mine", ["layer"], {}, "cannot have the column 'layer' at index 15: .* at index 6"),
-        ("mine", ["position"], {"is_sorted": True}, "cannot have the column 'position' at index 16: .* at index 15"),
+        ("mine", ["a", "b", "a"], {}, rf"{HERE}: table 'mine' cannot have the column 'a' at index 19: .* at index 17"),
+        ("mine", ["seed"], {}, "cannot have the column 'seed' at index 17: readers of several runs add it"),
+        ("mine", ["layer"], {}, "cannot have the column 'layer' at index 17: .* at index 6"),
+        ("mine", ["position"], {"is_sorted": True}, "cannot have the column 'position' at index 18: .* at index 17"),
         ("mine", ["l2"], {"fields": {"my": (int, 1)}, "has_numbers": True}, "number 'l2', which table 'stats' has"),
         (
             "mine",
