@@ -120,7 +120,7 @@ class ForeignFolder(RunFiles):
             moment = (entry.step, 0, 0, self.phase, 0)
             place = ("dump", entry.layer, entry.module_type, KIND_OF_ROLE[entry.role], entry.role, entry.path)
             shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
-            row = (*moment, *place, entry.call, 0, False, "global", dtype, shape, shape)
+            row = (*moment, *place, entry.call, 0, False, "", "", "global", dtype, shape, shape)
             flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0)
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
