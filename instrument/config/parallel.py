@@ -73,7 +73,12 @@ class ParallelConfig(Spec):
     data: Data = Field(
         "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
     )
-    plan: dict[str, Annotated[LayerStyle | Target, BeforeValidator(_parse_style)]] = Field(
+    plan: dict[
+        str,
+        Annotated[
+            LayerStyle | Target, BeforeValidator(_parse_style, json_schema_input_type=Style | LayerStyle | Target)
+        ],
+    ] = Field(
         default_factory=dict,
         description="For tp: the style of the modules that a glob matches: colwise, rowwise or sequence; a mapping of style, input and "
         "output; or the _target_ of a ParallelStyle.",
