@@ -237,9 +237,7 @@ class AttachedHook(HookCoverage):
         if not context.shards.dims:
             self.check_shape(path, part)
         if value is not None:
-            context.value = (
-                local_shard(value) if self.is_record_hook else full_tensor(as_dtensor(value, context.shards))
-            )
+            context.value = self._placed(value, path, firing)[2]
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
         if amp_scale is None:
@@ -261,20 +259,19 @@ class AttachedHook(HookCoverage):
         elif layout is None or not layout.is_model_parallel or not self.shards.mesh:
             return self.shards, tensor, tensor if not is_awaited(tensor) else self._awaited(tensor)
         shards = layout.of(tensor, self.site, path, firing.call)
-        given = as_dtensor(tensor, shards)
         selects = self.selector is not None or self.split_dim is not None
         is_of_module = self.site.spec.definition.family == "module"
         if self.is_record_hook and not (selects and is_of_module and (shards.dims or not shards.is_known)):
-            if shards.is_partial and layout.reduces and is_sharded(given):
-                given = reduced(given)
-                shards = layout.of(given, self.site, path, firing.call)
-            return shards, given, self._awaited(given if is_sharded(tensor) or shards.is_partial else tensor)
+            if shards.is_partial and layout.reduces:
+                tensor = reduced(tensor, shards)
+                shards = layout.of(tensor, self.site, path, firing.call)
+            return shards, tensor, self._awaited(tensor)
         if not shards.is_known:
             raise HookError(
                 f"{describe(self.context(path, firing))} acts on the complete tensor, but the placement of this one on the mesh "
                 f"({shards.mesh}) is not known; declare it with attach(..., placement=...)"
             )
-        given = given.detach() if self.is_record_hook else given
+        given = as_dtensor(tensor.detach() if self.is_record_hook else tensor, shards)
         complete = full_tensor(given) if is_sharded(given) else self._awaited(tensor)
         return layout.of(tensor, self.site, path, firing.call, is_complete=True), given, complete
 
@@ -333,11 +330,8 @@ class AttachedHook(HookCoverage):
         context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
         context.shards = next(iter(placed.values()))[0]
         context.scope = context.shards.scope or self.scope
-        context.values = {
-            path: full_tensor(as_dtensor(value, context.shards))
-            for path, value in (values or {}).items()
-            if path in tensors
-        }
+        known = {path: value for path, value in (values or {}).items() if path in tensors}
+        context.values = {path: self._placed(value, path, firing)[2] for path, value in known.items()}
         amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
         parts = {path: part for path, (*_, part) in placed.items()}
         if amp_scale is None:

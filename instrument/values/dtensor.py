@@ -175,11 +175,13 @@ def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple
 
 
 @own_collectives()
-def reduced(tensor: DTensor) -> DTensor:
-    """Return a tensor whose partial sums are added. This is a collective operation."""
+def reduced(tensor: Tensor, shards: Shards) -> Tensor:
+    """Return a sharded tensor whose summands are added. This is a collective operation."""
     from torch.distributed.tensor import Replicate
 
-    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+    summand = as_dtensor(tensor.detach(), shards)
+    assert is_sharded(summand), "the tensor has summands"
+    return summand.redistribute(placements=[Replicate() if p.is_partial() else p for p in shards.placements])
 
 
 @own_collectives()

@@ -32,6 +32,18 @@ from torch.distributed.tensor.parallel import (
 import instrument
 
 STEPS, BATCH, TOKENS, WIDTH, HIDDEN, HEADS, CLASSES = 2, 4, 6, 8, 16, 4, 10
+
+
+def of_large_values(gradient: Tensor, context: Any) -> Tensor:
+    """Return the gradient where its tensor is above the mean of the full tensor."""
+    return torch.where(context.value > context.value.mean(), gradient, 0.0)
+
+
+def of_all(gradients: Mapping[str, Tensor], context: Any) -> dict[str, Tensor]:
+    """Return the gradients, divided by the maximum of the full tensors."""
+    return {path: each / (1 + context.values[path].max()) for path, each in gradients.items()}
+
+
 RECORD: dict[str, Any] = {"layers": "**", "action": "record"}
 HOOKS: dict[str, Any] = {
     "seen": {
@@ -66,6 +78,8 @@ CHANGES: dict[str, Any] = {
     "noise": {"layers": "**.k", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.1},
     "norm": {"layers": ["**.v", "**.down"], "kind": "forward", "action": "clip", "norm": 1.0},
     "grads": {"layers": ["**.up", "**.down"], "kind": "full_backward_pre", "action": "clip", "norm": 0.05},
+    "gated": {"layers": "**.up", "kind": "full_backward_pre", "action": "modify", "fn": of_large_values},
+    "joint": {"layers": "**.act", "kind": "full_backward_pre", "action": "modify", "fn": of_all, "together": True},
     "weights": {"layers": "**.up", "kind": "step_post", "role": "param", "action": "modify", "fn": "noise", "std": 0.01},
     "ratio": {"layers": "**.down", "kind": "parameter_grad", "action": "clip", "ratio": 0.01},
 }  # fmt: skip
@@ -336,7 +350,9 @@ def on_two(folder: Path) -> dict[str, Any]:
     }
     found["tp"], probe = train(tensor_parallel(mesh), HOOKS, placement=DECLARED, reduce="global", out=folder / "tp")
     found["differences"] = [*probe.ranks.differences.values()]
-    found["changed"], _ = train(tensor_parallel(mesh), CHANGES, reduce="global", out=folder / "changed", seed=3)
+    found["changed"], _ = train(
+        tensor_parallel(mesh), CHANGES, placement=DECLARED, reduce="global", out=folder / "changed", seed=3
+    )
     found["sp"], _ = train(sequence_parallel(mesh), HOOKS, placement=DECLARED, reduce="global", out=folder / "sp")
     _, probe = train(sequence_parallel(mesh), observed)
     found["sp places"] = places(probe)
