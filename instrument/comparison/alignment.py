@@ -191,7 +191,11 @@ def aligned(
         ].rename(columns={name: column for column, name in names.items()})
         wanted = list(dict.fromkeys([*MOMENT, *LOCATION, *columns]))
         rows = [_with_location(batch, known) for batch in batches(run, table, wanted, condition)]
-        sides.append(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["location", *MOMENT]))
+        frame = pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["location", *MOMENT])
+        # Each rank has the same averaged value. The stages of a pipeline have the locations of their own layers.
+        is_part, first = frame["scope"].isin(_ONE_PER_RANK), frame.groupby("location")["rank"].transform("min")
+        frame = frame.assign(rank=frame["rank"].where(is_part, 0))[is_part | frame["rank"].eq(first)]
+        sides.append(frame)
     keys = ["location", *MOMENT]
     one, other = (_numbered(frame, keys) for frame in sides)
     if one.empty or other.empty:
@@ -204,7 +208,6 @@ def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of known locations, with the number of the location. Scope and micro-step are made comparable."""
     matches = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
     is_part = matches["scope"].isin(_ONE_PER_RANK)
-    matches = matches[is_part | (matches["rank"] == 0)]  # each rank has the same averaged value
     at_optimizer = [name for name, kind in KINDS.items() if kind.frequency == "step"]
     return matches.assign(
         scope=matches["scope"].where(is_part, "global"),

@@ -153,7 +153,7 @@ class ForeignFolder(RunFiles):
             moment = (entry.step, 0, 0, self.phase, 0)
             place = ("dump", entry.layer, entry.module_type, KIND_OF_ROLE[entry.role], entry.role, entry.path)
             shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
-            row = (*moment, *place, entry.call, 0, False, "global", dtype, shape, shape)
+            row = (*moment, *place, entry.call, 0, False, "", "", "global", dtype, shape, shape)
             flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0, device="cpu")
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
@@ -161,7 +161,16 @@ class ForeignFolder(RunFiles):
         moment = {"step": entry.step, "micro_step": 0, "epoch": 0, "phase": self.phase, "rank": 0, "backward": 0}
         kind, place = KIND_OF_ROLE[entry.role], entry._asdict()
         known = {name: place[name] for name in ("layer", "module_type", "role", "path", "call")}
-        return {**moment, **known, "hook": "dump", "kind": kind, "recompute": False, "scope": "global"}
+        return {
+            **moment,
+            **known,
+            "hook": "dump",
+            "kind": kind,
+            "recompute": False,
+            "mesh": "",
+            "placement": "",
+            "scope": "global",
+        }
 
     def run(self) -> Run:
         """Return the tensors as a run."""

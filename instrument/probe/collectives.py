@@ -89,6 +89,7 @@ class Ranks:
         parallel: How they train together.
         reduces: Whether rank 0 writes rows for all of them.
         control: A gloo group of all processes. Default: None, a new one if required.
+        batches: The number of batch shards. Default: None, one for each process.
         mesh: The device mesh of the processes. Default: that of the model's parameters.
         placement: The placements of tensors, by module; see `instrument.hooks.mesh_layout.MeshLayout`.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
@@ -111,6 +112,7 @@ class Ranks:
         merged_metrics: bool = False,
         sums_gradients: bool = False,
         control: Any = None,
+        batches: int | None = None,
         mesh: DeviceMesh | None = None,
         placement: Declared | None = None,
     ) -> None:
@@ -122,6 +124,7 @@ class Ranks:
         self.rank = dist.get_rank()
         self.is_rank_zero = self.rank == 0
         self.world_size = dist.get_world_size()
+        self.batches = self.world_size if batches is None else batches
         self.bytes_sent = 0
         self.device = torch.device("cpu")
         self.differences: dict[tuple[str, str, int], str] = {}

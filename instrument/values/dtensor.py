@@ -231,14 +231,30 @@ def pack_shards(value: Any) -> Any:
 
 
 def _packed(tensor: DTensor) -> dict[str, Any]:
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placements = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
-    return {_SHARD: tensor.to_local(), "placements": placements, "shape": [*tensor.shape], "stride": [*tensor.stride()]}
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return {
+        _SHARD: tensor.to_local(),
+        "mesh": [*(tensor.device_mesh.mesh_dim_names or ())],
+        # The dimension, and for FSDP2 on a tensor parallel dimension the split factor. Empty: replicated.
+        "placements": [_fields(placement) for placement in tensor.placements],
+        "offset": [*offset],
+        "shape": [*tensor.shape],
+        "stride": [*tensor.stride()],
+    }
+
+
+def _fields(placement: Any) -> list[int]:
+    return [int(getattr(placement, name)) for name in ("dim", "split_factor") if hasattr(placement, name)]
 
 
 def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh."""
+    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh.
+
+    Args:
+        mesh: The mesh of all processes, with the dimensions of the tensors.
+    """
     return map_leaves(
         value, lambda _, packed: _unpacked(packed, mesh), lambda leaf: isinstance(leaf, Mapping) and _SHARD in leaf
     )
@@ -246,28 +262,30 @@ def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
 
 def _unpacked(packed: Mapping[str, Any], mesh: DeviceMesh) -> DTensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    placements = [Replicate() if dim is None else Shard(dim) for dim in packed["placements"]]
+    placements = []
+    for fields in packed["placements"]:
+        strided = _StridedShard(fields[0], split_factor=fields[1]) if len(fields) > 1 else None
+        placements.append(strided or (Shard(fields[0]) if fields else Replicate()))
     local, shape, stride = packed[_SHARD].to(mesh.device_type), Size(packed["shape"]), tuple(packed["stride"])
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh[(*packed["mesh"],)], placements, shape=shape, stride=stride)
 
 
 def join_shards(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state dict with full tensors, given the result of `pack_shards` in each process, in order of rank."""
-    return {name: _joined([state[name] for state in states]) for name in states[0]}
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if not (isinstance(first, Mapping) and _SHARD in first):
-        return first
-    (dim,) = first["placements"]
-    return first[_SHARD] if dim is None else torch.cat([value[_SHARD] for value in values], dim)
-
-
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh over which the parameters of a model are sharded; None if they are not sharded."""
-    return next((parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)), None)
+    """Return a state dict with full tensors, given the result of `pack_shards` in each process."""
+    joined: dict[str, Any] = {}
+    for state in states:
+        for name, value in state.items():
+            if not (isinstance(value, Mapping) and _SHARD in value):
+                first = joined.setdefault(name, value)
+                # A process of a pipeline has empty parameters of other stages.
+                joined[name] = value if isinstance(first, Tensor) and not first.numel() else first
+                continue
+            shard = value[_SHARD]
+            full = joined.setdefault(name, shard.new_empty(value["shape"]))
+            full[tuple(slice(start, start + n) for start, n in zip(value["offset"], shard.shape, strict=True))] = shard
+    return joined
 
 
 def module_type(module: nn.Module) -> str:

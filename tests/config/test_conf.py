@@ -91,7 +91,7 @@ def test_experiment_composes_and_its_hooks_match_its_model(name: str) -> None:
 
 @pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
 def test_experiment_file_starts_with_its_command(file: Path) -> None:
-    command = re.compile(rf"# python -m instrument (-m )?\+exp={file.stem}\b")
+    command = re.compile(rf"# (python|torchrun --nproc-per-node \d+) -m instrument (-m )?\+exp={file.stem}\b")
     assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
 
