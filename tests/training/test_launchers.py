@@ -193,11 +193,12 @@ def test_sweep_survives_the_loss_of_a_ray_node(workdir: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     from ray.cluster_utils import Cluster
 
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         lost = cluster.add_node(num_cpus=1)
         launcher = ("hydra/launcher=ray_cluster", f"hydra.launcher.ray.init.address={cluster.address}")
-        arguments = ("-m", *TINY[:3], "train.steps=20", f"seed=range(0,{jobs})", "hydra.sweep.dir=out", *launcher)
+        arguments = ("-m", *TINY, f"seed=range(0,{jobs})", "hydra.sweep.dir=out", *launcher)
         with Path("log").open("w") as log:
             sweep = subprocess.Popen([sys.executable, "-m", "instrument", *arguments], stdout=log, stderr=log)
         try:
@@ -208,6 +209,7 @@ def test_sweep_survives_the_loss_of_a_ray_node(workdir: Path, monkeypatch: pytes
             sweep.kill()
     finally:
         cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)
     runs = instrument.load("out").runs
     assert sorted(runs["seed"]) == list(range(jobs))
     assert set(runs["status"]) == {"done"}

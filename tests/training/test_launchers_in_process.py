@@ -105,9 +105,10 @@ def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monk
 
     def run_twice(parallel: joblib.Parallel, jobs: Any) -> Any:
         launched.extend(jobs)
-        with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patched:
-            patched.setenv("STOP", "1")
+        monkeypatch.setenv("STOP", "1")
+        with pytest.raises(SystemExit):
             run_jobs(parallel, launched[:1])
+        monkeypatch.delenv("STOP")
         run_jobs(parallel, launched[:1])
         return run_jobs(parallel, launched)
 
