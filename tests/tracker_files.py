@@ -20,7 +20,8 @@ def key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
     """Return the values of the identity columns of a row."""
     defaults = {
         "micro_step": 0, "epoch": 0, "phase": "train", "rank": 0, "hook": "seen", "layer": "a.0", "module_type": "Linear",
-        "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False, "scope": "global",
+        "kind": "forward", "role": "output", "path": "", "call": 0, "backward": 0, "recompute": False, "mesh": "",
+        "placement": "", "scope": "global",
     }  # fmt: skip
     assert cells.keys() <= defaults.keys()
     return (step, *{**defaults, **cells}.values())

@@ -51,10 +51,11 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
 def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return the sum over the samples of the mean cosine of all pairs of different tokens, and the number of samples.
 
-    No numbers for a tensor that is not [N, T, D]. Samples with fewer than two tokens that are finite and not zero do not count.
+    No numbers for a tensor that is not [N, T, D], or is sharded along T or D. Samples with fewer than two tokens that are finite and
+    not zero do not count.
     """
     x = _real(tensor)
-    if x is None or x.dim() != 3:
+    if x is None or x.dim() != 3 or {1, 2} & {*context.shards.dims}:
         return {}
     dtype = widest(x.device)
     total = x.new_zeros(2, dtype=dtype)
@@ -73,10 +74,11 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
 def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return sums over the rows of logits [..., classes]: the entropies in nats, the squares of logsumexp, and the number of rows.
 
-    Rows without a finite logsumexp do not count: NaN, plus infinity, or only minus infinity. No numbers for a scalar.
+    Rows without a finite logsumexp do not count: NaN, plus infinity, or only minus infinity. No numbers for a scalar, and
+    for logits that are sharded along the classes.
     """
     x = _real(tensor)
-    if x is None or not x.dim() or not x.numel():
+    if x is None or not x.dim() or not x.numel() or x.dim() - 1 in context.shards.dims:
         return {}
     total = x.new_zeros(3, dtype=widest(x.device))
     for rows in parts_of(x.reshape(-1, x.shape[-1])):

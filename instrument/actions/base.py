@@ -97,7 +97,7 @@ class Context:
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
-        shards: How the shards of several processes form the tensor, if it is a shard.
+        shards: How the tensors of several processes form the tensor of one process.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
             its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
@@ -164,6 +164,8 @@ class Context:
             self.call,
             self.backward,
             self.recompute,
+            self.shards.mesh,
+            self.shards.placement,
             self.scope,
         )
 
@@ -203,8 +205,9 @@ class Context:
         moment = f"Moment(step={step!r}, micro_step={micro_step!r}, epoch={epoch!r}, phase={phase!r})"
         before = ", ".join(map(repr, (self.seed, self.hook, self.layer, self.role, self.path)))
         key = f"({before}, {moment}, {call!r}, {self.backward!r})"
-        if self.rank and self.scope == "local":
-            key += f" of rank {self.rank}"
+        batch = self.rank if self.shards.batch is None else self.shards.batch
+        if batch and self.scope == "local":
+            key += f" of rank {batch}"
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

@@ -9,13 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._nn import hardtanh
-from torch.nn.utils import get_total_norm
 
 from ..runtime.own_collectives import own_collectives
 from ..stats.cpu_kernel import effect_of_clip
 from ..stats.directed_rounding import round_down, round_up, toward_zero
 from ..stats.portable import widest
-from ..values.dtensor import full_tensor
+from ..values.dtensor import total_norm
 from .base import Context
 from .builtin.clip import ClipSpec
 
@@ -96,7 +95,7 @@ def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2
     shards; all processes must call this function.
     """
     nonempty = [tensor for tensor in tensors if tensor.numel()]  # Some norms of no elements are undefined.
-    return clip_coefficient(full_tensor(get_total_norm(nonempty, ord)), bound)
+    return clip_coefficient(total_norm(nonempty, ord), bound)
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:

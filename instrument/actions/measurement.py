@@ -115,10 +115,16 @@ class Measurement:
         return {name: _custom_number(name, function, tensor, context) for name, function in self.custom.items()}
 
     def dead_units(self, tensor: Tensor, context: Context) -> Tensor | None:
-        """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
+        """Return which units are dead, bool [units]; also true for units of other processes. None if the statistic is not requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
-        has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
-        return None if along is None or has_distinct_units else dead_units(strided_or_sparse(tensor), along)
+        if along is None:
+            return None
+        dead, dim = dead_units(strided_or_sparse(tensor), along), along % tensor.dim()
+        if dim not in context.shards.dims:
+            return dead
+        of_all = dead.new_ones(context.shards.shape[dim])
+        of_all[context.shards.indices(dim)] = dead
+        return of_all
 
 
 def measure_in_context(

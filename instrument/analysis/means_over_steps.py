@@ -19,7 +19,9 @@ from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
 Steps = tuple[int | None, int | None]
-LOCATION_COLUMNS = tuple(c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name != "module_type")
+LOCATION_COLUMNS = tuple(
+    c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name not in ("module_type", "mesh", "placement")
+)
 MEASURED_TABLES = sorted(
     (name for name, table in TABLES.items() if table.has_numbers), key=lambda name: name != "metrics"
 )

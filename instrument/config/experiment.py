@@ -26,6 +26,7 @@ from .apply import ApplySpec
 from .base import parse_slice
 from .budget import BudgetConfig
 from .hook_specs import HookSpec
+from .parallel import Data, ParallelConfig, parse_parallel
 from .rules import RuleBase
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
@@ -161,9 +162,12 @@ class TrainConfig(Spec):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16 use autocast; fp16 also uses a gradient scaler."
     )
-    parallel: Literal["ddp", "fsdp2"] | None = Field(
+    parallel: Annotated[
+        ParallelConfig | None,
+        BeforeValidator(parse_parallel, json_schema_input_type=Data | ParallelConfig | None),
+    ] = Field(
         None,
-        description="How processes started by torchrun train together: ddp (DistributedDataParallel) or fsdp2 (fully_shard).",
+        description="How processes started by torchrun train together: ddp (DistributedDataParallel), fsdp2 (fully_shard), or a mesh.",
     )
     find_unused_parameters: bool | None = Field(
         None, description="For ddp: whether a step can leave parameters unused. null: decided with the first batch."

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
+from ..actions.intervention import describe
 from ..actions.selection import Selector, act_on_indices
 from ..actions.together import Together, path_of_call
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
 from ..config.record import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
-from ..errors import InstrumentError
+from ..errors import HookError, InstrumentError
 from ..fields.globs import matches
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
@@ -27,7 +28,17 @@ from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 from ..tables.statistics import Sum
-from ..values.dtensor import full_tensor, is_sharded, local_shard, sharded_like, shards_of
+from ..values.dtensor import (
+    NOT_SHARDED,
+    Shards,
+    as_dtensor,
+    full_tensor,
+    is_awaited,
+    is_sharded,
+    local_shard,
+    reduced,
+    sharded_like,
+)
 from ..values.nested import iter_tensors
 from .clock import FIRST_CALL, Clock, FiringIndex
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
@@ -35,6 +46,7 @@ from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
+from .mesh_layout import MeshLayout
 from .module_calls import is_first_reentrant_pass, recomputed_segment
 from .plain_calls import firing_of
 
@@ -57,6 +69,7 @@ class AttachedHook(HookCoverage):
         "scheduled_count",
         "scope",
         "selector",
+        "shards",
         "split_dim",
         "state",
         "subsampling",
@@ -79,7 +92,11 @@ class AttachedHook(HookCoverage):
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
         self.role = site.spec.tensor_role
-        self.scope = scope_of(site.spec.definition, self.role, clock.parallel)
+        self.scope: str = scope_of(site.spec.definition, self.role, clock.parallel)
+        self.shards = NOT_SHARDED  # the placement of plain tensors, if it does not depend on the tensor
+        if clock.layout is not None and site.spec.definition.family in PLACED_FAMILIES and self.role != "buffer":
+            self.shards = clock.layout.of_plain(site)
+            self.scope = self.shards.scope
         self.state: dict[str, Any] = {}  # see `Context.state`
         self.is_scheduled = False
         self.was_ever_scheduled = False
@@ -214,23 +231,57 @@ class AttachedHook(HookCoverage):
         direct = self.direct if amp_scale is None else None
         if direct is not None and (new := direct(tensor, path, firing)) is not None:
             return new
-        shard = is_sharded(tensor)
-        self.check_shape(path, tensor)
-        if shard and value is not None:
-            value = (local_shard if self.is_record_hook else full_tensor)(value)
-        context = self.context(path, firing, value)
-        if is_sharded(tensor):
-            context.scope = "shard" if self.is_record_hook else "averaged"
-            context.shards = shards_of(tensor)
+        context = self.context(path, firing)
+        context.shards, given, part = self._placed(tensor, path, firing)
+        context.scope = context.shards.scope or self.scope
+        self.check_shape(path, tensor if self.is_record_hook else part)
+        if value is not None:
+            context.value = (
+                local_shard(value) if self.is_record_hook else full_tensor(as_dtensor(value, context.shards))
+            )
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
-        part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
         if amp_scale is None:
             new = self.run(part, context)
         else:
-            given = unscaled(part, amp_scale)
-            new = rescaled(self.run(given, context), given, part, amp_scale)
-        return _replaced(tensor, part, new)
+            divided = unscaled(part, amp_scale)
+            new = rescaled(self.run(divided, context), divided, part, amp_scale)
+        return _replaced(tensor, given, part, new)
+
+    def _placed(self, tensor: Tensor, path: str, firing: FiringIndex) -> tuple[Shards, Tensor, Tensor]:
+        """Return the placement of what the action gets, the tensor with its placement if it is a shard, and what the action gets.
+
+        Raises:
+            HookError: An intervention needs the complete tensor, but the placement of the tensor is unknown.
+        """
+        layout = self.clock.layout
+        if is_sharded(tensor):
+            layout = layout or MeshLayout((), tensor.device_mesh)
+        elif layout is None or not layout.is_model_parallel or not self.shards.mesh:
+            return self.shards, tensor, tensor if not is_awaited(tensor) else self._awaited(tensor)
+        shards = layout.of(tensor, self.site, path, firing.call)
+        given = as_dtensor(tensor, shards)
+        if self.is_record_hook:
+            if shards.is_partial and layout.reduces and is_sharded(given):
+                given = reduced(given)
+                shards = layout.of(given, self.site, path, firing.call)
+            return shards, given, self._awaited(given if is_sharded(tensor) or shards.is_partial else tensor)
+        if not shards.is_known:
+            raise HookError(
+                f"{describe(self.context(path, firing))} acts on the complete tensor, but the placement of this one on the mesh "
+                f"({shards.mesh}) is not known; declare it with attach(..., placement=...)"
+            )
+        complete = full_tensor(given) if is_sharded(given) else self._awaited(tensor)
+        return layout.of(tensor, self.site, path, firing.call, is_complete=True), given, complete
+
+    def _awaited(self, tensor: Tensor) -> Tensor:
+        """Return the shard of this process, after the collective operation that computes it. An intervention gets it with its graph."""
+        return local_shard(tensor) if self.is_record_hook or not is_awaited(tensor) else tensor.clone()
+
+    def note_placement(self, tensor: Tensor, path: str, firing: FiringIndex) -> None:
+        """Note the placement of a tensor whose gradient, or whose change, it will get."""
+        if self.clock.layout is not None:
+            self.clock.layout.note(tensor, self.site, path, firing.call)
 
     def count_and_fire(
         self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None
@@ -274,19 +325,24 @@ class AttachedHook(HookCoverage):
         """
         for path, tensor in tensors.items():
             self.check_shape(path, tensor)
+        placed = {path: self._placed(tensor, path, firing) for path, tensor in tensors.items()}
         context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
-        if any(map(is_sharded, tensors.values())):
-            context.scope = "averaged"
-        context.values = {path: full_tensor(value) for path, value in (values or {}).items() if path in tensors}
+        context.shards = next(iter(placed.values()))[0]
+        context.scope = context.shards.scope or self.scope
+        context.values = {
+            path: full_tensor(as_dtensor(value, context.shards))
+            for path, value in (values or {}).items()
+            if path in tensors
+        }
         amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
-        parts = {path: full_tensor(tensor) for path, tensor in tensors.items()}
+        parts = {path: part for path, (*_, part) in placed.items()}
         if amp_scale is None:
             new = self._run_together(parts, context)
         else:
             given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
             changed = self._run_together(given, context)
             new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
-        return {path: _replaced(tensor, parts[path], new[path]) for path, tensor in tensors.items()}
+        return {path: _replaced(tensor, placed[path][1], parts[path], new[path]) for path, tensor in tensors.items()}
 
     def check_shape(self, path: str, tensor: Tensor) -> None:
         """Check once for each path that the spec fits the shape; see `fire`."""
@@ -313,6 +369,7 @@ class AttachedHook(HookCoverage):
             parameters=self.site.parameters,
             seed=self.clock.seed,
             scope=self.scope,
+            shards=self.shards,
             rank=self.clock.rank,
             ids=self.clock.ids,
             targets=self.clock.targets,
@@ -398,11 +455,21 @@ class AttachedHook(HookCoverage):
             return new
 
 
-def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:
-    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`."""
+PLACED_FAMILIES = ("module", "loss", "parameter", "optimizer")
+"""The families of kinds whose plain tensors have a placement."""
+
+
+def _replaced(tensor: Tensor, given: Tensor, part: Tensor, new: Tensor) -> Tensor:
+    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`.
+
+    `given` is the tensor with its placement, if it is a shard.
+    """
     if new is part:
         return tensor
-    return sharded_like(new, tensor) if is_sharded(tensor) else new
+    if not is_sharded(given):
+        return new
+    replacement = sharded_like(new, given)
+    return replacement if is_sharded(tensor) else local_shard(replacement)
 
 
 def fire_all(

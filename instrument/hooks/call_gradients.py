@@ -76,6 +76,8 @@ class CallGradients:
         if not attached_hooks:
             return None
         self.registered.update((attached, self._key(path, value)) for attached in attached_hooks)
+        for attached in attached_hooks:
+            attached.note_placement(value, path, firing_of(self.call.index, 0, False, None))
         value_copy = (
             value.detach().clone() if any(attached.site.spec.needs_value for attached in attached_hooks) else None
         )

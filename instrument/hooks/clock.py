@@ -13,6 +13,7 @@ from ..actions.base import SampleIds, StepContext
 from .distributed_scope import Parallel
 from .hook_timer import HookTimer
 from .kept_tensors import TensorStore
+from .mesh_layout import MeshLayout
 
 graph_task = torch._C._current_graph_task_id
 """Returns the number of the backward pass that this thread runs; -1 outside of backward passes."""
@@ -41,6 +42,7 @@ class Clock:
         timer: Measures the time of hooks; None if it is not measured.
         parallel: How several processes train together; None for a single one.
         rank: The rank of this process, from 0.
+        layout: How tensors are placed on the mesh of the processes; None without a mesh.
         replicas: The number of processes whose gradients of different batches are averaged or summed.
         sums_gradients: Whether they are summed.
         phases: The phases so far.
@@ -60,6 +62,7 @@ class Clock:
     timer: HookTimer[Any] | None = None
     parallel: Parallel | None = None
     rank: int = 0
+    layout: MeshLayout | None = None
     replicas: int = 1
     sums_gradients: bool = False
     phases: set[str] = field(default_factory=set)

@@ -1,8 +1,8 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a path in the values, a split dimension, a selected part, a condition, a kept tensor, a shard, and a gradient scaler if the
-hook changes gradients or all processes merge its rows. Without stages, recording is one call of the compiled kernel, and clip and scale
-are their operation and one more call. `AttachedHook.fire` handles all other tensors and hooks.
+Stages are: a path in the values, a split dimension, a selected part, a condition, a kept tensor, a shard, a placement that depends on
+the tensor, and a gradient scaler if the hook changes gradients or all processes merge its rows. Without stages, recording is one call of
+the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors and hooks.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         or attached.condition is not None
         or spec.keep_as is not None
         or not (spec.functions or attached.matches_path(""))
+        or (clock.layout is not None and clock.layout.is_model_parallel)
     )
     if has_stages:
         return None

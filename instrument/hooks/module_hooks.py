@@ -275,8 +275,10 @@ class ModuleHooks(SuspendableModuleHooks):
                 change = tensor.detach().to(wide) - given.to(wide)
         for attached in self.changes:
             attached.count_opportunity()
-            if change is not None and attached.matches_path(path):
-                attached.fire(change, path, firing_of(call.index, 0, False, call.origin), value=given)
+            if change is not None and tensor is not None and attached.matches_path(path):
+                firing = firing_of(call.index, 0, False, call.origin)
+                attached.note_placement(tensor, path, firing)
+                attached.fire(change, path, firing, value=given)
                 attached.count_firing()
             else:
                 attached.count_miss(reason)

@@ -214,7 +214,8 @@ class OutputGradients:
         """Set the scheduled hooks, in order."""
         self.attached_hooks = attached_hooks
         self.changes = not all(attached.is_record_hook for attached in attached_hooks)
-        self.is_simple = not any(
+        layout = self.clock.layout
+        self.is_simple = (layout is None or not layout.is_model_parallel) and not any(
             attached.site.spec.needs_value
             or is_together(attached)
             or not attached.matches_path("")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -23,6 +23,7 @@ from ..config.parse import parse_budget
 from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..hooks.distributed_scope import Parallel
+from ..hooks.mesh_layout import Declared
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..probe.collectives import Ranks
@@ -46,6 +47,9 @@ from ..training.distributed.strategies import reduce_problems, shard_problems
 from ..values.dtensor import is_sharded, own_rank
 from .attached_probe import AttachedProbe
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @signal_safe_contextmanager
 def attach(
@@ -62,6 +66,8 @@ def attach(
     steps_by_loop: bool = False,
     budget: Mapping[str, Any] | None = None,
     reduce: Literal["none", "global"] = "none",
+    mesh: DeviceMesh | None = None,
+    placement: Declared | None = None,
     ids: Literal["recorded", "all"] = "recorded",
     rules: Mapping[str, Any] | Literal["default"] | None = "default",
     step: int = 0,
@@ -108,6 +114,11 @@ def attach(
         reduce: How the rows of several processes are combined. Applies if `torch.distributed` is initialized with more
             than one process; all processes must then call `attach`. `none` (default): each process writes its own rows.
             `global`: rank 0 writes one row for the shards and batch shards of all processes.
+        mesh: The device mesh of the processes that train the model. Default: None, that of its sharded parameters.
+        placement: How modules place tensors that are no DTensors, for those that divide their work themselves, as Megatron-LM's do:
+            `{"**.up": {"output": {"tp": "shard(-1)"}, "weight": {"tp": "shard(0)"}}}`, by pattern of module names, then `input`,
+            `output` or the name of a parameter, then dimension of the mesh: `shard(DIMENSION)`, `replicate` or `partial`.
+            Default: None.
         ids: The batches whose samples are written to the table `samples`, if the loop names them with `probe.batch`:
             those in which a tensor is recorded (`recorded`, default), or `all`.
         rules: Rules by name, in addition to the default rules and to those in the section `rules` of the file; an entry None
@@ -147,7 +158,7 @@ def attach(
     check_parameters(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
-    ranks = _ranks(model, hooks, limits, reduce)
+    ranks = _ranks(model, hooks, limits, reduce, mesh, placement)
     settings: dict[str, Any] = {
         section: {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in specs_by_name.items()}
         for section, specs_by_name in (("hooks", hooks), ("rules", judged))
@@ -231,7 +242,14 @@ def _copy(out: Path | None, remote: str | None) -> RemoteCopy:
     return RemoteCopy(out or Path(), SinkConfig(remote=remote), warn, where="remote")
 
 
-def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:
+def _ranks(
+    model: nn.Module,
+    hooks: Mapping[str, HookSpec],
+    budget: BudgetConfig | None,
+    reduce: str,
+    mesh: DeviceMesh | None,
+    placement: Declared | None,
+) -> Ranks | None:
     """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):
         raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
@@ -241,17 +259,12 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
     problems = reduce_problems(budget, hooks) if reduce == "global" else []
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         parallel = "ddp"
-    elif sharded := [parameter for parameter in model.parameters() if is_sharded(parameter)]:
+    elif mesh is not None or any(map(is_sharded, model.parameters())):
         parallel = "fsdp2"
         problems += shard_problems(hooks)
-        if reduce == "global" and not all(
-            placement.is_shard() for parameter in sharded for placement in parameter.placements
-        ):
-            message = "some parameters are replicated in several processes and would be counted more than once"
-            problems.append(Problem("reduce", message, given=reduce, allowed="none"))
     if problems:
         raise ConfigError(*problems)
-    return Ranks(parallel, reduces=reduce == "global")
+    return Ranks(parallel, reduces=reduce == "global", mesh=mesh, placement=placement)
 
 
 def _folder(

@@ -24,7 +24,7 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
         for pattern in patterns:
             if not any(layer.is_named([pattern]) for layer in layers):
-                raise ConfigError(_no_such_layer(pattern, layers, f"{where}.{key}"))
+                raise ConfigError(no_such_layer(pattern, layers, f"{where}.{key}"))
     named = [layer for layer in layers if layer.is_named(selection.globs)]
     if selection.structure:
         found = find_structure(layers, selection.structure)
@@ -58,7 +58,7 @@ def _no_such_structure(selection: Selection, found: Mapping[StructureName, Seque
     return Problem(f"{where}.structure", looked_for, names, fix=fix)
 
 
-def _no_such_layer(pattern: str, layers: Layers, where: str) -> Problem:
+def no_such_layer(pattern: str, layers: Layers, where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)

@@ -10,17 +10,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..hooks.distributed_scope import Parallel
+from ..hooks.mesh_layout import Declared
 from ..runtime.own_collectives import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured
 from ..tables.sink_interface import Row
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Piece(NamedTuple):
@@ -49,6 +53,16 @@ class Piece(NamedTuple):
         return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
 
 
+def without_numbers(piece: Piece) -> Piece:
+    """Return the contribution of a process that has not seen the tensor, or has the same part as another one."""
+    given = piece.gathered
+
+    def missing() -> Tensor:
+        return torch.full_like(given() if callable(given) else given, nan, device="cpu")
+
+    return piece._replace(part=None, gathered=missing if callable(given) else missing())
+
+
 class LocalReducer:
     """The collective operations of `Ranks` for a single process."""
 
@@ -75,6 +89,9 @@ class Ranks:
         parallel: How they train together.
         reduces: Whether rank 0 writes rows for all of them.
         control: A gloo group of all processes. Default: None, a new one if required.
+        batches: The number of batch shards. Default: None, one for each process.
+        mesh: The device mesh of the processes. Default: that of the model's parameters.
+        placement: The placements of tensors, by module; see `instrument.hooks.mesh_layout.MeshLayout`.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
         sums_gradients: Whether gradients are summed over the processes. Default: they are averaged.
 
@@ -95,7 +112,11 @@ class Ranks:
         merged_metrics: bool = False,
         sums_gradients: bool = False,
         control: Any = None,
+        batches: int | None = None,
+        mesh: DeviceMesh | None = None,
+        placement: Declared | None = None,
     ) -> None:
+        self.mesh, self.placement = mesh, placement or {}
         self.parallel = parallel
         self.reduces = reduces
         self.merged_metrics = merged_metrics
@@ -103,6 +124,7 @@ class Ranks:
         self.rank = dist.get_rank()
         self.is_rank_zero = self.rank == 0
         self.world_size = dist.get_world_size()
+        self.batches = self.world_size if batches is None else batches
         self.bytes_sent = 0
         self.device = torch.device("cpu")
         self.differences: dict[tuple[str, str, int], str] = {}
@@ -175,9 +197,7 @@ class Ranks:
     @own_collectives()
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Sort the pieces of a step in the same order in all processes, with empty ones for tensors that this one has not seen."""
-        blank = [
-            each._replace(part=None, gathered=torch.full_like(each.gathered, nan, device="cpu")) for each in pieces
-        ]
+        blank = [without_numbers(each) for each in pieces]
         all_pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(all_pieces, blank, group=self._control)
         union = {_name(piece): piece for pieces_of_rank in all_pieces for piece in pieces_of_rank}

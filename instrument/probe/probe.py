@@ -24,6 +24,7 @@ from ..config.schedule import Phase
 from ..errors import AlreadyAttachedError, HookError
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
+from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
 from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
@@ -132,9 +133,14 @@ class Probe(OwnedByProcess):
             keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
         )
         parallel = None if ranks is None else ranks.parallel
-        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
+        layout = None
+        if ranks is not None:
+            reduces, count = ranks.reduces, ranks.world_size
+            layout = layout_of(plan, ranks.mesh, ranks.placement, processes=count, reduces=reduces)
+        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank(), layout=layout)
         if ranks is not None and parallel == "ddp":
-            self.clock.replicas, self.clock.sums_gradients = ranks.world_size, ranks.sums_gradients
+            self.clock.replicas = ranks.batches if layout is None else layout.batches
+            self.clock.sums_gradients = ranks.sums_gradients
         tensors = archive or Archive()
         actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
@@ -463,6 +469,23 @@ class Probe(OwnedByProcess):
             scalars = scalar_targets(targets, len(indices))
             named = SampleBatch(moment, self.clock.rank, ids, scalars, is_checked=False)
             self.recorder.samples.begin(named)
+
+    @contextmanager
+    def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> Iterator[None]:
+        """Run a pass of one of the micro-steps of a step, several of which are in flight, as in a pipeline.
+
+        Each micro-step has one block for its forward pass and one for its backward pass. Afterwards, `end_micro_step` ends all of them.
+
+        Args:
+            number: The index of the micro-step within the step.
+            indices: As for `begin_micro_step`; `batch` too.
+        """
+        clock = self.clock
+        clock.micro_step_index += number - clock.moment.micro_step
+        clock.moment = clock.moment._replace(micro_step=number)
+        self.begin_micro_step(indices, batch)
+        yield
+        self.recorder.samples.end()
 
     def end_micro_step(self) -> None:
         """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.

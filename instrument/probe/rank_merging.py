@@ -23,7 +23,7 @@ from ..tables.kinds import KINDS
 from ..tables.sink_interface import Row
 from ..tables.statistics import DEAD, UNITS
 from ..values.dtensor import own_rank
-from .collectives import LocalReducer, Piece, Ranks
+from .collectives import LocalReducer, Piece, Ranks, without_numbers
 from .row_cells import identity_columns
 from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
 
@@ -187,20 +187,21 @@ class RowMerger:
         """Return whether all processes contribute to one row.
 
         Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
-        that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
+        that are not averaged yet, losses, buffers and tensors of unknown placement are not merged: each rank writes its own row.
         """
         if self.ranks is None:
             return False
         is_part = context.scope == "local" and KINDS[context.kind].family == "module"
-        return is_part or context.scope == "shard"
+        return (is_part or context.scope == "shard") and context.shards.is_known
 
     def is_duplicate(self, context: Context) -> bool:
-        """Return whether rank 0 writes the same row."""
-        return self.ranks is not None and not self.ranks.is_rank_zero and context.scope == "averaged"
+        """Return whether another process writes the same row: rank 0, or the first one on the mesh."""
+        is_first = context.shards.is_first if context.shards.mesh else self.ranks is None or self.ranks.is_rank_zero
+        return self.ranks is not None and not is_first and context.scope == "averaged"
 
-    def add(self, piece: Piece) -> None:
-        """Add this process's part of a row."""
-        self._pieces.append(piece)
+    def add(self, piece: Piece, context: Context) -> None:
+        """Add this process's part of a row: without numbers, if another process has the same part."""
+        self._pieces.append(piece if context.shards.is_first else without_numbers(piece))
 
     @property
     def statistics_on_device(self) -> int:

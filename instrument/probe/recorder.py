@@ -113,7 +113,7 @@ class Recorder:
 
     def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
         """Add this process's part of a row of statistics."""
-        self._merger.add(statistics_piece(context, names, part, dead))
+        self._merger.add(statistics_piece(context, names, part, dead), context)
 
     def add_stats(
         self,
@@ -168,7 +168,7 @@ class Recorder:
         if self._merger.is_duplicate(context):
             return
         if self._merger.merges(context):
-            self._merger.add(measured_piece(table, context, measure, tensor))
+            self._merger.add(measured_piece(table, context, measure, tensor), context)
         else:
             cells = partial(measure.cells, shape=shape_of(tensor))
             row = self._merger.identity(context)
@@ -230,7 +230,7 @@ class Recorder:
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
         if self.merges(context):
-            self._merger.add(effect_piece(context, effect))
+            self._merger.add(effect_piece(context, effect), context)
         elif not self._merger.is_duplicate(context):
             is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
             other = None if is_complete else _EffectValues(effect.factor, effect)

@@ -513,8 +513,8 @@ class StatisticsRows(SlabRows):
         columns = Sums(self.taken.numbers).bits.tolist(), self.taken.moments_of_rows, self.sites, self.layout.names
         for value, moment, site, names in zip(*columns, strict=True):
             _, _, layer, _, kind, role, path, *_, scope = site
-            is_local_replica = scope == "local" and scope_of(KINDS[kind], role, "ddp") == "averaged"
-            if "fingerprint" in names and moment.phase == "train" and (scope == "averaged" or is_local_replica):
+            is_replica = scope in ("local", "averaged") and scope_of(KINDS[kind], role, "ddp") == "averaged"
+            if "fingerprint" in names and moment.phase == "train" and is_replica:
                 yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
 
     def number_columns(self) -> list[Column]:

@@ -68,7 +68,7 @@ def as_vector(tensor: Tensor) -> Tensor:
 
 def unreadable(tensor: Tensor) -> str | None:
     """Return why the values of a tensor, or of its shard of this process, cannot be read, as a cause for coverage; None if they can."""
-    part = local_shard(tensor)
+    part = local_shard(tensor, wait=False)
     if is_lazy(part):
         return "the tensor has no values yet: it is a parameter or a buffer of a lazy module that has not run a forward pass"
     if part.is_meta:

@@ -83,22 +83,25 @@ class Spectrum:
         Raises:
             ValueError: The tensor is sharded along the dimension of its units and along others, or it is complex.
         """
-        dims, largest = shards
-        if (self.units in dims and len(dims) > 1) or tensor.is_complex():
+        dims, largest = shards.dims, shards.largest
+        is_of_batches = self.is_of_batch and shards.batches > 1
+        if (self.units in dims and (len(dims) > 1 or is_of_batches)) or tensor.is_complex():
             what = (
                 "is complex"
                 if tensor.is_complex()
-                else f"is sharded along the dimensions {' and '.join(map(str, dims))}"
+                else f"is sharded along the dimensions {' and '.join(map(str, dims))}{' and its samples' * is_of_batches}"
             )
             raise ValueError(f"a tensor that {what} has no spectrum with reduce: global")
         matrix = self._matrix(tensor)
         if self.units in dims or not (dims or self.is_of_batch):
             return partial(_triangle, matrix, largest[self.units] if dims else len(matrix))
-        most_columns = math.prod(size for dim, size in enumerate(largest) if dim != self.units) if dims else len(matrix)
+        sizes = (size for dim, size in enumerate(largest) if dim != self.units)
+        most_columns = math.prod(sizes) if dims and not self.is_of_batch else len(matrix)
         return partial(_triangle, matrix.mT, most_columns)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""
+        parts = parts[~np.isnan(parts[:, -2])]
         factors, rows, columns = torch.from_numpy(parts[:, :-2]), parts[:, -2], np.nanmax(parts[:, -1], initial=1.0)
         singular = _singular_values(factors.reshape(-1, int(columns)))
         return self.cells(self._of(singular[: int(np.nansum(rows))]).tolist(), None)

@@ -37,7 +37,7 @@ from .row_batches import as_table
 
 OPTIONAL_COLUMNS = {
     POSITION.name,
-    "scope",
+    *("mesh", "placement", "scope"),
     SHAPE.name,
     CUSTOM.name,
     *("location", "value", "threshold"),  # of events

@@ -178,6 +178,10 @@ IDENTITY = _columns(
     backward | int32 | pass | index of the tensor's gradient in this call, from 0; a double backward pass or a retained
         graph gives several
     recompute | bool | | whether activation checkpointing recomputed the forward pass
+    mesh | label | | names of the dimensions of the device mesh of the processes, such as dp,tp; their indices if they have no
+        names; empty without a mesh
+    placement | label | | how the tensor is placed along each dimension of the mesh, such as replicate,shard(1): shard(DIMENSION),
+        replicate, partial (a summand), or unknown; a row that `reduce: global` merges describes the complete tensor
     scope | label | | what the numbers describe: global: the complete batch; with several processes also local: this rank's
         batch shard; averaged: a value that is equal on every rank; shard: this rank's shard of a tensor
     """,

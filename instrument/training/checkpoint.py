@@ -33,14 +33,14 @@ from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps
-from ..values.dtensor import full_tensor, mesh_of, own_rank, pack_shards, unpack_shards
+from ..values.dtensor import full_tensor, join_shards, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment
 
 if TYPE_CHECKING:
     from .distributed.process_group import Processes
 
-VERSION = 6
+VERSION = 7
 TEMPORARY_SUFFIX = ".tmp"
 
 
@@ -186,8 +186,10 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
     state: dict[str, Any] = {}
     for name, value in experiment.model.state_dict().items():
         full = full_tensor(value) if isinstance(value, Tensor) else value  # Collective, so in all processes.
-        if own_rank() == 0:
+        if own_rank() == 0 or experiment.strategy.pipeline is not None:
             state[name] = full.cpu() if isinstance(full, Tensor) else full
+    if experiment.strategy.pipeline is not None and experiment.strategy.processes is not None:
+        state = join_shards(experiment.strategy.processes.exchange(state))
     with synced_errors(experiment.strategy.processes):
         if own_rank() == 0:
             with _written_file(folder / WEIGHTS) as (temporary, path):
@@ -229,7 +231,7 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
     Raises:
         ConfigError: The checkpoint does not match the experiment.
     """
-    mesh = mesh_of(experiment.model)
+    mesh = experiment.strategy.mesh
     try:
         parts = _own(experiment)
         if experiment.optimizer is not None:  # A run that does not train has no state to restore.

@@ -168,6 +168,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     shard = strategy.batch_shard
     options = loader_options(config.data, config.seed, pins_memory=device.type == "cuda")
     batches, eval_loader, phases = _load_batches(config, data, shard, options)
+    strategy.check_batches(batches)
     length = Length(
         batches.steps,
         config.train.accumulate,
@@ -206,9 +207,11 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     if trains or (config.forward.grad and config.forward.of is None):
         check_loss_of_parts(config, task, model, data.train, shard, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
-    if strategy.shard(model):
+    if strategy.shard(
+        model, lambda: _forward(task, model, first, differentiable=False)[0], phases[config.mode].first.samples
+    ):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
-    plan = replace(plan, shapes_checked=True)
+    plan = replace(strategy.own_sites(plan), shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None
     uses_closure = optimizer is not None and _uses_closure(config, optimizer, strategy)
     check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))

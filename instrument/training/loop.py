@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..runtime.own_collectives import own_collectives
 from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
 from ..tasks.model_output import with_input_gradients
-from ..values.dtensor import full_tensor, own_rank
+from ..values.dtensor import full_tensor, own_rank, total_norm
 from ..values.nested import to_device
 from ..values.sparse import coalesce, is_sparse
 from .experiment import Experiment
@@ -111,6 +112,10 @@ class NoHooks:
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
         """Do nothing."""
 
+    def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Do nothing."""
+        return nullcontext()
+
     def write_generated(self, generated: Any) -> None:
         """Do nothing."""
 
@@ -195,6 +200,8 @@ def train_step(
         outcomes, _ = _compute_gradients(experiment, observer, micro_batches, weights, total)
         scaler.unscale_(optimizer)
         norm = gradient_norm(experiment.model)
+        if experiment.strategy.pipeline is not None:
+            norm = experiment.strategy.pipeline.norm(norm)
         with experiment.lr_scale.applied(optimizer):
             lr = optimizer.param_groups[0]["lr"]
             scaler.step(optimizer)
@@ -218,6 +225,13 @@ def _compute_gradients(
     losses: list[Tensor] = []
     assert experiment.optimizer is not None, "mode: forward has no optimizer"
     experiment.optimizer.zero_grad()
+    if strategy.pipeline is not None:
+        targets = [experiment.batch_with_targets(each.batch) for each in micro_batches]
+        parts = [partial(weighted, weight=weight, total=total) for weight in weights]
+        with strategy.micro_step(train_module, last=True):
+            return strategy.pipeline.compute_gradients(
+                train_module, observer, micro_batches, targets, parts, experiment.device
+            )
     for number, ((batch, indices, _), weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         observer.begin_micro_step(indices, experiment.batch_with_targets(batch))
         with strategy.micro_step(train_module, last=number == len(micro_batches)):
@@ -256,7 +270,9 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             for batch, indices, _ in experiment.eval_loader:
                 probe.begin_micro_step(indices, experiment.batch_with_targets(batch))
                 with experiment.autocast():
-                    outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
+                    run = partial(call_task, task, experiment.called_model, to_device(batch, experiment.device))
+                    pipeline = experiment.strategy.pipeline
+                    outcomes.append(run() if pipeline is None else pipeline.call(run, len(indices)))
                 probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
                 weights.append(batch_weight(task, batch, len(indices)))
                 samples += len(indices)
@@ -335,4 +351,4 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
             torch.linalg.vector_norm(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in gradients
         ]
         return full_tensor(torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])))
-    return full_tensor(torch.nn.utils.get_total_norm(gradients)) if gradients else None
+    return total_norm(gradients) if gradients else None

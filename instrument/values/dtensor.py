@@ -6,20 +6,23 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils import get_total_norm
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..runtime.own_collectives import own_collectives
 from .containers import map_leaves
 
 if TYPE_CHECKING:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
     from typing_extensions import TypeIs
 
 _SHARD = "instrument/shard"  # key of the dictionary that replaces a sharded tensor
@@ -40,30 +43,105 @@ def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:
     return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
+def is_awaited(tensor: Tensor) -> TypeIs[AsyncCollectiveTensor]:
+    """Return whether the tensor is the result of a collective operation for which its first consumer waits."""
+    if type(tensor) in (Tensor, Parameter):
+        return False
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    return functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor)
 
 
-class Shards(NamedTuple):
-    """How shards form a tensor: the dimensions along which it is sharded, if any, and the shape of the largest shard."""
+def local_shard(tensor: Tensor, *, wait: bool = True) -> Tensor:
+    """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged.
+
+    Args:
+        tensor: Any tensor.
+        wait: Whether to wait for the result of a collective operation, as its first consumer does. Without, only the metadata of the
+            result is valid. Default: True.
+    """
+    shard = tensor.to_local() if is_sharded(tensor) else tensor
+    if not is_awaited(shard):
+        return shard
+    return shard.trigger_wait() if wait else shard.elem
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How the parts of several processes form a tensor.
+
+    Attributes:
+        dims: The dimensions along which it is sharded, without those along which processes have other samples.
+        largest: The shape of the largest shard; empty if it is not sharded.
+        shape: The shape of the tensor that the shards form; empty if it is not sharded.
+        mesh: The names of the dimensions of the device mesh, separated by commas; empty without a mesh.
+        placement: The placement along each of them: `shard(DIMENSION)`, `replicate`, `partial` or `unknown`.
+        scope: The scope of the tensor; empty without a mesh.
+        is_first: Whether this process is the first one of those that have the same part.
+        batch: The index of the batch shard of this process; None without a mesh.
+        batches: The number of batch shards.
+        device_mesh: The mesh over which the tensor is sharded; None if it is not.
+        placements: Its placement along each dimension of this mesh.
+    """
 
     dims: tuple[int, ...] = ()
     largest: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
+    mesh: str = ""
+    placement: str = ""
+    scope: str = ""
+    is_first: bool = True
+    batch: int | None = None
+    batches: int = 1
+    device_mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the placement is known."""
+        return "unknown" not in self.placement
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether this process has a summand of the tensor."""
+        return any(placement.is_partial() for placement in self.placements)
+
+    def indices(self, dim: int) -> Tensor:
+        """Return the indices of this process's part along a dimension in the full tensor, int64 [indices]."""
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        assert self.device_mesh is not None, "the tensor is sharded"
+        along = [_moved_to_front(p) if getattr(p, "dim", None) == dim else Replicate() for p in self.placements]
+        numbers = torch.arange(self.shape[dim], device=self.device_mesh.device_type)
+        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local()
 
 
 NOT_SHARDED = Shards()
 
 
-def shards_of(tensor: DTensor) -> Shards:
-    """Return how a tensor is sharded."""
-    largest, dims = [*tensor.shape], set()
-    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-        dim = getattr(placement, "dim", None)  # replicated tensors and partial sums have none
-        if dim is not None and size > 1:
-            dims.add(dim)
-            largest[dim] = -(-largest[dim] // size)
-    return Shards(tuple(sorted(dims)), tuple(largest))
+def _moved_to_front(placement: Any) -> Placement:
+    """Return a placement with dimension 0 that divides it like the dimension of a given one."""
+    from torch.distributed.tensor import Shard
+
+    factor = getattr(placement, "split_factor", None)
+    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+
+
+def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
+    """Return a shard of this process as a sharded tensor; one that is not a shard unchanged."""
+    if is_sharded(tensor) or not any(not placement.is_replicate() for placement in shards.placements):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    assert shards.device_mesh is not None, "the tensor is sharded"
+    return DTensor.from_local(tensor, shards.device_mesh, shards.placements, run_check=False)
+
+
+@own_collectives()
+def reduced(tensor: DTensor) -> DTensor:
+    """Return a tensor whose partial sums are added. This is a collective operation."""
+    from torch.distributed.tensor import Replicate
+
+    return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
 
 
 @own_collectives()
@@ -76,10 +154,25 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
-    """Shard a full tensor, which every process has, like another tensor; no data is sent."""
-    from torch.distributed.tensor import distribute_tensor
+    """Shard a full tensor, which every process has, like another tensor; no data is sent, except for gradients."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    if not tensor.requires_grad or tensor.is_leaf:
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+    full = DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return full.redistribute(placements=like.placements)
+
+
+def total_norm(tensors: Sequence[Tensor], ord: float = 2.0) -> Tensor:
+    """Return the norm of all tensors, as one vector. For sharded ones this is a collective operation.
+
+    Bit-identical to `torch.nn.utils.get_total_norm` if no tensor is sharded, or all over the same mesh.
+    """
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if is_sharded(tensor) else None, []).append(tensor)
+    norms = [full_tensor(get_total_norm(group, ord)) for group in groups.values()]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, ord)
 
 
 def sharding_hooks() -> list[Callable[..., Any]]:
@@ -98,14 +191,30 @@ def pack_shards(value: Any) -> Any:
 
 
 def _packed(tensor: DTensor) -> dict[str, Any]:
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    placements = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
-    return {_SHARD: tensor.to_local(), "placements": placements, "shape": [*tensor.shape], "stride": [*tensor.stride()]}
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return {
+        _SHARD: tensor.to_local(),
+        "mesh": [*(tensor.device_mesh.mesh_dim_names or ())],
+        # The dimension, and for FSDP2 on a tensor parallel dimension the split factor. Empty: replicated.
+        "placements": [_fields(placement) for placement in tensor.placements],
+        "offset": [*offset],
+        "shape": [*tensor.shape],
+        "stride": [*tensor.stride()],
+    }
+
+
+def _fields(placement: Any) -> list[int]:
+    return [int(getattr(placement, name)) for name in ("dim", "split_factor") if hasattr(placement, name)]
 
 
 def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh."""
+    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh.
+
+    Args:
+        mesh: The mesh of all processes, with the dimensions of the tensors.
+    """
     return map_leaves(
         value, lambda _, packed: _unpacked(packed, mesh), lambda leaf: isinstance(leaf, Mapping) and _SHARD in leaf
     )
@@ -113,28 +222,30 @@ def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
 
 def _unpacked(packed: Mapping[str, Any], mesh: DeviceMesh) -> DTensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
-    placements = [Replicate() if dim is None else Shard(dim) for dim in packed["placements"]]
+    placements = []
+    for fields in packed["placements"]:
+        strided = _StridedShard(fields[0], split_factor=fields[1]) if len(fields) > 1 else None
+        placements.append(strided or (Shard(fields[0]) if fields else Replicate()))
     local, shape, stride = packed[_SHARD].to(mesh.device_type), Size(packed["shape"]), tuple(packed["stride"])
-    return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh[(*packed["mesh"],)], placements, shape=shape, stride=stride)
 
 
 def join_shards(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a state dict with full tensors, given the result of `pack_shards` in each process, in order of rank."""
-    return {name: _joined([state[name] for state in states]) for name in states[0]}
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if not (isinstance(first, Mapping) and _SHARD in first):
-        return first
-    (dim,) = first["placements"]
-    return first[_SHARD] if dim is None else torch.cat([value[_SHARD] for value in values], dim)
-
-
-def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """Return the device mesh over which the parameters of a model are sharded; None if they are not sharded."""
-    return next((parameter.device_mesh for parameter in model.parameters() if is_sharded(parameter)), None)
+    """Return a state dict with full tensors, given the result of `pack_shards` in each process."""
+    joined: dict[str, Any] = {}
+    for state in states:
+        for name, value in state.items():
+            if not (isinstance(value, Mapping) and _SHARD in value):
+                first = joined.setdefault(name, value)
+                # A process of a pipeline has empty parameters of other stages.
+                joined[name] = value if isinstance(first, Tensor) and not first.numel() else first
+                continue
+            shard = value[_SHARD]
+            full = joined.setdefault(name, shard.new_empty(value["shape"]))
+            full[tuple(slice(start, start + n) for start, n in zip(value["offset"], shard.shape, strict=True))] = shard
+    return joined
 
 
 def module_type(module: nn.Module) -> str:

@@ -24,7 +24,8 @@ from instrument.tables.statistics import STATISTICS
 
 REPOSITORY = Path(__file__).parents[2]
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
-IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute", "scope"]
+_OF_CALL = ["call", "backward", "recompute", "mesh", "placement", "scope"]
+IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", *_OF_CALL]
 
 
 @pytest.fixture(scope="module")

@@ -168,4 +168,4 @@ with failing_after(2, "forward.forward_step"):
 def test_sharding_a_model_without_parameters_is_refused() -> None:
     strategy = object.__new__(FullySharded)  # There is no process group.
     with pytest.raises(ConfigError, match="the model has no parameters to shard"):
-        strategy.shard(nn.ReLU())
+        strategy.shard(nn.ReLU(), lambda: None)

@@ -1,14 +1,16 @@
-"""Training strategies: a single process, `DistributedDataParallel`, and FSDP2.
+"""Training strategies: a single process, `DistributedDataParallel`, FSDP2, and these two on a mesh with tensor parallel layers.
 
-Every process makes the same steps, each on its shard of the batch. The result equals that of one process on the full
-batch: each loss is weighted by its number of samples, so shards may differ in size, and gradients are summed, not
-averaged. A gradient inside the model therefore has the same scale as in a run with one process.
+Every process makes the same steps, each on its shard of the batch. The processes of a tensor parallel group have the
+same shard. The result equals that of one process on the full batch: each loss is weighted by its number of samples, so
+shards may differ in size, and gradients are summed, not averaged. A gradient inside the model therefore has the same
+scale as in a run with one process.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +23,24 @@ from ...config.base import ObservationSpec
 from ...config.budget import BudgetConfig
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
+from ...config.parallel import ParallelConfig
 from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
+from ...plan.hook_plan import HookPlan
 from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
-from ..loader import FULL_BATCH, BatchShard
+from ...values.dtensor import local_shard
+from ..device_and_seed import choose_device
+from ..loader import FULL_BATCH, Batches, BatchShard
 from .torchrun import check_processes
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .pipeline import Pipeline
     from .process_group import Number, Processes
 
 
@@ -42,6 +51,8 @@ class Strategy:
         batch_shard: Batch shard of this process.
         ranks: Description of the ranks for the probe; None for a single process.
         processes: Processes of the run; None for a single process.
+        mesh: The mesh of the processes; None if no parameter is sharded.
+        pipeline: The stage of this process, after `shard`; None if each process has all layers.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
     """
 
@@ -49,6 +60,9 @@ class Strategy:
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
+    parallel: ParallelConfig | None = None
+    mesh: DeviceMesh | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def saves_state(self) -> bool:
@@ -59,11 +73,15 @@ class Strategy:
         """Return the unsupported settings of a configuration."""
         return []
 
-    def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
+        Args:
+            loss: Computes the loss of the first batch of this process, to compare the models before and after.
+            samples: The number of samples in this batch.
+
         Raises:
-            ConfigError: The model has no parameters.
+            ConfigError: The model has no parameters, or does not fit `train.parallel`.
         """
         return False
 
@@ -73,6 +91,10 @@ class Strategy:
         Raises:
             ConfigError: The strategy needs calls of the full model. The message names an alternative.
         """
+
+    def own_sites(self, plan: HookPlan) -> HookPlan:
+        """Return the plan with the hooks at the modules of this process."""
+        return plan if self.pipeline is None else self.pipeline.own_sites(plan)
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
         """Return the module that the training loop calls.
@@ -107,6 +129,20 @@ class Strategy:
         """
         return list(means)
 
+    def check_batches(self, batches: Batches) -> None:
+        """Check the number of samples in the batches.
+
+        Raises:
+            ConfigError: The micro-batches of a pipeline would differ in size or number.
+        """
+        if self.parallel is None or self.parallel.pipeline is None:
+            return
+        size = batches.batch_size * batches.accumulate
+        if batches.length % size:
+            message = f"the {batches.length} samples of an epoch are not a multiple of the {size} of a step, as a pipeline requires"
+            fix = "change data.slice.stop, train.batch_size or train.accumulate"
+            raise ConfigError(Problem("data.slice", message, batches.length, f"a multiple of {size}", fix=fix))
+
     def total(self, number: Number) -> Number:
         """Return a number, such as that of samples, summed over all processes."""
         return number
@@ -118,31 +154,82 @@ class Strategy:
 class DataParallel(Strategy):
     """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
 
+    On a mesh, the processes of the dimension `tp` share one copy of the model. `DistributedDataParallel` would replace its DTensors
+    by their local tensors; so the gradients are summed over `dp` here, after the last backward pass of a step.
+
     Args:
+        parallel: The configuration.
+        device: The device of this process.
         reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
     name: Parallel = "ddp"
-    needs_all_gradients = True
     processes: Processes
+    parallel: ParallelConfig
 
-    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+    def __init__(self, processes: Processes, parallel: ParallelConfig, device: torch.device, *, reduces: bool) -> None:
         self.processes = processes
-        self.batch_shard = BatchShard(processes.rank, processes.size)
+        self.parallel = parallel
+        self._data_group: Any = None  # of all processes
+        data_ranks = [*range(processes.size)]
+        if parallel.mesh or parallel.data == "fsdp2":
+            from torch.distributed.device_mesh import init_device_mesh
+
+            sizes = parallel.mesh or {"dp": processes.size}
+            # Each use of two dimensions of a mesh would be reported, in every process.
+            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+            self.mesh = init_device_mesh(device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+            data_ranks = [processes.rank]
+            if "dp" in sizes:
+                self._data_group = self.mesh.get_group("dp")
+                data_ranks = dist.get_process_group_ranks(self._data_group)
+        self.data_ranks = data_ranks
+        self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
         self.ranks = Ranks(
-            self.name, reduces=reduces, merged_metrics=True, sums_gradients=True, control=processes.control
+            self.name,
+            reduces=reduces,
+            merged_metrics=True,
+            sums_gradients=True,
+            control=processes.control,
+            mesh=self._mesh_of_tensors,
+            batches=len(data_ranks),
         )
 
     @property
+    def _mesh_of_tensors(self) -> DeviceMesh | None:
+        """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
+        names = tuple(name for name in self.parallel.sizes if name != "pp")
+        return self.mesh[names] if self.mesh is not None and self.parallel.plan else None
+
+    @property
+    def needs_all_gradients(self) -> bool:  # type: ignore[override]
+        """Whether the model is wrapped in `DistributedDataParallel`."""
+        return self.mesh is None
+
+    @property
     def saves_state(self) -> bool:
-        """True for rank 0 only: all processes have the same parameters and optimizer state."""
-        return self.processes.is_rank_zero
+        """False if rank 0 has the same parameters and optimizer state."""
+        return self.mesh is not None or self.processes.is_rank_zero
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
-        return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+        problems = reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+        return problems + pipeline_problems(config)
+
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
+        if self.mesh is not None and self.parallel.plan:
+            from .tensor_parallel import parallelize
+
+            parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
+        if self.mesh is not None and self.parallel.pipeline is not None:
+            from .pipeline import Pipeline
+
+            self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss, samples)
+        return self.mesh is not None
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
+        if self.mesh is not None:
+            return forward
         find_unused = any(self.processes.exchange(has_unused))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
         wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
@@ -156,20 +243,39 @@ class DataParallel(Strategy):
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
-        assert isinstance(trained, DistributedDataParallel)
         self._all_reduced = False
-        with nullcontext() if last else trained.no_sync():
+        with trained.no_sync() if isinstance(trained, DistributedDataParallel) and not last else nullcontext():
             yield
-        if last and not self._all_reduced:  # PyTorch would raise only in the next step.
+        if last and self.mesh is not None:
+            self._sum_gradients(trained)
+        elif last and not self._all_reduced:  # PyTorch would raise only in the next step.
             problem = (
                 "the loss of this step does not depend on all trainable parameters, but that of the first batch did"
             )
             raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
+    def _sum_gradients(self, trained: nn.Module) -> None:
+        """Sum the gradients over `dp`. That of a parameter without one is zero if another process has one."""
+        if self.batch_shard.size == 1:
+            return
+        trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        given = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
+        dist.all_reduce(given, dist.ReduceOp.MAX, group=self._data_group)
+        sums = []
+        for parameter, is_given in zip(trainable, given.tolist(), strict=True):
+            if is_given:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                sums.append(dist.all_reduce(local_shard(parameter.grad), group=self._data_group, async_op=True))
+        for each in sums:
+            each.wait()
+
     def seed_ranks(self, seed: int) -> None:
-        """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
-        if not self.processes.is_rank_zero:
-            torch.manual_seed(seed + self.processes.rank)
+        """Seed the processes of every batch shard but the first with `seed + number of the shard`.
+
+        Those of the first one keep the random state of a single-process run.
+        """
+        if self.batch_shard.rank:
+            torch.manual_seed(seed + self.batch_shard.rank)
 
     @own_collectives()
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
@@ -179,17 +285,21 @@ class DataParallel(Strategy):
             return list(means)
         weights = [torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in present]
         sums = torch.stack([*(value * weight for (value, _), weight in zip(present, weights, strict=True)), *weights])
-        dist.all_reduce(sums)
+        if self.batch_shard.size > 1:
+            dist.all_reduce(sums, group=self._data_group)
+        if self.pipeline is not None:
+            sums = self.pipeline.from_last_stage(sums)
         totals = sums[len(present) :]
         reduced = iter(zip(sums[: len(present)] / totals.where(totals != 0, 1), totals, strict=True))
         return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
     def total(self, number: Number) -> Number:
-        return sum(self.processes.exchange(number))  # type: ignore[no-any-return]
+        every = self.processes.exchange(number)
+        return sum(every[rank] for rank in self.data_ranks)  # type: ignore[no-any-return]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        for buffer in model.buffers() if self.batch_shard.size > 1 else ():
+            dist.broadcast(local_shard(buffer), self.data_ranks[0], group=self._data_group)
 
 
 class FullySharded(DataParallel):
@@ -200,11 +310,6 @@ class FullySharded(DataParallel):
     """
 
     name: Parallel = "fsdp2"
-    needs_all_gradients = False
-
-    @property
-    def saves_state(self) -> bool:
-        return True  # Each process has a different shard.
 
     def config_problems(self, config: RunConfig) -> list[Problem]:
         problems = super().config_problems(config)
@@ -213,15 +318,15 @@ class FullySharded(DataParallel):
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
         return problems + shard_problems(config.hooks)
 
-    def shard(self, model: nn.Module) -> bool:
-        from torch.distributed.device_mesh import init_device_mesh
+    def shard(self, model: nn.Module, loss: Callable[[], Tensor | None], samples: int) -> bool:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        first = next(model.parameters(), None)
-        if first is None:
+        if next(model.parameters(), None) is None:
             message = "the model has no parameters to shard"
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
-        mesh = init_device_mesh(first.device.type, (self.processes.size,))
+        super().shard(model, loss, samples)
+        assert self.mesh is not None
+        mesh = self.mesh["dp"]
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -258,8 +363,10 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     check_processes(config, processes)
     if processes is None:
         return Strategy()
-    made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
-    return made(processes, reduces=config.reduce == "global")
+    parallel = config.train.parallel
+    assert parallel is not None, "checked for several processes"
+    made = FullySharded if parallel.data == FullySharded.name else DataParallel
+    return made(processes, parallel, choose_device(config.device), reduces=config.reduce == "global")
 
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
@@ -289,6 +396,36 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
             fix = "set reduce=none, so that each process records its own"
             problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
     return problems
+
+
+def pipeline_problems(config: RunConfig) -> list[Problem]:
+    """Report what cannot be combined with a pipeline."""
+    train, parallel = config.train, config.train.parallel
+    if parallel is None or parallel.pipeline is None:
+        return []
+    stages, micro = parallel.sizes["pp"], "the micro-batches of a step are those of the pipeline"
+    probing = [name for name, spec in config.hooks.items() if spec.schedule.phase == "probe"]
+    cases = [
+        (config.reduce == "global", "reduce", "each stage of a pipeline has its own rows", "global", "none"),
+        (config.mode != "train", "mode", "a pipeline only trains", config.mode, "train"),
+        (
+            train.precision != "fp32",
+            "train.precision",
+            "the stages of a pipeline send float32",
+            train.precision,
+            "fp32",
+        ),
+        (train.compile is not None, "train.compile", "the stages of a pipeline are not compiled", True, "false"),
+        (
+            bool(probing),
+            f"hooks.{''.join(probing[:1])}.phase",
+            "a pipeline has no probe batch",
+            "probe",
+            "train, eval",
+        ),
+        (train.accumulate < stages, "train.accumulate", micro, train.accumulate, f"{stages} or more"),
+    ]
+    return [Problem(where, message, given, allowed) for holds, where, message, given, allowed in cases if holds]
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:

@@ -49,7 +49,8 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
 
     Raises:
         ConfigError: The resumed run had another number of processes; `train.parallel` is set for a single process or
-            missing for several; or `plan` is set for several processes. The message names a valid command or value.
+            missing for several; its mesh has another number of processes; or `plan` is set for several processes. The message
+            names a valid command or value.
     """
     ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
     if config.resume is not None:
@@ -58,10 +59,16 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     if ranks == 1 and parallel is not None:
         message = "this requires several processes, but the run has one"
         fix = "start the run with torchrun --nproc-per-node N -m instrument ..."
-        raise ConfigError(Problem("train.parallel", message, given=parallel, allowed="null", fix=fix))
+        raise ConfigError(Problem("train.parallel", message, given=str(parallel), allowed="null", fix=fix))
     if ranks > 1 and parallel is None:
         message = f"torchrun started {ranks} processes, which would train independently of each other"
-        raise ConfigError(Problem("train.parallel", message, allowed="ddp, fsdp2"))
+        raise ConfigError(Problem("train.parallel", message, allowed="ddp, fsdp2, or a mesh"))
+    if parallel is not None and parallel.size not in (None, ranks):
+        fix = f"start torchrun with {parallel.size} processes, or change the mesh"
+        message = f"the mesh has {parallel.size} processes, but torchrun started {ranks}"
+        raise ConfigError(
+            Problem("train.parallel.mesh", message, dict(parallel.sizes), f"sizes whose product is {ranks}", fix=fix)
+        )
     if ranks > 1 and config.plan:
         fix = "run the same command without torchrun and train.parallel"
         raise ConfigError(Problem("plan", "a dry run requires a single process", given=True, fix=fix))

@@ -1,0 +1,150 @@
+"""How the processes of a run train together: `train.parallel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from ..fields.field_types import Count, Spec, Target
+from ..fields.globs import compile_glob
+
+Data = Literal["ddp", "fsdp2"]
+Style = Literal["colwise", "rowwise", "sequence"]
+Layout = Annotated[str, Field(pattern=r"^(replicate|shard\(-?\d+\))$")]
+DIMENSIONS = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+"""The dimensions of a mesh, from the slowest to the fastest varying rank. The processes of a `tp` group communicate most."""
+
+
+class LayerStyle(Spec):
+    """How a module is parallelized over the dimension `tp`, with the classes of `torch.distributed.tensor.parallel`."""
+
+    style: Style = Field(
+        description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
+    )
+    input: Layout | None = Field(
+        None, description="The layout of the input: replicate or shard(DIM). null: that of the class."
+    )
+    output: Layout | None = Field(
+        None, description="The layout of the output: replicate or shard(DIM). null: that of the class."
+    )
+
+    @model_validator(mode="after")
+    def _validate_sequence(self) -> Self:
+        if self.style == "sequence" and (self.output is not None or self.input == "replicate"):
+            raise ValueError(
+                "a module with style sequence has the same layout before and after: set only input: shard(DIM)"
+            )
+        return self
+
+
+def _parse_style(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"style": value}
+    if isinstance(value, Mapping) and "_target_" not in value and not callable(value):
+        return LayerStyle.model_validate(value)
+    return value if isinstance(value, LayerStyle) else Target.model_validate(value)
+
+
+class PipelineConfig(Spec):
+    """How the layers are distributed over the dimension `pp`."""
+
+    split: tuple[str, ...] = Field(
+        min_length=1,
+        description="The names of the layers at which the second and each further stage begins. The stage receives the input of this "
+        "layer; no other tensor with a gradient may pass from one stage to another.",
+    )
+    schedule: Literal["gpipe", "1f1b"] = Field(
+        "1f1b", description="The order of the micro-batches of a step: gpipe (ScheduleGPipe) or 1f1b (Schedule1F1B)."
+    )
+
+
+class ParallelConfig(Spec):
+    """A mesh of processes, and what each of its dimensions distributes."""
+
+    mesh: dict[str, Count] | None = Field(
+        None,
+        min_length=1,
+        description="The sizes of the dimensions of the mesh: pp (pipeline), dp (data) and tp (tensor), from the slowest to the fastest "
+        "varying rank. null: all processes are in dp.",
+    )
+    data: Data = Field(
+        "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
+    )
+    plan: dict[str, Annotated[LayerStyle | Target, BeforeValidator(_parse_style)]] = Field(
+        default_factory=dict,
+        description="For tp: the style of the modules that a glob matches: colwise, rowwise or sequence; a mapping of style, input and "
+        "output; or the _target_ of a ParallelStyle.",
+    )
+    pipeline: PipelineConfig | None = Field(None, description="For pp: the stages.")
+
+    @field_validator("mesh")
+    @classmethod
+    def _sort(cls, value: dict[str, int] | None) -> dict[str, int] | None:
+        """Check the names, and sort the dimensions: `fully_shard` requires dp before tp."""
+        for name in value or ():
+            if name == "cp":
+                message = (
+                    "'cp': PyTorch has context parallel attention for CUDA only, and the runner does not support it"
+                )
+                raise ValueError(f"{message}; use it in your own loop, with instrument.attach")
+            if name not in DIMENSIONS:
+                known = ", ".join(f"{each} ({what})" for each, what in DIMENSIONS.items())
+                raise ValueError(f"{name!r} is not a dimension of a mesh; allowed: {known}")
+        return value and {name: value[name] for name in DIMENSIONS if name in value}
+
+    @field_validator("plan")
+    @classmethod
+    def _validate_globs(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for pattern in value:
+            compile_glob(pattern)
+        return value
+
+    @model_validator(mode="after")
+    def _validate_dimensions(self) -> Self:
+        for name, key, given in (("tp", "plan", bool(self.plan)), ("pp", "pipeline", self.pipeline is not None)):
+            if given and name not in self.sizes:
+                raise ValueError(f"'{key}' requires the dimension {name} in 'mesh', such as mesh: {{{name}: 2}}")
+            if not given and name in self.sizes:
+                raise ValueError(f"the dimension {name} of 'mesh' requires '{key}'")
+        if self.data == "fsdp2" and self.mesh is not None and "dp" not in self.mesh:
+            raise ValueError("'data: fsdp2' requires the dimension dp in 'mesh'")
+        if self.data == "fsdp2" and self.pipeline is not None:
+            raise ValueError("'data: fsdp2' does not support pp; set data: ddp")
+        if self.pipeline is not None and len(self.pipeline.split) + 1 != self.sizes["pp"]:
+            splits = self.sizes["pp"] - 1
+            raise ValueError(
+                f"pp: {splits + 1} stages require {splits} layers in pipeline.split, got {len(self.pipeline.split)}"
+            )
+        return self
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The sizes of the dimensions by name; empty if all processes are in `dp`."""
+        return self.mesh or {}
+
+    @property
+    def size(self) -> int | None:
+        """The number of processes; None if any number is allowed."""
+        return prod(self.mesh.values()) if self.mesh else None
+
+    def __str__(self) -> str:
+        if not self.mesh:
+            return self.data
+        sizes = ", ".join(f"{name}: {size}" for name, size in self.mesh.items())
+        return f"{{mesh: {{{sizes}}}" + (f", data: {self.data}}}" if "dp" in self.mesh else "}")
+
+
+def parse_parallel(value: Any) -> Any:
+    """Convert `ddp` and `fsdp2` to a configuration.
+
+    Raises:
+        ValueError: It is neither a name nor a mapping.
+    """
+    if isinstance(value, str) and value in get_args(Data):
+        return ParallelConfig(data=value)
+    if isinstance(value, Mapping | ParallelConfig | None):
+        return value
+    raise ValueError("must be ddp, fsdp2, or a mapping such as {mesh: {dp: 2, tp: 2}, plan: {...}}")

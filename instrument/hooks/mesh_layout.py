@@ -1,0 +1,494 @@
+"""How the tensors of a model are placed on the device mesh of its processes.
+
+A sharded tensor (DTensor) knows its placement. A plain tensor in a model with tensor parallelism can be complete, or a shard, or a
+summand. Its placement is, in this order:
+
+1. what the caller declares for its module, for modules that divide their work without DTensors (as Megatron-LM does);
+2. what a `ParallelStyle` of torch.distributed.tensor.parallel makes of the outputs and inputs of its module;
+3. that of the shards from which it was computed, by its graph: a tensor that depends on no shard is the same in all processes, and
+   elementwise operations keep the placement.
+
+Otherwise it is unknown: each process then writes its own rows.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..config.base import ObservationSpec
+from ..errors import ConfigError, Problem
+from ..fields.globs import compile_glob, matches
+from ..plan.hook_plan import HookPlan, Site
+from ..plan.modules import Layer
+from ..values.dtensor import Shards, is_sharded, own_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+Declared = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""Placements by pattern of module names, then by `input`, `output` or the name of a parameter, then by dimension of the mesh."""
+
+_ACTIVATIONS = ("input", "output")
+_BOUNDARY = "_ToTorchTensorBackward"  # the node of the graph that makes a local tensor of a DTensor
+_ELEMENTWISE = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *(
+            "Abs",
+            "Add",
+            "Alias",
+            "Clone",
+            "Copy",
+            "Div",
+            "Elu",
+            "Exp",
+            "Gelu",
+            "Hardswish",
+            "Hardtanh",
+            "LeakyRelu",
+            "Log",
+            "Mul",
+        ),
+        *(
+            "MaskedFill",
+            "NativeDropout",
+            "Neg",
+            "Pow",
+            "Relu",
+            "Rsub",
+            "Sigmoid",
+            "Silu",
+            "Softplus",
+            "Sqrt",
+            "Sub",
+            "Tanh",
+            "ToCopy",
+        ),
+        *("Where",),
+    )
+)
+_PLACEMENT = re.compile(r"shard\((-?\d+)\)|replicate|partial")
+
+
+class MeshDim(NamedTuple):
+    """One dimension of a mesh: its name, and the processes along it at the coordinates of this one, by rank."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    @property
+    def coordinate(self) -> int:
+        """The coordinate of this process."""
+        return self.ranks.index(own_rank())
+
+    @property
+    def stride(self) -> int:
+        """The distance of neighbors, by rank."""
+        return self.ranks[1] - self.ranks[0] if len(self.ranks) > 1 else 0
+
+
+def mesh_dims(mesh: DeviceMesh) -> list[MeshDim]:
+    """Return the dimensions of a mesh that contains this process. Those without names have their indices."""
+    at, names = mesh.get_coordinate(), mesh.mesh_dim_names or [str(dim) for dim in range(mesh.ndim)]
+    assert at is not None, "this process is in the mesh"
+    ranks: Any = mesh.mesh
+    lines = (ranks[(*at[:dim], slice(None), *at[dim + 1 :])] for dim in range(mesh.ndim))
+    return [MeshDim(name, tuple(line.tolist())) for name, line in zip(names, lines, strict=True)]
+
+
+class Style(NamedTuple):
+    """What a `ParallelStyle` does with a module: its mesh, and the placements of the plain tensors at its inputs and outputs, by path."""
+
+    mesh: DeviceMesh
+    inputs: Mapping[str, Placement]
+    outputs: Mapping[str, Placement]
+
+
+class MeshLayout:
+    """How the tensors of a model are placed.
+
+    Args:
+        layers: The modules of the model.
+        mesh: The mesh of its processes.
+        declared: The placements of tensors by module. Later patterns replace those of earlier ones. Mesh dimensions that an entry
+            does not name replicate.
+
+        reduces: Whether the rows of all processes are merged.
+
+    Raises:
+        ConfigError: A declared placement is invalid, or matches no module.
+
+    Attributes:
+        is_model_parallel: Whether processes divide the tensors of a sample.
+        batches: The number of batch shards.
+    """
+
+    def __init__(
+        self, layers: Iterable[Layer], mesh: DeviceMesh, declared: Declared | None = None, *, reduces: bool = False
+    ) -> None:
+        self.reduces = reduces
+        self._dims = mesh_dims(mesh)
+        self._styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
+        self._declared = self._read(layers, declared or {})
+        parsed = [each for entries in self._declared.values() for each in entries.values()]
+        meshes = {id(style.mesh): style.mesh for style in self._styles.values()}
+        groups = [{*each.mesh.flatten().tolist()} for each in meshes.values()]
+        names = {name for entry in parsed for name in entry}
+        self._model = [dim for dim in self._dims if dim.name in names or any({*dim.ranks} <= group for group in groups)]
+        self.is_model_parallel = bool(self._model)
+        self.batches = math.prod(len(dim.ranks) for dim in self._dims if dim not in self._model)
+        # The graph shows only what DTensors shard.
+        self._infers = not any(
+            not placement.is_replicate() and (name not in _ACTIVATIONS or not self._styles)
+            for entries in self._declared.values()
+            for name, entry in entries.items()
+            for placement in entry.values()
+        )
+        self._mesh = mesh
+        if len(meshes) == 1 and not names:
+            self._mesh = next(iter(meshes.values()))
+        elif len(self._model) < len(self._dims) and self._model:
+            self._mesh = mesh[tuple(dim.name for dim in self._model)]
+        self._found: dict[tuple[Any, ...], tuple[Placement, ...] | None] = {}
+        # Without frozen parameters, each tensor that depends on a shard has a graph.
+        self._all_trained = all(
+            parameter.requires_grad for module in self._styles for parameter in module.parameters(recurse=False)
+        )
+
+    def _read(self, layers: Iterable[Layer], declared: Declared) -> dict[nn.Module, dict[str, dict[str, Placement]]]:
+        found: dict[nn.Module, dict[str, dict[str, Placement]]] = {}
+        problems, names = [], [dim.name for dim in self._dims]
+        allowed: tuple[str, ...]
+        for pattern, tensors in declared.items():
+            where = f"placement.{pattern}"
+            try:
+                compile_glob(pattern)
+            except ValueError as error:
+                problems.append(Problem(where, str(error), pattern))
+                continue
+            matched = [layer for layer in layers if any(matches(pattern, name) for name in layer.names)]
+            if not matched:
+                problems.append(Problem(where, "pattern matches no module", pattern))
+            for tensor, along in tensors.items():
+                if unknown := [name for name in along if name not in names]:
+                    message = "the mesh has no such dimension"
+                    problems.append(Problem(f"{where}.{tensor}", message, unknown[0], allowed=names))
+                if wrong := [text for text in along.values() if not _PLACEMENT.fullmatch(text)]:
+                    allowed = ("shard(DIMENSION)", "replicate", "partial")
+                    problems.append(Problem(f"{where}.{tensor}", "not a placement", wrong[0], allowed=allowed))
+                if unknown or wrong:
+                    continue
+                entry = {name: _parsed(text) for name, text in along.items()}
+                for layer in matched:
+                    allowed = (*_ACTIVATIONS, *(name for name, _ in layer.own_parameters()))
+                    if tensor not in allowed:
+                        message = f"module {layer.label!r} has no such tensor"
+                        problems.append(Problem(f"{where}.{tensor}", message, tensor, allowed=allowed))
+                    found.setdefault(layer.module, {})[tensor] = entry
+        if problems:
+            raise ConfigError(*problems)
+        return found
+
+    def of_plain(self, site: Site) -> Shards:
+        """Return the placement of plain tensors at a site, if it does not depend on the tensor."""
+        return _shards([self._usual(dim, site) for dim in self._dims])
+
+    def _usual(self, dim: MeshDim, site: Site) -> tuple[MeshDim, Placement | None, bool]:
+        """Return the placement of tensors at a site along a dimension of the mesh that does not divide them; see `_shards`."""
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        definition, is_of_data = site.spec.definition, dim not in self._model
+        if definition.family in BATCH_FAMILIES:
+            return dim, Shard(0) if is_of_data else Replicate(), is_of_data
+        is_summand = is_of_data and definition.frequency == "micro_step"  # gradients before they are reduced
+        return dim, Partial() if is_summand else Replicate(), is_summand
+
+    def of(self, tensor: Tensor, site: Site, path: str, call: int = 0, *, is_complete: bool = False) -> Shards:
+        """Return the placement of a tensor at a site.
+
+        Args:
+            tensor: The tensor.
+            site: The site.
+            path: The path of the tensor.
+            call: The index of the module's call.
+            is_complete: Whether the tensor was gathered from its shards.
+        """
+        from torch.distributed.tensor import Replicate
+
+        is_of_batch = site.spec.definition.family in BATCH_FAMILIES
+        mesh, known = self._mesh, self._model
+        placements: Sequence[Placement] | None
+        if is_sharded(tensor):
+            mesh, known, placements = tensor.device_mesh, mesh_dims(tensor.device_mesh), tensor.placements
+        elif is_of_batch:
+            placements = self._of_batch(tensor, site, path, call)
+        else:
+            placements = self._of_entry(site.layer.module, site.own_name, tensor.dim())
+        if is_complete and placements is not None:
+            placements = [Replicate()] * len(placements)
+        covered = {*mesh.mesh.flatten().tolist()} if is_sharded(tensor) else set()
+        entries: list[tuple[MeshDim, Placement | None, bool]] = [
+            (dim, None if placements is None else placements[at], False) for at, dim in enumerate(known)
+        ]
+        entries += [self._usual(dim, site) for dim in self._dims if dim not in known and not {*dim.ranks} <= covered]
+        entries.sort(key=lambda entry: -entry[0].stride)
+        return _shards(entries, tensor, mesh, placements or ())
+
+    def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
+        """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
+        if self.is_model_parallel and not is_sharded(tensor):
+            self._of_batch(tensor, site, path, call)
+
+    def _of_batch(self, tensor: Tensor, site: Site, path: str, call: int) -> tuple[Placement, ...] | None:
+        """Return the placement of a plain tensor along each model-parallel dimension; None if it is unknown."""
+        module, role = site.layer.module, site.spec.tensor_role
+        side = "input" if role.endswith("input") else "output"
+        if (declared := self._of_entry(module, side, tensor.dim(), default=False)) is not None:
+            return declared
+        style = self._styles.get(module)
+        if style is not None and not site.spec.definition.of_functions:
+            of_path = style.inputs if side == "input" else style.outputs
+            if (placement := of_path.get(path)) is not None:
+                return tuple(_positive(placement, tensor.dim()) for _ in self._model)
+        if not self._infers:
+            return None
+        key = module, side, path, call, tensor.dim()
+        if key not in self._found:
+            found = self._by_graph(tensor)
+            if found is None and tensor.grad_fn is None:  # another call can have a graph
+                return None
+            self._found[key] = found
+        return self._found[key]
+
+    def _of_entry(
+        self, module: nn.Module, name: str, dims: int, *, default: bool = True
+    ) -> tuple[Placement, ...] | None:
+        from torch.distributed.tensor import Replicate
+
+        entry = self._declared.get(module, {}).get(name, {} if default else None)
+        if entry is None:
+            return None
+        return tuple(_positive(entry.get(dim.name, Replicate()), dims) for dim in self._model)
+
+    def _by_graph(self, tensor: Tensor) -> tuple[Placement, ...] | None:
+        from torch.distributed.tensor import Replicate
+
+        if tensor.grad_fn is None:
+            is_given = torch.is_grad_enabled() and (self._all_trained or tensor.requires_grad)
+            return tuple(Replicate() for _ in self._model) if is_given else None
+        boundaries, names = _origins(tensor.grad_fn)
+        shards = [spec for spec in boundaries if not all(p.is_replicate() for p in spec.placements)]
+        if not shards:
+            return tuple(Replicate() for _ in self._model)
+        first = shards[0]
+        is_kept = (
+            names <= _ELEMENTWISE
+            and all(spec.placements == first.placements and spec.mesh == self._mesh for spec in shards)
+            and not any(p.is_partial() for p in first.placements)
+        )
+        expected = [*first.shape]
+        for placement, size in zip(first.placements, first.mesh.shape, strict=True):
+            if (dim := getattr(placement, "dim", None)) is not None:
+                is_kept &= expected[dim] % size == 0
+                expected[dim] //= size
+        return tuple(first.placements) if is_kept and [*tensor.shape] == expected else None
+
+    def problems(self, plan: HookPlan) -> list[Problem]:
+        """Report interventions at tensors whose placement is not known before the model runs."""
+        found: dict[str, str] = {}
+        for site in plan.sites if self.is_model_parallel else ():
+            spec, module = site.spec, site.layer.module
+            if isinstance(spec, ObservationSpec) or spec.definition.family != "module" or module in self._styles:
+                continue
+            side = "input" if spec.tensor_role.endswith("input") else "output"
+            if side not in self._declared.get(module, {}):
+                found.setdefault(spec.name, f"{site.layer.label}, {side}")
+        dims = ", ".join(dim.name for dim in self._model)
+        return [
+            Problem(
+                f"hooks.{name}.layers",
+                f"an intervention acts on complete tensors, but the placement of this one along {dims} is not known before the run",
+                where,
+                fix="declare it, such as attach(..., placement={'blocks.*': {'output': {'tp': 'replicate'}}}), or select modules with a "
+                "ParallelStyle",
+            )
+            for name, where in found.items()
+        ]
+
+
+BATCH_FAMILIES = ("module", "loss")
+"""The families of kinds whose tensors belong to the samples of a process."""
+
+
+def layout_of(
+    plan: HookPlan, mesh: DeviceMesh | None, declared: Declared, *, processes: int, reduces: bool
+) -> MeshLayout | None:
+    """Return how the tensors of a model are placed on a mesh; None if it has none.
+
+    Args:
+        plan: The hooks of the model.
+        mesh: The mesh of the processes that train it. None for that of its parameters, or the mesh that it is a part of.
+        declared: See `MeshLayout`.
+        processes: The number of processes.
+        reduces: Whether their rows are merged.
+
+    Raises:
+        ConfigError: A declaration is invalid; rows cannot be merged, because the mesh contains only some of the processes; or an
+            intervention acts on tensors whose placement is not known.
+    """
+    found = [parameter.device_mesh for parameter in plan.layers.model.parameters() if is_sharded(parameter)]
+    if mesh is None:
+        if not found:
+            if declared:
+                message = "placements are declared, but the model has no device mesh"
+                raise ConfigError(Problem("placement", message, fix="pass mesh=init_device_mesh(...)"))
+            return None
+        mesh = max((each._get_root_mesh() for each in found), key=lambda each: each.size())
+        if reduces and mesh.size() < processes:
+            message = f"the parameters are on a mesh of {mesh.size()} of {processes} processes"
+            fix = "create one mesh of all processes, and pass parts of it, such as mesh['tp']; or set reduce to none"
+            raise ConfigError(Problem("reduce", message, given="global", fix=fix))
+    layout = MeshLayout(plan.layers, mesh, declared, reduces=reduces)
+    if problems := layout.problems(plan):
+        raise ConfigError(*problems)
+    return layout
+
+
+def style_of(module: nn.Module) -> Style | None:
+    """Return what a `ParallelStyle` does with a module; None if it has none.
+
+    A style registers hooks that refer to the mesh and its layouts. A module whose parameters are sharded unevenly has no known tensors.
+    """
+    before, after = (list(_style_cells(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks))
+    if not (before or after):
+        return None
+    mesh = (before or after)[0][0]
+    inputs: dict[str, Placement] = {}
+    outputs: dict[str, Placement] = {}
+    for _, style in before:
+        if (given := getattr(style, "desired_input_layouts", None)) and style.use_local_output:
+            inputs |= {str(at): layout for at, layout in enumerate(given) if layout is not None}
+            inputs |= {name: layout for name, layout in style.desired_input_kwarg_layouts.items() if layout is not None}
+    for _, style in after:
+        if isinstance(style, partial):  # the functions get the layouts and whether the output is a local tensor
+            layouts = [*style.args[:-1], *(each.args[0] for _, each in before if isinstance(each, partial))]
+            if style.args[-1]:
+                outputs[""] = layouts[0][0]
+        elif given := getattr(style, "desired_output_layouts", None):
+            outputs |= {"" if len(given) == 1 else str(at): layout for at, layout in enumerate(given)}
+    is_even = all(
+        parameter.shape[dim] % size == 0
+        for parameter in module.parameters(recurse=False)
+        if is_sharded(parameter)
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        if (dim := getattr(placement, "dim", None)) is not None
+    )
+    return Style(mesh, inputs, outputs) if is_even else Style(mesh, {}, {})
+
+
+def _style_cells(hooks: Mapping[int, Callable[..., Any]]) -> Iterator[tuple[DeviceMesh, Any]]:
+    """Yield the mesh, and the style or the function with its layouts, of those hooks that a style has registered."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    for hook in hooks.values():
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor."):
+            cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+            meshes = [each for each in cells if isinstance(each, DeviceMesh)]
+            yield from ((meshes[0], each) for each in cells if meshes and not isinstance(each, DeviceMesh))
+
+
+def _origins(node: Any) -> tuple[list[Any], set[str]]:
+    """Return the specs of the shards that a node of the graph depends on, and the names of the nodes between."""
+    boundaries, names, seen, waiting = [], set(), set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if name == _BOUNDARY:
+            boundaries.append(node.dtensor_spec)
+        elif name != "torch::autograd::AccumulateGrad":
+            names.add(name)
+            waiting.extend(following for following, _ in node.next_functions)
+    return boundaries, names
+
+
+def _parsed(text: str) -> Placement:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    match = _PLACEMENT.fullmatch(text)
+    assert match is not None, "the text is valid"
+    return Shard(int(match[1])) if match[1] else Partial() if text == "partial" else Replicate()
+
+
+def _positive(placement: Placement, dims: int) -> Placement:
+    """Return a placement whose dimension counts from the first one."""
+    from torch.distributed.tensor import Shard
+
+    return Shard(placement.dim % dims) if isinstance(placement, Shard) and placement.dim < 0 and dims else placement
+
+
+def _label(placement: Placement | None) -> str:
+    if placement is None:
+        return "unknown"
+    dim = getattr(placement, "dim", None)
+    return "replicate" if placement.is_replicate() else "partial" if dim is None else f"shard({dim})"
+
+
+def _shards(
+    entries: Sequence[tuple[MeshDim, Placement | None, bool]],
+    tensor: Tensor | None = None,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+) -> Shards:
+    """Return the placement of a tensor.
+
+    Args:
+        entries: For each dimension of the mesh: the placement, None if it is unknown, and whether processes along it have other samples.
+        tensor: The tensor; None if it is not a shard.
+        mesh, placements: How it is sharded.
+    """
+    dims, largest, shape = set(), [], []
+    if tensor is not None:
+        largest, shape = [*tensor.shape], [*tensor.shape]
+        for at, placement in enumerate(placements):
+            dim, size = getattr(placement, "dim", None), 1 if mesh is None else mesh.size(at)
+            if dim is not None and size > 1:
+                dims.add(dim)
+                if is_sharded(tensor):
+                    largest[dim] = -(-largest[dim] // size)
+                else:
+                    shape[dim] *= size
+    batch, batches, is_first = 0, 1, True
+    for along, _, _ in (entry for entry in entries if entry[2]):
+        batch, batches = batch * len(along.ranks) + along.coordinate, batches * len(along.ranks)
+    for along, each, _ in entries:
+        is_first &= along.coordinate == 0 or getattr(each, "dim", None) is not None
+    others = [placement for along, placement, is_batch in entries if not is_batch and len(along.ranks) > 1]
+    is_shard = any(placement is not None and not placement.is_replicate() for placement in others)
+    is_unknown = any(placement is None for placement in others)
+    is_summand = any(
+        is_batch and placement is not None and placement.is_partial() for _, placement, is_batch in entries
+    )
+    return Shards(
+        tuple(sorted(dims)),
+        tuple(largest),
+        tuple(shape),
+        ",".join(along.name for along, _, _ in entries),
+        ",".join(_label(placement) for _, placement, _ in entries),
+        "local" if is_unknown or is_summand else "shard" if is_shard else "local" if batches > 1 else "averaged",
+        is_first,
+        batch,
+        batches,
+        mesh if any(not placement.is_replicate() for placement in placements) else None,
+        tuple(placements),
+    )

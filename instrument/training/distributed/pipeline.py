@@ -1,0 +1,363 @@
+"""A model in stages over the dimension `pp`, trained with a schedule of `torch.distributed.pipelining`.
+
+Each process has the modules of one stage. It calls the complete model with the same batch as the other stages, so that any
+model can be split: modules of other stages return zeros, and the first layer of the stage gets the tensor that the previous
+stage sent instead of its input. The input of the first layer of the next stage is sent there. A micro-batch of the schedule is a
+micro-step of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from ...errors import ConfigError, InstrumentError, Problem, user_code_location
+from ...plan.hook_plan import HookPlan, Site
+from ...plan.layer_selection import no_such_layer
+from ...plan.modules import Layers
+from ...plan.shape_inference import without_side_effects
+from ...runtime.own_collectives import own_collectives
+from ...tasks import Outcome
+from ...values.nested import map_tensors, to_device
+from ..loader import LoadedBatch
+
+if TYPE_CHECKING:
+    from ...config.parallel import PipelineConfig
+
+WHERE = "train.parallel.pipeline.split"
+Loss = Callable[[], Tensor | None]
+
+
+@dataclass
+class _Trace:
+    """What one pass of the complete model shows.
+
+    Attributes:
+        loss: The loss of the batch.
+        sent: For each stage but the last one, the tensor that it sends.
+        stages: The stages in which the calls of a module end, by the `id` of the module.
+        outputs: The output of a module, with tensors on the meta device.
+        users: The stages whose output depends on a parameter, by the `id` of the parameter.
+    """
+
+    loss: Tensor
+    sent: list[Tensor]
+    stages: dict[int, set[int]]
+    outputs: dict[int, Any]
+    users: dict[int, set[int]] = field(default_factory=dict)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int | str, Tensor]:
+    """Return the first tensor of the arguments of a call, and its index or name."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next((name, value) for name, value in given if isinstance(value, Tensor))
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    name, _ = _first_tensor(args, kwargs)
+    if isinstance(name, str):
+        return args, {**kwargs, name: tensor}
+    return (*args[:name], tensor, *args[name + 1 :]), kwargs
+
+
+def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
+    """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
+    sent: list[Tensor] = []
+    cut: list[Tensor] = []
+    stages: dict[int, set[int]] = {}
+    outputs: dict[int, Any] = {}
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(sent) == len(starts) or module is not starts[len(sent)]:
+            return None
+        sent.append(_first_tensor(args, kwargs)[1])
+        cut.append(sent[-1].detach().requires_grad_())
+        return _replaced(args, kwargs, cut[-1])
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        stages.setdefault(id(module), set()).add(len(sent))
+        outputs[id(module)] = map_tensors(output, lambda _, tensor: tensor.detach().to("meta"))
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
+        with without_side_effects(model, training=False), torch.enable_grad():
+            value = loss()
+    if value is None or len(sent) < len(starts):
+        message = "the layers are not called, in this order, with a tensor as first argument"
+        raise ConfigError(Problem(WHERE, message, [type(each).__name__ for each in starts]))
+    trace = _Trace(value, sent, stages, outputs)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for stage, output in enumerate([*sent, value]):
+        if not output.requires_grad:
+            continue
+        inputs = [*cut[max(stage - 1, 0) : stage], *trained]
+        gradients = torch.autograd.grad(
+            output, inputs, torch.ones_like(output), retain_graph=True, allow_unused=True, materialize_grads=False
+        )
+        for parameter, gradient in zip(reversed(trained), reversed(gradients), strict=False):
+            if gradient is not None:
+                trace.users.setdefault(id(parameter), set()).add(stage)
+    return trace
+
+
+class Pipeline:
+    """The stage of this process.
+
+    Args:
+        model: The model. Parameters of other stages are removed from it: they are empty and not trained.
+        config: The layers at which the stages begin, and the schedule.
+        group: The processes of the dimension `pp`, in the order of the stages.
+        loss: Computes the loss of a batch with this model: a scalar.
+        samples: The number of samples in this batch.
+
+    Raises:
+        ConfigError: A layer does not exist, or the model cannot be split there.
+    """
+
+    def __init__(self, model: nn.Module, config: PipelineConfig, group: Any, loss: Loss, samples: int) -> None:
+        self.group, self.stage, self.stages = group, dist.get_rank(group), dist.get_world_size(group)
+        self.is_last = self.stage == self.stages - 1
+        self._schedule_type: Any = ScheduleGPipe if config.schedule == "gpipe" else Schedule1F1B
+        self._schedule: Any = None
+        self._received: Tensor | None = None
+        self._sent = torch.empty(0)
+        self._traced_samples = self._samples = samples
+        layers = Layers.of(model)
+        named = {name: layer.module for layer in layers for name in layer.names}
+        if missing := [name for name in config.split if name not in named]:
+            raise ConfigError(no_such_layer(missing[0], layers, WHERE))
+        starts = [named[name] for name in config.split]
+        trace = _trace(model, starts, loss)
+        self._edges = [tensor.detach().requires_grad_() for tensor in trace.sent]
+        self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}
+        shared = {id(parent) for layer in layers if layer.module in starts for parent in layers.parents(layer)}
+        self._owners = self._find_owners(layers, trace, shared)
+        kept = {id(model)}
+        for layer in layers:  # a module before the modules in it
+            parents = layers.parents(layer)
+            is_inside = not parents or id(parents[0]) in kept or id(parents[0]) not in self._stage_of
+            if id(layer.module) in shared or self._stage_of.get(id(layer.module), self.stage) == self.stage:
+                kept.add(id(layer.module))
+            elif is_inside and any(True for _ in layer.module.parameters()):
+                self._replace(layer.module, trace.outputs[id(layer.module)])
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or self._owners.get(id(parameter), self.stage) == self.stage:
+                    continue
+                parameter.requires_grad_(False)
+                if id(module) not in shared:
+                    empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+                    module._parameters[name] = nn.Parameter(empty, requires_grad=False)
+        if not self.is_last:
+            starts[self.stage].register_forward_pre_hook(self._keep_sent, with_kwargs=True)
+        if self.stage:
+            starts[self.stage - 1].register_forward_pre_hook(self._give_received, with_kwargs=True, prepend=True)
+        self._check(model, loss, trace)
+
+    def _find_owners(self, layers: Layers, trace: _Trace, shared: set[int]) -> dict[int, int]:
+        """Return the stage of each parameter, by the `id` of the parameter."""
+        owners: dict[int, int] = {}
+        problems = []
+        for layer in layers:
+            for name, parameter in layer.module._parameters.items():
+                if parameter is None:
+                    continue
+                called = trace.stages.get(id(layer.module), set()) if id(layer.module) not in shared else set()
+                users = sorted(trace.users.get(id(parameter), set()) | called)
+                label = f"{layer.name}.{name}".removeprefix(".")
+                if len(users) > 1:
+                    message = (
+                        f"parameter {label} is used in stages {', '.join(map(str, users))}, but a process has one stage"
+                    )
+                    problems.append(Problem(WHERE, message, fix="split at another layer, or untie shared parameters"))
+                elif users and users[0] and id(layer.module) in shared:
+                    message = (
+                        f"parameter {label} is used in stage {users[0]}, but its module has layers of several stages"
+                    )
+                    problems.append(Problem(WHERE, message, fix="move the parameter into a module of its own"))
+                owners[id(parameter)] = users[0] if users else 0
+        if problems:
+            raise ConfigError(*problems[:4])
+        if empty := sorted({*range(self.stages)}.difference(*trace.users.values())):
+            raise ConfigError(
+                Problem(WHERE, f"stage {empty[0]} has no trainable parameter", fix="split at other layers")
+            )
+        return owners
+
+    def _replace(self, module: nn.Module, output: Any) -> None:
+        """Let a module of another stage return zeros of the shape of its output, and call no hooks."""
+
+        def zeros(_: str, tensor: Tensor) -> Tensor:
+            first, shape = self._traced_samples, [*tensor.shape]
+            if first != self._samples and shape and shape[0] % first == 0:
+                shape[0] = shape[0] // first * self._samples
+            return torch.zeros(shape, dtype=tensor.dtype, device=self._edges[0].device)
+
+        module.forward = lambda *_, **__: map_tensors(output, zeros)
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+
+    def _keep_sent(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._sent = _first_tensor(args, kwargs)[1]
+
+    def _give_received(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self._received is None else _replaced(args, kwargs, self._received)
+
+    def _check(self, model: nn.Module, loss: Loss, trace: _Trace) -> None:
+        """Check that the stage computes from its input what the complete model computes."""
+        self._received = self._edges[self.stage - 1] if self.stage else None
+        try:
+            with without_side_effects(model, training=False), torch.no_grad():
+                value = loss()
+            expected, found = (trace.loss, value) if self.is_last else (self._edges[self.stage], self._sent)
+            assert found is not None, "the complete model had a loss"
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{user_code_location(error)}"
+            message = (
+                f"stage {self.stage} needs more than the input of its first layer: without the other stages, it fails or "
+                f"computes something else ({reason})"
+            )
+            raise ConfigError(Problem(WHERE, message, fix="split at another layer")) from error
+
+    def own_sites(self, plan: HookPlan) -> HookPlan:
+        """Return the plan with the hooks of this stage. A module with layers of several stages belongs to the last one of them."""
+        return replace(plan, sites=tuple(site for site in plan.sites if self._has(site)))
+
+    def _has(self, site: Site) -> bool:
+        family = site.spec.definition.family
+        if family == "collective":
+            return True
+        if family == "loss":
+            return self.is_last
+        if site.parameter is not None:
+            return site.parameter.requires_grad or self._owners.get(id(site.parameter)) == self.stage
+        return self._stage_of.get(id(site.layer.module), 0) == self.stage
+
+    def compute_gradients(
+        self,
+        forward: nn.Module,
+        observer: Any,
+        micro_batches: Sequence[LoadedBatch],
+        targets: Sequence[Any],
+        parts: Sequence[Callable[[Tensor], Tensor]],
+        device: torch.device,
+    ) -> tuple[list[Outcome], list[Tensor]]:
+        """Run the forward and backward passes of all micro-batches of a step.
+
+        Args:
+            forward: Computes the outcome and the loss of a batch with the model of this process.
+            observer: The probe, or `NoHooks`.
+            targets: For each micro-batch, its part with the targets for the table `samples`.
+            parts: For each micro-batch, a function that weights and scales its loss.
+
+        Returns:
+            For each micro-batch, the outcome, and the weighted loss. They are meaningful in the last stage only.
+        """
+        outcomes: list[Outcome] = []
+        losses: list[Tensor] = []
+
+        def run(received: Tensor) -> Tensor:
+            self._received = received if self.stage else None
+            number = len(outcomes)
+            batch = to_device(micro_batches[number].batch, device)
+            outcome, loss = forward(batch, observer.loss if self.is_last else _unchanged)
+            assert loss is not None, "checked with the first batch"
+            outcomes.append(outcome)
+            losses.append(parts[number](loss))
+            return losses[-1][None] if self.is_last else self._sent
+
+        def at(number: int) -> Any:
+            return observer.in_micro_step(number, micro_batches[number].indices, targets[number])
+
+        if self._schedule is None:
+            given = self._edges[self.stage - 1] if self.stage else torch.empty(1, device=device)
+            returned = torch.empty(1, device=device, requires_grad=True) if self.is_last else self._edges[self.stage]
+            stage = _Stage(_StageModule(), self.stage, self.stages, device, given, returned, group=self.group)
+            self._schedule = self._schedule_type(stage, len(micro_batches), loss_fn=_loss_of, scale_grads=False)
+        stage = self._schedule._stage
+        stage.submod.run, stage.at = run, at
+        unused = torch.empty(
+            len(micro_batches), device=device
+        )  # one element is the input, or the target, of a micro-batch
+        try:
+            self._schedule.step(*() if self.stage else (unused,), target=unused if self.is_last else None)
+        except RuntimeError as error:  # the schedule replaces the errors of hooks
+            if isinstance(error.__cause__, InstrumentError):
+                raise error.__cause__ from None
+            raise
+        observer.end_micro_step()
+        return outcomes, [loss.detach() for loss in losses]
+
+    def call(self, run: Callable[[], Outcome], samples: int) -> Outcome:
+        """Run the stage of one batch of an evaluation."""
+        self._samples = samples
+        edge = self._edges[0]
+        try:
+            if self.stage:
+                shape = torch.empty(self._edges[self.stage - 1].dim(), dtype=torch.int64, device=edge.device)
+                dist.recv(shape, group=self.group, group_src=self.stage - 1)
+                self._received = torch.empty(
+                    shape.tolist(), dtype=self._edges[self.stage - 1].dtype, device=edge.device
+                )
+                dist.recv(self._received, group=self.group, group_src=self.stage - 1)
+            outcome = run()
+            if not self.is_last:
+                dist.send(
+                    torch.tensor(self._sent.shape, device=edge.device), group=self.group, group_dst=self.stage + 1
+                )
+                dist.send(self._sent.contiguous(), group=self.group, group_dst=self.stage + 1)
+        finally:
+            self._samples = self._traced_samples
+        return outcome
+
+    @own_collectives()
+    def from_last_stage(self, numbers: Tensor) -> Tensor:
+        """Return the numbers of the last stage, in all stages."""
+        dist.broadcast(numbers, group=self.group, group_src=self.stages - 1)
+        return numbers
+
+    @own_collectives()
+    def norm(self, norm: Tensor | None) -> Tensor:
+        """Return the norm over all stages."""
+        square = torch.zeros((), device=self._edges[0].device) if norm is None else norm.square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+
+class _StageModule(nn.Module):
+    run: Callable[[Tensor], Tensor]
+
+    def forward(self, received: Tensor) -> Tensor:
+        return self.run(received)
+
+
+class _Stage(PipelineStage):
+    """A stage whose passes run in the micro-step of their micro-batch."""
+
+    at: Callable[[int], Any]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.at(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.at(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _unchanged(loss: Tensor) -> Tensor:
+    return loss
+
+
+def _loss_of(output: Tensor, _: Any) -> Tensor:
+    return output.squeeze()

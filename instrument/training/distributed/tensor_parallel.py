@@ -1,0 +1,193 @@
+"""Tensor parallel models: the modules of `train.parallel.plan`, with the styles of `torch.distributed.tensor.parallel`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ...config.parallel import LayerStyle
+from ...errors import ConfigError, Problem, user_code_location
+from ...fields.field_types import Target
+from ...fields.targets import build
+from ...formatting import shorten
+from ...plan.layer_selection import no_such_layer
+from ...plan.modules import Layer, Layers
+from ...plan.shape_inference import without_side_effects
+from ...runtime.own_collectives import own_collectives
+from ...values.dtensor import full_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+WHERE = "train.parallel.plan"
+_TOLERANCE = 1e-3  # of float32: the sums of a product are added in another order
+_ABSOLUTE = 1e-6
+_DIVIDED = {  # the attributes of a module that have to be divisible, by style
+    ("colwise", nn.Linear): "out_features",
+    ("colwise", nn.Embedding): "embedding_dim",
+    ("rowwise", nn.Linear): "in_features",
+    ("rowwise", nn.Embedding): "num_embeddings",
+}
+
+
+class Effect(NamedTuple):
+    """What a model computes for a batch: its loss, and the norm of the gradient of each parameter that the loss depends on."""
+
+    loss: float
+    norms: Mapping[str, float]
+
+
+def effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> Effect | None:
+    """Return what a model computes in eval mode, with its state restored; None without a loss that has a gradient.
+
+    Args:
+        loss: Computes the loss of the same batch in all processes of the dimension `tp`: a scalar.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with without_side_effects(model, training=False), torch.enable_grad():
+        value = loss()
+        if value is None or not value.requires_grad:
+            return None
+        gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
+    norms = {name: _norm(each) for name, each in zip(trained, gradients, strict=True) if each is not None}
+    return Effect(float(full_tensor(value.detach())), norms)
+
+
+@own_collectives()
+def _norm(gradient: Tensor) -> float:
+    return float(full_tensor(torch.linalg.vector_norm(gradient)))
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, LayerStyle | Target],
+    loss: Callable[[], Tensor | None],
+) -> None:
+    """Parallelize the modules of a plan in place, and check that the model computes the same as before.
+
+    Args:
+        mesh: The dimension `tp`.
+        plan: The style of the modules that each glob matches.
+        loss: As for `effect_of`.
+
+    Raises:
+        ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
+            divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
+    """
+    styles = _styles(Layers.of(model), mesh, plan)
+    expected = effect_of(model, loss)
+    for module, style in styles:
+        parallelize_module(module, mesh, style)
+    try:
+        found = effect_of(model, loss)
+    except Exception as error:
+        message = f"the model fails with this plan: {type(error).__name__}: {error}{user_code_location(error)}"
+        fix = "check that a colwise module is followed by a rowwise one, and that the model does not use fixed sizes between them"
+        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix)) from error
+    if expected is not None and found is not None:
+        _check_same(expected, found, plan)
+
+
+def _styles(
+    layers: Layers, mesh: DeviceMesh, plan: Mapping[str, LayerStyle | Target]
+) -> list[tuple[nn.Module, ParallelStyle]]:
+    problems: list[Problem] = []
+    found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
+    for pattern, entry in plan.items():
+        where = f"{WHERE}.{pattern}"
+        matched = [layer for layer in layers if layer.is_named([pattern])]
+        if not matched:
+            problems.append(no_such_layer(pattern, layers, WHERE))
+            continue
+        style = _style(entry, where)
+        for layer in matched:
+            if (other := found.get(id(layer.module))) is not None:
+                problems.append(Problem(where, f"layer {layer.label} has another style by {other[2]!r}", given=pattern))
+            found[id(layer.module)] = (layer.module, style, pattern)
+        if isinstance(entry, LayerStyle):
+            problems += [each for layer in matched if (each := _misfit(layer, layers, entry, mesh.size(), where))][:1]
+    if problems:
+        raise ConfigError(*problems)
+    return [(module, style) for module, style, _ in found.values()]
+
+
+def _style(entry: LayerStyle | Target, where: str) -> ParallelStyle:
+    if isinstance(entry, Target):
+        style = build(entry, where)
+        if not isinstance(style, ParallelStyle):
+            message = f"must be a ParallelStyle, but {entry.target} returned {type(style).__name__}"
+            raise ConfigError(Problem(where, message, entry.target))
+        return style
+    given, returned = _placement(entry.input), _placement(entry.output)
+    if entry.style == "sequence":
+        return SequenceParallel() if given is None else SequenceParallel(sequence_dim=given.dim)
+    made = ColwiseParallel if entry.style == "colwise" else RowwiseParallel
+    return made(input_layouts=given, output_layouts=returned)
+
+
+def _placement(layout: str | None) -> Any:
+    if layout is None:
+        return None
+    number = re.search(r"-?\d+", layout)
+    return Shard(int(number[0])) if number else Replicate()
+
+
+def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: str) -> Problem | None:
+    """Return why a module cannot have a style; None if it can."""
+    module, style = layer.module, entry.style
+    names: dict[int, list[str]] = {id(each): [] for each in module.parameters()}
+    for name, parameter in layers.model.named_parameters(remove_duplicate=False):
+        if id(parameter) in names:
+            names[id(parameter)].append(name)
+    if tied := next((each for each in names.values() if len(each) > 1), None):
+        message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer, which would end"
+        return Problem(where, message, tied, fix="untie them in the model, or leave this layer out of the plan")
+    if style == "sequence":
+        return None
+    attribute = next((name for (of, kind), name in _DIVIDED.items() if of == style and isinstance(module, kind)), None)
+    if attribute is None:
+        message = f"style {style} does not exist for layer {layer.label} ({layer.type})"
+        return Problem(
+            where, message, style, "Linear, Embedding", fix="give the _target_ of a ParallelStyle of your own"
+        )
+    number = getattr(module, attribute)
+    if number % size:
+        message = f"{attribute} of layer {layer.label} ({layer.type}) is not divisible by tp={size}"
+        return Problem(
+            where, message, number, f"a multiple of {size}", fix="change tp, or leave this layer out of the plan"
+        )
+    return None
+
+
+def _check_same(expected: Effect, found: Effect, plan: Mapping[str, Any]) -> None:
+    """Check that a parallelized model has the loss and the gradients of the full model."""
+    fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
+    if not _is_close(expected.loss, found.loss, abs(expected.loss)):
+        message = f"the loss of the first batch is {found.loss:.6g} with this plan, but {expected.loss:.6g} without it"
+        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix))
+    largest = max(expected.norms.values(), default=0.0)
+    names: Sequence[str] = [
+        name
+        for name in sorted(expected.norms.keys() | found.norms.keys())
+        if not _is_close(expected.norms.get(name, 0.0), found.norms.get(name, 0.0), largest)
+    ]
+    if names:
+        message = f"the gradients of the first batch differ from those without this plan, at {shorten(names, 4)}"
+        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix))
+
+
+def _is_close(one: float, other: float, scale: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * scale + _ABSOLUTE
