@@ -22,6 +22,7 @@ from ..tables.statistics import (
     TOKEN_COSINES,
     Sum,
 )
+from ..values.dtensor import complete_along
 from .base import Context
 from .measurement import Number, strided_or_sparse
 
@@ -51,11 +52,13 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
 def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return the sum over the samples of the mean cosine of all pairs of different tokens, and the number of samples.
 
-    No numbers for a tensor that is not [N, T, D], or is sharded along T or D. Samples with fewer than two tokens that are finite and
-    not zero do not count.
+    No numbers for a tensor that is not [N, T, D]. Samples with fewer than two tokens that are finite and not zero do not count.
     """
     x = _real(tensor)
-    if x is None or x.dim() != 3 or {1, 2} & {*context.shards.dims}:
+    if x is None or x.dim() != 3:
+        return {}
+    x, is_counted = complete_along(x, context.shards, (1, 2))
+    if x is None:
         return {}
     dtype = widest(x.device)
     total = x.new_zeros(2, dtype=dtype)
@@ -68,17 +71,20 @@ def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
         tokens = counted.sum(-1)
         cosines = (directions.square().sum((1, 2)) - tokens) / (tokens * (tokens - 1))
         total += torch.stack([torch.where(tokens > 1, cosines, 0.0).sum(), (tokens > 1).sum()])
+    total *= is_counted
     return {TOKEN_COSINES: total[0], SEQUENCES: total[1]}
 
 
 def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001
     """Return sums over the rows of logits [..., classes]: the entropies in nats, the squares of logsumexp, and the number of rows.
 
-    Rows without a finite logsumexp do not count: NaN, plus infinity, or only minus infinity. No numbers for a scalar, and
-    for logits that are sharded along the classes.
+    Rows without a finite logsumexp do not count: NaN, plus infinity, or only minus infinity. No numbers for a scalar.
     """
     x = _real(tensor)
-    if x is None or not x.dim() or not x.numel() or x.dim() - 1 in context.shards.dims:
+    if x is None or not x.dim() or not x.numel():
+        return {}
+    x, is_counted = complete_along(x, context.shards, (x.dim() - 1,))
+    if x is None:
         return {}
     total = x.new_zeros(3, dtype=widest(x.device))
     for rows in parts_of(x.reshape(-1, x.shape[-1])):
@@ -86,6 +92,7 @@ def logit_sums(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, N
         finite = log_partitions.isfinite()
         numbers = (torch.where(finite, each, 0.0).sum() for each in (entropies, log_partitions.square()))
         total += torch.stack([*numbers, finite.sum()])
+    total *= is_counted
     return {ENTROPIES: total[0], LOG_PARTITION_SQUARES: total[1], LOGIT_ROWS: total[2]}
 
 

@@ -36,6 +36,7 @@ from ..tables.statistics import (
     Sum,
     statistic_of,
 )
+from ..values.dtensor import complete_along
 from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
@@ -162,17 +163,23 @@ def count_dead_units(tensor: Tensor, context: Context, dim: int | None) -> dict[
 def norms_of_units(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:
     """Return the sum of the L2 norms of the units, and the number of units; see `Sum.function`.
 
-    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of the units of a sharded tensor.
+    Empty for fewer than two dimensions, for tensors with NaN or infinity, and for a part of a unit.
 
     Raises:
         HookError: The tensor has no such dimension of units.
     """
-    along, dims = _unit_dim_of(tensor, context, dim), context.shards.dims
-    if along is None or tensor.dim() < 2 or {*dims} - {along % tensor.dim()}:
+    along = _unit_dim_of(tensor, context, dim)
+    if along is None or tensor.dim() < 2:
         return {}
-    rows = strided_or_sparse(tensor).to_dense().movedim(along, 0).flatten(1)
+    complete, is_counted = complete_along(tensor, context.shards, {*range(tensor.dim())} - {along % tensor.dim()})
+    if complete is None:
+        return {}
+    rows = strided_or_sparse(complete).to_dense().movedim(along, 0).flatten(1)
     total = torch.linalg.vector_norm(rows, dim=1, dtype=widest(rows.device)).sum()
-    return {UNIT_NORMS: torch.where(total.isfinite(), total, math.nan), NORMED_UNITS: len(rows)}
+    return {
+        UNIT_NORMS: torch.where(total.isfinite(), total, math.nan) * is_counted,
+        NORMED_UNITS: len(rows) * is_counted,
+    }
 
 
 def saturated_elements(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

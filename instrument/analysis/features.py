@@ -32,7 +32,8 @@ MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 _BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
-_INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call", "dtype", "shape", "source_shape"]
+_INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
+_INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
 _VALUES = [*_BATCH, "dtype", "shape", "values", "data"]
 _SAMPLES = [*_BATCH, "position", "sample", "id", "target", "target_dtype"]
 
@@ -171,6 +172,10 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
     if kind is not None and kind.family != "module":
         message = f"tensors of kind {kind.name} have no samples"
         raise ConfigError(Problem("hook", message, selection.hook, "a hook on the outputs or inputs of a module"))
+    if len(shards := rows[rows["scope"] == "shard"]):
+        message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
+        fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
+        raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
     repeated = rows[rows.duplicated(_BATCH)]
     if len(repeated):
         step = int(repeated["step"].iloc[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +25,20 @@ from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and step of a spec
-_INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
+_INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "placement", "scope", "shape", "source_shape")
+
+
+def _dim_of_shards(rows: pd.DataFrame) -> int:
+    """Return the dimension along which the shards of a tensor are joined.
+
+    Raises:
+        LookupError: It is sharded over several dimensions of a mesh.
+    """
+    placement = rows["placement"].iloc[0] or "shard(0)"  # missing in runs of earlier versions
+    match = re.fullmatch(r"shard\((\d+)\)", placement)
+    if match is None:
+        raise LookupError(f"the shards of the recorded tensor, placed {placement!r}, cannot be joined")
+    return int(match[1])
 
 
 class _Place(NamedTuple):
@@ -261,7 +275,7 @@ class RunArchive(Archive):
         if len(rows) > 1 and not are_shards and (self.ranks > 1 or not place.has_samples):
             counts = f"recorded by {ranks} processes; cannot be used with {self.ranks}"
             raise LookupError(f"{run}: the tensor of step {step.number} at {location} was {counts}")
-        values = np.concatenate([*rows.sort_values("rank")["values"]])
+        values = np.concatenate([*rows.sort_values("rank")["values"]], axis=_dim_of_shards(rows) if are_shards else 0)
         if ranks == 1 and place.has_samples and self.shard is not None and values.ndim:
             samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]

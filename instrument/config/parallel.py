@@ -78,6 +78,11 @@ class ParallelConfig(Spec):
         description="For tp: the style of the modules that a glob matches: colwise, rowwise or sequence; a mapping of style, input and "
         "output; or the _target_ of a ParallelStyle.",
     )
+    experts: dict[str, Target] = Field(
+        default_factory=dict,
+        description="For dp: the _target_ of a ParallelStyle that distributes the experts in the modules that a glob matches, and sends "
+        "tokens to them and back.",
+    )
     pipeline: PipelineConfig | None = Field(None, description="For pp: the stages.")
 
     @field_validator("mesh")
@@ -95,7 +100,7 @@ class ParallelConfig(Spec):
                 raise ValueError(f"{name!r} is not a dimension of a mesh; allowed: {known}")
         return value and {name: value[name] for name in DIMENSIONS if name in value}
 
-    @field_validator("plan")
+    @field_validator("plan", "experts")
     @classmethod
     def _validate_globs(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
         for pattern in value:
@@ -109,10 +114,13 @@ class ParallelConfig(Spec):
                 raise ValueError(f"'{key}' requires the dimension {name} in 'mesh', such as mesh: {{{name}: 2}}")
             if not given and name in self.sizes:
                 raise ValueError(f"the dimension {name} of 'mesh' requires '{key}'")
-        if self.data == "fsdp2" and self.mesh is not None and "dp" not in self.mesh:
-            raise ValueError("'data: fsdp2' requires the dimension dp in 'mesh'")
-        if self.data == "fsdp2" and self.pipeline is not None:
-            raise ValueError("'data: fsdp2' does not support pp; set data: ddp")
+        uses_data = [
+            key for key, given in (("data: fsdp2", self.data == "fsdp2"), ("experts", bool(self.experts))) if given
+        ]
+        if uses_data and "dp" not in self.sizes and (self.mesh is not None or self.experts):
+            raise ValueError(f"'{uses_data[-1]}' requires the dimension dp in 'mesh'")
+        if self.data == "fsdp2" and (self.pipeline is not None or self.experts):
+            raise ValueError(f"'data: fsdp2' does not support {'experts' if self.experts else 'pp'}; set data: ddp")
         if self.pipeline is not None and len(self.pipeline.split) + 1 != self.sizes["pp"]:
             splits = self.sizes["pp"] - 1
             raise ValueError(

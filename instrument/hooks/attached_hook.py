@@ -234,7 +234,8 @@ class AttachedHook(HookCoverage):
         context = self.context(path, firing)
         context.shards, given, part = self._placed(tensor, path, firing)
         context.scope = context.shards.scope or self.scope
-        self.check_shape(path, tensor if self.is_record_hook else part)
+        if not context.shards.dims:
+            self.check_shape(path, part)
         if value is not None:
             context.value = (
                 local_shard(value) if self.is_record_hook else full_tensor(as_dtensor(value, context.shards))
@@ -252,7 +253,7 @@ class AttachedHook(HookCoverage):
         """Return the placement of what the action gets, the tensor with its placement if it is a shard, and what the action gets.
 
         Raises:
-            HookError: An intervention needs the complete tensor, but the placement of the tensor is unknown.
+            HookError: An intervention, or a selection of elements, needs the complete tensor, but its placement is unknown.
         """
         layout = self.clock.layout
         if is_sharded(tensor):
@@ -261,7 +262,9 @@ class AttachedHook(HookCoverage):
             return self.shards, tensor, tensor if not is_awaited(tensor) else self._awaited(tensor)
         shards = layout.of(tensor, self.site, path, firing.call)
         given = as_dtensor(tensor, shards)
-        if self.is_record_hook:
+        selects = self.selector is not None or self.split_dim is not None
+        is_of_module = self.site.spec.definition.family == "module"
+        if self.is_record_hook and not (selects and is_of_module and (shards.dims or not shards.is_known)):
             if shards.is_partial and layout.reduces and is_sharded(given):
                 given = reduced(given)
                 shards = layout.of(given, self.site, path, firing.call)
@@ -271,6 +274,7 @@ class AttachedHook(HookCoverage):
                 f"{describe(self.context(path, firing))} acts on the complete tensor, but the placement of this one on the mesh "
                 f"({shards.mesh}) is not known; declare it with attach(..., placement=...)"
             )
+        given = given.detach() if self.is_record_hook else given
         complete = full_tensor(given) if is_sharded(given) else self._awaited(tensor)
         return layout.of(tensor, self.site, path, firing.call, is_complete=True), given, complete
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from ..errors import ConfigError, Problem
 from ..fields.globs import compile_glob, matches
 from ..plan.hook_plan import HookPlan, Site
 from ..plan.modules import Layer
+from ..tables.kinds import Kind
 from ..values.dtensor import Shards, is_sharded, own_rank
 
 if TYPE_CHECKING:
@@ -38,43 +39,11 @@ Declared = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 _ACTIVATIONS = ("input", "output")
 _BOUNDARY = "_ToTorchTensorBackward"  # the node of the graph that makes a local tensor of a DTensor
-_ELEMENTWISE = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *(
-            "Abs",
-            "Add",
-            "Alias",
-            "Clone",
-            "Copy",
-            "Div",
-            "Elu",
-            "Exp",
-            "Gelu",
-            "Hardswish",
-            "Hardtanh",
-            "LeakyRelu",
-            "Log",
-            "Mul",
-        ),
-        *(
-            "MaskedFill",
-            "NativeDropout",
-            "Neg",
-            "Pow",
-            "Relu",
-            "Rsub",
-            "Sigmoid",
-            "Silu",
-            "Softplus",
-            "Sqrt",
-            "Sub",
-            "Tanh",
-            "ToCopy",
-        ),
-        *("Where",),
-    )
+_OPERATIONS = (
+    "Abs Add Alias Clone Copy Div Elu Exp Gelu Hardswish Hardtanh LeakyRelu Log MaskedFill Mul NativeDropout Neg Pow Relu Rsub Sigmoid "
+    "Silu Softplus Sqrt Sub Tanh ToCopy Where"
 )
+_ELEMENTWISE = {f"{name}Backward0" for name in re.findall(r"\w+", _OPERATIONS)}
 _PLACEMENT = re.compile(r"shard\((-?\d+)\)|replicate|partial")
 
 
@@ -105,11 +74,14 @@ def mesh_dims(mesh: DeviceMesh) -> list[MeshDim]:
 
 
 class Style(NamedTuple):
-    """What a `ParallelStyle` does with a module: its mesh, and the placements of the plain tensors at its inputs and outputs, by path."""
+    """What a `ParallelStyle` does with a module: its mesh, the placements of the plain tensors at its inputs and outputs, by path, and
+    whether its parameters are sharded evenly. Otherwise its tensors are too, and their complete shape is unknown.
+    """
 
     mesh: DeviceMesh
     inputs: Mapping[str, Placement]
     outputs: Mapping[str, Placement]
+    is_even: bool
 
 
 class MeshLayout:
@@ -120,7 +92,6 @@ class MeshLayout:
         mesh: The mesh of its processes.
         declared: The placements of tensors by module. Later patterns replace those of earlier ones. Mesh dimensions that an entry
             does not name replicate.
-
         reduces: Whether the rows of all processes are merged.
 
     Raises:
@@ -129,12 +100,14 @@ class MeshLayout:
     Attributes:
         is_model_parallel: Whether processes divide the tensors of a sample.
         batches: The number of batch shards.
+        unknown: A description of each site with a tensor of unknown placement.
     """
 
     def __init__(
         self, layers: Iterable[Layer], mesh: DeviceMesh, declared: Declared | None = None, *, reduces: bool = False
     ) -> None:
         self.reduces = reduces
+        self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
         self._styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
         self._declared = self._read(layers, declared or {})
@@ -142,7 +115,11 @@ class MeshLayout:
         meshes = {id(style.mesh): style.mesh for style in self._styles.values()}
         groups = [{*each.mesh.flatten().tolist()} for each in meshes.values()]
         names = {name for entry in parsed for name in entry}
-        self._model = [dim for dim in self._dims if dim.name in names or any({*dim.ranks} <= group for group in groups)]
+        self._model = [
+            dim
+            for dim in self._dims
+            if dim.name in names or (len(dim.ranks) > 1 and any({*dim.ranks} <= group for group in groups))
+        ]
         self.is_model_parallel = bool(self._model)
         self.batches = math.prod(len(dim.ranks) for dim in self._dims if dim not in self._model)
         # The graph shows only what DTensors shard.
@@ -158,6 +135,7 @@ class MeshLayout:
         elif len(self._model) < len(self._dims) and self._model:
             self._mesh = mesh[tuple(dim.name for dim in self._model)]
         self._found: dict[tuple[Any, ...], tuple[Placement, ...] | None] = {}
+        self._cached = lru_cache(maxsize=1024)(self._shards)
         # Without frozen parameters, each tensor that depends on a shard has a graph.
         self._all_trained = all(
             parameter.requires_grad for module in self._styles for parameter in module.parameters(recurse=False)
@@ -199,13 +177,13 @@ class MeshLayout:
 
     def of_plain(self, site: Site) -> Shards:
         """Return the placement of plain tensors at a site, if it does not depend on the tensor."""
-        return _shards([self._usual(dim, site) for dim in self._dims])
+        return _shards([self._usual(dim, site.spec.definition) for dim in self._dims])
 
-    def _usual(self, dim: MeshDim, site: Site) -> tuple[MeshDim, Placement | None, bool]:
-        """Return the placement of tensors at a site along a dimension of the mesh that does not divide them; see `_shards`."""
+    def _usual(self, dim: MeshDim, definition: Kind) -> tuple[MeshDim, Placement | None, bool]:
+        """Return the placement of tensors of a kind along a dimension of the mesh that does not divide them; see `_shards`."""
         from torch.distributed.tensor import Partial, Replicate, Shard
 
-        definition, is_of_data = site.spec.definition, dim not in self._model
+        is_of_data = dim not in self._model
         if definition.family in BATCH_FAMILIES:
             return dim, Shard(0) if is_of_data else Replicate(), is_of_data
         is_summand = is_of_data and definition.frequency == "micro_step"  # gradients before they are reduced
@@ -221,26 +199,39 @@ class MeshLayout:
             call: The index of the module's call.
             is_complete: Whether the tensor was gathered from its shards.
         """
+        definition, placements = site.spec.definition, None
+        if is_sharded(tensor):
+            return self._cached(
+                definition, tensor.device_mesh, tensor.placements, tensor.shape, is_complete, is_plain=False
+            )
+        if definition.family not in BATCH_FAMILIES:
+            placements = self._of_entry(site.layer.module, site.own_name, tensor.dim())
+        elif (placements := self._of_batch(tensor, site, path, call)) is None:
+            self.unknown[site.spec.name, site.spec.kind, site.layer.label] = None
+        return self._cached(definition, self._mesh, placements, tensor.shape, is_complete)
+
+    def _shards(
+        self,
+        definition: Kind,
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...] | None,
+        shape: torch.Size,
+        is_complete: bool,
+        *,
+        is_plain: bool = True,
+    ) -> Shards:
         from torch.distributed.tensor import Replicate
 
-        is_of_batch = site.spec.definition.family in BATCH_FAMILIES
-        mesh, known = self._mesh, self._model
-        placements: Sequence[Placement] | None
-        if is_sharded(tensor):
-            mesh, known, placements = tensor.device_mesh, mesh_dims(tensor.device_mesh), tensor.placements
-        elif is_of_batch:
-            placements = self._of_batch(tensor, site, path, call)
-        else:
-            placements = self._of_entry(site.layer.module, site.own_name, tensor.dim())
+        known = self._model if is_plain else mesh_dims(mesh)
+        covered = set() if is_plain else {*mesh.mesh.flatten().tolist()}
         if is_complete and placements is not None:
-            placements = [Replicate()] * len(placements)
-        covered = {*mesh.mesh.flatten().tolist()} if is_sharded(tensor) else set()
-        entries: list[tuple[MeshDim, Placement | None, bool]] = [
-            (dim, None if placements is None else placements[at], False) for at, dim in enumerate(known)
-        ]
-        entries += [self._usual(dim, site) for dim in self._dims if dim not in known and not {*dim.ranks} <= covered]
+            placements = tuple(Replicate() for _ in placements)
+        entries = [(dim, None if placements is None else placements[at], False) for at, dim in enumerate(known)]
+        for dim in self._dims:
+            if dim not in known and not (len(dim.ranks) > 1 and {*dim.ranks} <= covered):
+                entries.append(self._usual(dim, definition))
         entries.sort(key=lambda entry: -entry[0].stride)
-        return _shards(entries, tensor, mesh, placements or ())
+        return _shards(entries, shape, mesh, placements or (), is_local=is_plain, reduces=self.reduces)
 
     def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
         """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
@@ -249,6 +240,8 @@ class MeshLayout:
 
     def _of_batch(self, tensor: Tensor, site: Site, path: str, call: int) -> tuple[Placement, ...] | None:
         """Return the placement of a plain tensor along each model-parallel dimension; None if it is unknown."""
+        from torch.distributed.tensor import Replicate
+
         module, role = site.layer.module, site.spec.tensor_role
         side = "input" if role.endswith("input") else "output"
         if (declared := self._of_entry(module, side, tensor.dim(), default=False)) is not None:
@@ -257,7 +250,8 @@ class MeshLayout:
         if style is not None and not site.spec.definition.of_functions:
             of_path = style.inputs if side == "input" else style.outputs
             if (placement := of_path.get(path)) is not None:
-                return tuple(_positive(placement, tensor.dim()) for _ in self._model)
+                along, group = _positive(placement, tensor.dim()), {*style.mesh.mesh.flatten().tolist()}
+                return tuple(along if {*dim.ranks} <= group else Replicate() for dim in self._model)
         if not self._infers:
             return None
         key = module, side, path, call, tensor.dim()
@@ -301,12 +295,24 @@ class MeshLayout:
                 expected[dim] //= size
         return tuple(first.placements) if is_kept and [*tensor.shape] == expected else None
 
+    def messages(self) -> list[str]:
+        """Return a message about the tensors of unknown placement, if there are any."""
+        if not self.unknown:
+            return []
+        (hook, kind, layer), others = next(iter(self.unknown)), len(self.unknown) - 1
+        more = f" and at {others} more" * bool(others)
+        return [
+            f"the placement of the tensors of hook {hook!r} ({kind}) on layer {layer!r}{more} on the mesh is not known: each process "
+            "writes its own rows. Declare it with attach(..., placement=...), or record these layers in training steps too"
+        ]
+
     def problems(self, plan: HookPlan) -> list[Problem]:
         """Report interventions at tensors whose placement is not known before the model runs."""
         found: dict[str, str] = {}
         for site in plan.sites if self.is_model_parallel else ():
             spec, module = site.spec, site.layer.module
-            if isinstance(spec, ObservationSpec) or spec.definition.family != "module" or module in self._styles:
+            is_known = module in self._styles and self._styles[module].is_even
+            if isinstance(spec, ObservationSpec) or spec.definition.family != "module" or is_known:
                 continue
             side = "input" if spec.tensor_role.endswith("input") else "output"
             if side not in self._declared.get(module, {}):
@@ -365,7 +371,7 @@ def layout_of(
 def style_of(module: nn.Module) -> Style | None:
     """Return what a `ParallelStyle` does with a module; None if it has none.
 
-    A style registers hooks that refer to the mesh and its layouts. A module whose parameters are sharded unevenly has no known tensors.
+    A style registers hooks that refer to the mesh and its layouts.
     """
     before, after = (list(_style_cells(hooks)) for hooks in (module._forward_pre_hooks, module._forward_hooks))
     if not (before or after):
@@ -391,7 +397,7 @@ def style_of(module: nn.Module) -> Style | None:
         for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         if (dim := getattr(placement, "dim", None)) is not None
     )
-    return Style(mesh, inputs, outputs) if is_even else Style(mesh, {}, {})
+    return Style(mesh, inputs if is_even else {}, outputs if is_even else {}, is_even)
 
 
 def _style_cells(hooks: Mapping[int, Callable[..., Any]]) -> Iterator[tuple[DeviceMesh, Any]]:
@@ -446,28 +452,30 @@ def _label(placement: Placement | None) -> str:
 
 def _shards(
     entries: Sequence[tuple[MeshDim, Placement | None, bool]],
-    tensor: Tensor | None = None,
+    size: Sequence[int] = (),
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] = (),
+    *,
+    is_local: bool = True,
+    reduces: bool = False,
 ) -> Shards:
     """Return the placement of a tensor.
 
     Args:
         entries: For each dimension of the mesh: the placement, None if it is unknown, and whether processes along it have other samples.
-        tensor: The tensor; None if it is not a shard.
+        size: The shape of the tensor.
         mesh, placements: How it is sharded.
+        is_local: Whether the shape is that of a shard.
+        reduces: Whether the rows of all processes are merged.
     """
-    dims, largest, shape = set(), [], []
-    if tensor is not None:
-        largest, shape = [*tensor.shape], [*tensor.shape]
-        for at, placement in enumerate(placements):
-            dim, size = getattr(placement, "dim", None), 1 if mesh is None else mesh.size(at)
-            if dim is not None and size > 1:
-                dims.add(dim)
-                if is_sharded(tensor):
-                    largest[dim] = -(-largest[dim] // size)
-                else:
-                    shape[dim] *= size
+    dims, largest, shape = set(), [*size], [*size]
+    for placement, count in zip(placements, mesh.shape if mesh is not None and placements else (), strict=True):
+        if (dim := getattr(placement, "dim", None)) is not None and count > 1:
+            dims.add(dim)
+            if is_local:
+                shape[dim] *= count
+            else:
+                largest[dim] = -(-largest[dim] // count)
     batch, batches, is_first = 0, 1, True
     for along, _, _ in (entry for entry in entries if entry[2]):
         batch, batches = batch * len(along.ranks) + along.coordinate, batches * len(along.ranks)
@@ -491,4 +499,5 @@ def _shards(
         batches,
         mesh if any(not placement.is_replicate() for placement in placements) else None,
         tuple(placements),
+        reduces,
     )

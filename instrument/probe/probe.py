@@ -647,6 +647,12 @@ class Probe(OwnedByProcess):
 
     # ------------------------------------------------------------------------------------------------ the record
 
+    def _messages_about_ranks(self) -> list[tuple[str, str]]:
+        """Return messages about tensors that not all processes have seen, and about unknown placements, with the types of their events."""
+        differences = [] if self.ranks is None else self.ranks.differences.values()
+        placements = [] if self.clock.layout is None else self.clock.layout.messages()
+        return [*(("ranks", message) for message in differences), *(("placement", message) for message in placements)]
+
     def event(
         self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
     ) -> None:
@@ -716,8 +722,8 @@ class Probe(OwnedByProcess):
             self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
-        for message in [] if self.ranks is None else self.ranks.differences.values():
-            self.event("ranks", message)
+        for rule, message in self._messages_about_ranks():
+            self.event(rule, message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None
         write_coverage(self._coverage(running=running), self.recorder, self.event)

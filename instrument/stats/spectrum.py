@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..tables.kinds import KINDS
-from ..values.dtensor import Shards
+from ..values.dtensor import Shards, joined_shards
 from .merge import Array
 from .portable import widest
 from .table_rows import Call
@@ -78,26 +78,26 @@ class Spectrum:
         """Return a function that computes the triangular factor of a part, and its number of rows and columns.
 
         The factors of all shards along the dimension of the units, one above the other, have the singular values of the full tensor.
-        Other parts are columns of the matrix, whose order does not matter: it is transposed.
+        Other parts are columns of the matrix, whose order does not matter: it is transposed. If a tensor is sharded along the
+        dimension of its units and along others, or has other samples in other processes, the shards are joined along the others.
 
         Raises:
-            ValueError: The tensor is sharded along the dimension of its units and along others, or it is complex.
+            ValueError: The tensor is complex.
         """
-        dims, largest = shards.dims, shards.largest
-        is_of_batches = self.is_of_batch and shards.batches > 1
-        if (self.units in dims and (len(dims) > 1 or is_of_batches)) or tensor.is_complex():
-            what = (
-                "is complex"
-                if tensor.is_complex()
-                else f"is sharded along the dimensions {' and '.join(map(str, dims))}{' and its samples' * is_of_batches}"
-            )
-            raise ValueError(f"a tensor that {what} has no spectrum with reduce: global")
+        if tensor.is_complex():
+            raise ValueError("a tensor that is complex has no spectrum with reduce: global")
+        dims, largest, is_counted = shards.dims, shards.largest, True
+        if self.units in dims and (len(dims) > 1 or (self.is_of_batch and shards.batches > 1)):
+            dims = () if self.is_of_batch else (self.units,)
+            tensor, is_counted = joined_shards(tensor, shards, None if self.is_of_batch else self.units)
         matrix = self._matrix(tensor)
         if self.units in dims or not (dims or self.is_of_batch):
-            return partial(_triangle, matrix, largest[self.units] if dims else len(matrix))
-        sizes = (size for dim, size in enumerate(largest) if dim != self.units)
-        most_columns = math.prod(sizes) if dims and not self.is_of_batch else len(matrix)
-        return partial(_triangle, matrix.mT, most_columns)
+            factor = partial(_triangle, matrix, largest[self.units] if dims else len(matrix))
+        else:
+            sizes = (size for dim, size in enumerate(largest) if dim != self.units)
+            most_columns = math.prod(sizes) if dims and not self.is_of_batch else len(matrix)
+            factor = partial(_triangle, matrix.mT, most_columns)
+        return factor if is_counted else lambda: torch.full_like(factor(), math.nan)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ class Shards:
         batches: The number of batch shards.
         device_mesh: The mesh over which the tensor is sharded; None if it is not.
         placements: Its placement along each dimension of this mesh.
+        is_merged: Whether the rows of all processes are merged.
     """
 
     dims: tuple[int, ...] = ()
@@ -94,6 +95,7 @@ class Shards:
     batches: int = 1
     device_mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
+    is_merged: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -134,6 +136,41 @@ def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
 
     assert shards.device_mesh is not None, "the tensor is sharded"
     return DTensor.from_local(tensor, shards.device_mesh, shards.placements, run_check=False)
+
+
+@own_collectives()
+def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Tensor, bool]:
+    """Join the shards along all dimensions but one. This is a collective operation, which sends the tensor.
+
+    Args:
+        tensor: The shard of this process.
+        shards: How shards form the tensor.
+        keep: The dimension along which it remains sharded; None for none.
+
+    Returns:
+        The larger part, and whether this process is the first one of those that have it.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert shards.device_mesh is not None, "the tensor is sharded"
+    shape, at = Size(shards.shape), shards.device_mesh.get_coordinate() or ()
+    stride = torch.empty(shape, device="meta").stride()
+    along = [p if getattr(p, "dim", None) == keep is not None else Replicate() for p in shards.placements]
+    whole = DTensor.from_local(
+        tensor.detach(), shards.device_mesh, shards.placements, run_check=False, shape=shape, stride=stride
+    )
+    is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
+    return whole.redistribute(placements=along).to_local(), is_first
+
+
+def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple[Tensor | None, bool]:
+    """Return a tensor that is complete along some dimensions, for sums over processes, and whether this process counts it.
+
+    If it is sharded along any of them, the shards are joined. None if they are, but the rows of processes are not merged.
+    """
+    if {*shards.dims}.isdisjoint(dims):
+        return tensor, True
+    return joined_shards(tensor, shards, None) if shards.is_merged else (None, False)
 
 
 @own_collectives()

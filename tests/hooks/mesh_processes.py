@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -51,9 +51,13 @@ HOOKS: dict[str, Any] = {
     "spectra": {**RECORD, "layers": ["**.up", "**.down", "**.norm"], "kind": "forward", "stats": "none", "spectrum": 4},
     "cast": {**RECORD, "layers": "**.act", "kind": "forward", "stats": "none", "cast": {"to": "float8_e4m3fn", "scale": 0.01}},
     "called": {**RECORD, "types": "Linear", "kind": "function", "functions": "linear"},
+    "some": {**RECORD, "layers": "**.up", "kind": "forward", "units": [1, 12]},
+    "each": {**RECORD, "layers": "**.act", "kind": "forward", "split_dim": 2, "stats": ["mean", "std"]},
     "tame": {"layers": "**.act", "kind": "forward", "action": "clip", "norm": 3.0},
     "limit": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
 }  # fmt: skip
+# The norm of an activation is that of the samples of a process.
+OF_BATCHES = {name: hook for name, hook in HOOKS.items() if name != "tame"}
 CHANGES: dict[str, Any] = {
     "units": {"layers": "**.up", "kind": "forward", "action": "modify", "fn": "zero", "units": [3, 12]},
     "heads": {"layers": "**.q", "kind": "forward", "action": "scale", "factor": 0.5, "heads": {"of": HEADS, "take": [0, 3]}},
@@ -68,7 +72,8 @@ CHANGES: dict[str, Any] = {
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        # The gradient of the bias of keys is zero, except for rounding.
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=name != "k") for name in "qkvo")
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
@@ -124,14 +129,16 @@ def train(
     hooks: Mapping[str, Any],
     *,
     part: Callable[[Tensor], Tensor] = lambda batch: batch,
-    average: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
+    shards: int = 1,
+    add: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
     **options: Any,
 ) -> tuple[list[float], Any]:
     """Train for some steps. Return the losses and the full parameters, and the probe.
 
     Args:
         part: Returns this process's samples of a batch.
-        average: Averages the gradients of processes.
+        shards: The number of batch shards. The loss is divided by it, and gradients are added.
+        add: Adds the gradients of batch shards.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses = []
@@ -140,8 +147,8 @@ def train(
             ids = part(batch(step))
             optimizer.zero_grad()
             loss = F.cross_entropy(model(ids).flatten(0, 1), (7 * ids.flatten() + 1) % CLASSES)
-            loss.backward()
-            average(model.parameters())
+            (loss / shards).backward()
+            add(model.parameters())
             optimizer.step()
             probe.end_step(loss=loss)
             losses.append(loss.item())
@@ -183,13 +190,13 @@ class Summed(torch.autograd.Function):
     """Adds the tensors of all processes, as at the end of a block of Megatron-LM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         total = x.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
 
 
@@ -197,11 +204,11 @@ class Copied(torch.autograd.Function):
     """Adds the gradients of all processes, as at the start of a block of Megatron-LM."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         total = gradients[0].clone()
         dist.all_reduce(total)
         return total
@@ -285,14 +292,14 @@ def causes(probe: Any) -> list[Any]:
     return [[row["hook"], row["layer"], row["cause"]] for row in probe.coverage() if row["fired"] < row["expected"]]
 
 
-def evaluated(mesh: DeviceMesh) -> dict[str, str]:
-    """Evaluate without gradients. Return the placement of each output."""
+def evaluated(mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
+    """Evaluate without gradients. Return the placement of each output, and the messages about placements."""
     model = tensor_parallel(mesh)
     with instrument.attach(model, {"seen": {**RECORD, "kind": "forward", "phase": "eval"}}, reduce="global") as probe:
         with probe.evaluating(), torch.no_grad():
             model(batch(0))
         probe.end_step()
-    return places(probe) if dist.get_rank() == 0 else {}
+    return places(probe) if dist.get_rank() == 0 else {}, [*probe.events.query("rule == 'placement'")["message"]]
 
 
 def waits(mesh: DeviceMesh) -> list[bool]:
@@ -300,13 +307,17 @@ def waits(mesh: DeviceMesh) -> list[bool]:
     found = []
     for kind in ("forward", "full_backward_pre"):
         model = tensor_parallel(mesh)
-        outputs: list[Tensor] = []
+        completed: list[bool] = []
         with instrument.attach(model, {"seen": {**RECORD, "layers": "**.down", "kind": kind}}):
-            handle = model.blocks[0].down.register_forward_hook(lambda *call: outputs.append(call[2]))  # type: ignore[index,operator,union-attr]
+
+            def note(_: nn.Module, inputs: Any, output: Tensor, completed: list[bool] = completed) -> None:
+                assert isinstance(output, AsyncCollectiveTensor)
+                completed.append(output.completed)
+
+            handle = model.blocks[0].down.register_forward_hook(note)  # type: ignore[index,operator,union-attr]
             model(batch(0))
             handle.remove()
-        assert isinstance(outputs[0], AsyncCollectiveTensor)
-        found.append(outputs[0].completed)
+        found += completed
     return found
 
 
@@ -328,7 +339,7 @@ def on_two(folder: Path) -> dict[str, Any]:
     _, probe = train(sequence_parallel(mesh), observed)
     found["sp places"] = places(probe)
     train_block(MegatronBlock(full_block()), mesh=mesh, placement=MEGATRON, reduce="global", out=folder / "megatron")
-    found["eval"], found["waits"] = evaluated(mesh), waits(mesh)
+    (found["eval"], found["eval events"]), found["waits"] = evaluated(mesh), waits(mesh)
     hook, model = (
         {"h": {"layers": "blocks.*", "kind": "forward", "action": "scale", "factor": 0.5}},
         tensor_parallel(mesh),
@@ -353,32 +364,27 @@ def on_four(folder: Path) -> dict[str, Any]:
     def part(whole: Tensor) -> Tensor:
         return whole.chunk(2)[mesh.get_local_rank("dp")]
 
-    def average(parameters: Iterable[nn.Parameter]) -> None:
+    def add(parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
                 dist.all_reduce(gradient, group=mesh.get_group("dp"))
-                gradient /= 2
 
-    found["dp_tp"], probe = train(
-        tensor_parallel(mesh["tp"]),
-        HOOKS,
-        placement=DECLARED,
-        part=part,
-        average=average,
-        reduce="global",
-        out=folder / "dp_tp",
+    def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for module in (*model.blocks, model):  # type: ignore[union-attr,misc]
+            sharded: Any = fully_shard(module, mesh=mesh)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+        return model
+
+    found["dp_tp"], _ = train(
+        tensor_parallel(mesh["tp"]), OF_BATCHES, part=part, shards=2, add=add, reduce="global", out=folder / "dp_tp"
     )
-    sharded = tensor_parallel(mesh["tp"])
-    for block in sharded.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(sharded, mesh=mesh["dp"])
-    found["fsdp_tp"], _ = train(sharded, HOOKS, placement=DECLARED, part=part, reduce="global", out=folder / "fsdp_tp")
-    hybrid = create()
-    fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
-    found["hybrid"], _ = train(
-        hybrid, HOOKS, part=lambda ids: ids.chunk(4)[dist.get_rank()], reduce="global", out=folder / "hybrid"
-    )
+    sharded = shard(tensor_parallel(mesh["tp"]), mesh["dp"])
+    found["fsdp_tp"], _ = train(sharded, OF_BATCHES, part=part, shards=2, reduce="global", out=folder / "fsdp_tp")
+    hybrid = shard(create(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    options: dict[str, Any] = {"part": lambda ids: ids.chunk(4)[dist.get_rank()], "shards": 4}
+    found["hybrid"], _ = train(hybrid, OF_BATCHES, **options, reduce="global", out=folder / "hybrid")
     return found
 
 

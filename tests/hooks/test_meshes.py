@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from distributed_runs import matched, run_processes
-from mesh_processes import CHANGES, HOOKS, create, full_block, train, train_block
+from mesh_processes import CHANGES, HOOKS, OF_BATCHES, create, full_block, train, train_block
 
 import instrument
 from instrument.tables.statistics import STATISTICS
@@ -28,7 +27,6 @@ EXACT = [
     "dead_fraction",
     "negative_fraction",
 ]
-PER_TENSOR = ["softmax_entropy", "token_cosine"]  # null where a row of logits, or the tokens of a sample, are sharded
 
 
 class Programs(dict[str, list[dict[str, Any]]]):
@@ -55,29 +53,24 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 def one_process() -> Callable[[str], tuple[list[float], Any]]:
     """Trains the model without a mesh, once for each set of hooks."""
     found: dict[str, tuple[list[float], Any]] = {}
+    all_hooks = {"hooks": HOOKS, "batches": OF_BATCHES, "changes": CHANGES}
 
     def trained(name: str) -> tuple[list[float], Any]:
         if name not in found:
-            found[name] = train(create(), HOOKS) if name == "hooks" else train(create(), CHANGES, seed=3)
+            found[name] = train(create(), all_hooks[name], seed=3)
         return found[name]
 
     return trained
 
 
-def assert_equal(one: Any, merged: instrument.Run, *, is_nullable: bool) -> None:
-    """Assert that the merged rows equal those of one process.
-
-    Args:
-        one: The probe of the single process.
-        merged: The run of several processes.
-        is_nullable: Whether statistics of complete samples may be null because these are sharded.
-    """
+def assert_equal(one: Any, merged: instrument.Run) -> None:
+    """Assert that the merged rows of a run equal those of the probe of one process."""
     both = matched(one.stats, merged.stats, KEYS)
     assert set(both["scope_there"]) == {"global"}
     assert set(both["rank_there"]) == {0}
     for name in [name for name in STATISTICS if both[name].notna().any()]:
         here, there = both[name], both[f"{name}_there"]
-        known = there.notna() if is_nullable and name in PER_TENSOR else here.notna()
+        known = here.notna()
         assert (there.notna() == known).all(), name
         # A mean, such as one of zero, is compared with the spread, as documented. Other numbers below the rounding of float32 are zero.
         scale = np.maximum(here.abs(), both["std"]) if name == "mean" else here.abs()
@@ -113,14 +106,120 @@ def test_merged_rows_of_two_processes_equal_one(programs: Programs, variant: str
     for result in programs["tp"]:
         np.testing.assert_allclose(result[variant], expected, rtol=1e-4, atol=1e-6)
     merged = instrument.load(programs.folder / variant)
-    assert_equal(probe, merged, is_nullable=True)
+    assert_equal(probe, merged)
     assert_tables_equal(probe, merged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dp_tp", "fsdp_tp", "hybrid"])
 def test_merged_rows_of_four_processes_equal_one(programs: Programs, variant: str, one_process: Any) -> None:
-    expected, probe = one_process("hooks")
+    expected, probe = one_process("batches")
     parameters = programs["dp_tp"][0][variant][2:]
     np.testing.assert_allclose(parameters, expected[2:], rtol=1e-4, atol=1e-6)
-    assert_equal(probe, instrument.load(programs.folder / variant), is_nullable=variant != "hybrid")
+    merged = instrument.load(programs.folder / variant)
+    assert_equal(probe, merged)
+    assert_tables_equal(probe, merged)
+
+
+def test_recording_on_a_mesh_changes_nothing(programs: Programs) -> None:
+    for result in programs["tp"]:
+        assert result["is_identical"] == [True, True]
+        assert result["missed"] == []
+        assert result["differences"] == []
+
+
+PLACES = {  # of tensors of the first block: placement and scope
+    "given embed 0": "tp replicate averaged",
+    "seen blocks.0.before ": "tp replicate averaged",
+    "given blocks.0.attention.q 0": "tp replicate averaged",
+    "called blocks.0.attention.q linear.0": "tp shard(2) shard",
+    "seen blocks.0.attention.q ": "tp shard(2) shard",
+    "given blocks.0.attention.o 0": "tp shard(2) shard",
+    "called blocks.0.attention.o linear.0": "tp partial shard",
+    "seen blocks.0.attention.o ": "tp replicate averaged",
+    "seen blocks.0.attention ": "tp replicate averaged",
+    "seen blocks.0.act ": "tp shard(2) shard",
+    "seen blocks.0 ": "tp replicate averaged",
+    "added blocks.0 ": "tp replicate averaged",
+    "total blocks.0.act ": "tp shard(2) shard",
+    "back blocks.0.up 0": "tp partial shard",
+    "back blocks.0.act 0": "tp shard(2) shard",
+    "grads blocks.0.up weight": "tp shard(0) shard",
+    "weights blocks.0.down weight": "tp shard(1) shard",
+    "weights blocks.0.down bias": "tp replicate averaged",
+    "updates blocks.0.norm weight": "tp replicate averaged",
+}
+OF_SEQUENCES = {
+    "given embed 0": "tp replicate averaged",
+    "seen embed ": "tp shard(1) shard",
+    "seen blocks.0.before ": "tp shard(1) shard",
+    "given blocks.0.attention 0": "tp replicate averaged",  # PrepareModuleInput gives a local tensor
+    "seen blocks.0.attention ": "tp shard(1) shard",
+    "seen blocks.0 ": "tp shard(1) shard",
+    "added blocks.0 ": "tp shard(1) shard",
+    "seen  ": "tp replicate averaged",
+}
+
+
+@pytest.mark.parametrize(("result", "expected"), [("places", PLACES), ("sp places", OF_SEQUENCES)])
+def test_rows_have_mesh_and_placement(programs: Programs, result: str, expected: dict[str, str]) -> None:
+    for found in programs["tp"]:
+        assert {place: found[result].get(place) for place in expected} == expected
+
+
+def test_placement_of_outputs_without_gradients(programs: Programs) -> None:
+    found, other = (result["eval"] for result in programs["tp"])
+    expected = {
+        "attention.q": "shard(2) global",
+        "up": "shard(2) global",
+        "down": "replicate global",
+        "act": "unknown local",
+    }
+    assert {name: found[f"seen blocks.0.{name} "] for name in expected} == {
+        name: f"tp {place}" for name, place in expected.items()
+    }
+    assert other == {}
+    (message,) = programs["tp"][0]["eval events"]
+    assert "hook 'seen' (forward) on layer 'embed'" in message
+
+
+def test_hook_waits_for_a_collective_result_that_it_reads(programs: Programs) -> None:
+    for result in programs["tp"]:
+        assert result["waits"] == [True, False]
+
+
+def test_interventions_on_shards_equal_one_process(programs: Programs, one_process: Any) -> None:
+    expected, probe = one_process("changes")
+    for result in programs["tp"]:
+        np.testing.assert_allclose(result["changed"], expected, rtol=1e-5, atol=1e-6)
+    both = matched(probe.effects, instrument.load(programs.folder / "changed").effects, KEYS)
+    assert set(both["hook"]) == {*CHANGES}
+    for name in ("numel", "changed"):
+        assert both[name].tolist() == both[f"{name}_there"].tolist()
+    for name in ("norm_before", "norm_after", "factor"):
+        np.testing.assert_allclose(both[name], both[f"{name}_there"], rtol=1e-5)
+
+
+def test_declared_placements_of_modules_without_dtensors(programs: Programs) -> None:
+    assert programs["tp"]
+    merged = instrument.load(programs.folder / "megatron")
+    assert_equal(train_block(full_block()), merged)
+    places = merged.stats.query("step == 0").set_index(["hook", "layer", "path"])["placement"].to_dict()
+    assert places["seen", "up", ""] == places["seen", "act", ""] == "shard(1)"
+    assert (places["seen", "", ""], places["weights", "down", "weight"]) == ("replicate", "shard(1)")
+    assert (places["weights", "up", "bias"], places["weights", "down", "bias"]) == ("shard(0)", "replicate")
+
+
+def test_errors_of_placements_are_reported_before_the_first_step(programs: Programs) -> None:
+    for result in programs["tp"]:
+        found = result["refused"]
+        assert found["declared"] == ""
+        assert "hooks.h.layers" in found["unknown"]
+        assert "blocks.0, output" in found["unknown"]
+        assert "placement={'blocks.*': {'output': {'tp': 'replicate'}}}" in found["unknown"]
+        assert "the mesh has no such dimension" in found["dimension"]
+        assert "allowed  tp" in found["dimension"]
+        assert "shard(DIMENSION), replicate, partial" in found["text"]
+        assert "input, output, weight, bias" in found["tensor"]
+        assert "pattern matches no module" in found["layer"]
+        assert "the model has no device mesh" in found["mesh"]

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -121,3 +125,64 @@ def numbered(split: str) -> TensorDataset:
     ids = torch.arange(40)
     values = torch.randn(40, 8, generator=torch.Generator().manual_seed(len(split)))
     return TensorDataset(torch.cat([ids[:, None], values], dim=1), ids % 3)
+
+
+class Experts(nn.Module):
+    """Four experts on tokens sorted by expert: a linear layer each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16) / 4)  # [experts, features, features]
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Map tokens [tokens, 16], of which `counts` [experts] belong to each expert, to [tokens, 16]."""
+        weight = self.weight.to_local() if hasattr(self.weight, "to_local") else self.weight
+        parts = zip(tokens.split(counts.tolist()), weight, strict=True)
+        return torch.cat([part @ each for part, each in parts])
+
+
+class MixtureOfExperts(nn.Module):
+    """A model for digits that sends each sample to the expert with the largest logit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(64, 16), nn.Linear(16, 4)
+        self.experts, self.last = Experts(), nn.Linear(16, 12)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.first(images.flatten(1)).tanh()
+        gate, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        done = self.experts(x[order], chosen.bincount(minlength=4))
+        scores: Tensor = self.last(x + gate[:, None] * done[order.argsort()])
+        return scores
+
+
+class ExpertParallel(ParallelStyle):
+    """Distributes the experts over the processes, and sends the tokens to their experts and back (all_to_all)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group, size = device_mesh.get_group(), device_mesh.size()
+        state: list[Any] = []
+
+        def shard(_: str, experts: nn.Module, mesh: DeviceMesh) -> None:
+            experts.weight = nn.Parameter(distribute_tensor(experts.weight, mesh, [Shard(0)]))
+
+        def exchange(tokens: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+            sizes = [counts.view(size, -1).sum(1).tolist() for counts in (received, sent)]
+            return all_to_all_single(tokens.new_empty(sum(sizes[0]), tokens.shape[1]), tokens, *sizes, group=group)
+
+        def dispatch(_: nn.Module, inputs: Any, __: DeviceMesh) -> Any:
+            tokens, sent = inputs
+            received = torch.empty_like(sent)  # from each process, for each of the experts of this one
+            torch.distributed.all_to_all_single(received, sent, group=group)
+            expert = torch.arange(len(sent) // size).repeat(size).repeat_interleave(received)
+            order = expert.argsort(stable=True)
+            state[:] = sent, received, order
+            return exchange(tokens, sent, received)[order], received.view(size, -1).sum(0)
+
+        def combine(_: nn.Module, outputs: Any, __: DeviceMesh) -> Tensor:
+            sent, received, order = state
+            return exchange(outputs[order.argsort()], received, sent)
+
+        return distribute_module(module, device_mesh, shard, dispatch, combine)

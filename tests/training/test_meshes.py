@@ -136,6 +136,22 @@ def test_pipeline_equals_a_single_process(
         assert all(rows["micro_step"].tolist() == [0, 1] * 3 for rows in seen)
 
 
+@pytest.mark.parametrize("processes", tiered([2, 4], [2]))
+def test_experts_of_several_processes_equal_one_process(tmp_path: Path, processes: int) -> None:
+    command = [each for each in RUN if not each.startswith(("model", "+hooks.back", "+hooks.tests"))]
+    command.append("model={_target_: distributed_models.MixtureOfExperts}")
+    one = train(tmp_path, "one", *command)
+    style = "{_target_: distributed_models.ExpertParallel}"
+    parallel = f"train.parallel={{mesh: {{dp: {processes}}}, experts: {{experts: {style}}}}}"
+    run = train(tmp_path, "experts", *command, parallel, "train.checkpoint.every=3", processes=processes)
+    assert_same_training(one, run)
+    shards = run.stats.query("hook == 'used' and layer == 'experts'")
+    assert {(*shape,) for shape in shards["shape"]} == {(4 // processes, 16, 16)}
+    sums = shards.assign(squares=shards["l2"] ** 2).groupby("step")["squares"].sum().pow(0.5)
+    expected = one.stats.query("hook == 'used' and layer == 'experts'")["l2"]
+    assert sums.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
 @pytest.mark.parametrize("name", tiered(["ddp-tp", "fsdp2-tp", "1f1b"], ["fsdp2-tp"]))
 def test_resumed_run_on_a_mesh_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
     processes, parallel = {**MESHES, **PIPELINES}[name]

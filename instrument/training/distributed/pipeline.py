@@ -70,7 +70,6 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> 
 def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
     sent: list[Tensor] = []
-    cut: list[Tensor] = []
     stages: dict[int, set[int]] = {}
     outputs: dict[int, Any] = {}
 
@@ -78,34 +77,32 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
         if len(sent) == len(starts) or module is not starts[len(sent)]:
             return None
         sent.append(_first_tensor(args, kwargs)[1])
-        cut.append(sent[-1].detach().requires_grad_())
-        return _replaced(args, kwargs, cut[-1])
+        return _replaced(args, kwargs, sent[-1].detach().requires_grad_())
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
         stages.setdefault(id(module), set()).add(len(sent))
         outputs[id(module)] = map_tensors(output, lambda _, tensor: tensor.detach().to("meta"))
 
-    with ExitStack() as hooks:
+    # Both passes are in the block: leaving it restores buffers in place.
+    with ExitStack() as hooks, without_side_effects(model, training=False), torch.enable_grad():
         for module in model.modules():
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
-        with without_side_effects(model, training=False), torch.enable_grad():
-            value = loss()
-    if value is None or len(sent) < len(starts):
-        message = "the layers are not called, in this order, with a tensor as first argument"
-        raise ConfigError(Problem(WHERE, message, [type(each).__name__ for each in starts]))
-    trace = _Trace(value, sent, stages, outputs)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for stage, output in enumerate([*sent, value]):
-        if not output.requires_grad:
-            continue
-        inputs = [*cut[max(stage - 1, 0) : stage], *trained]
-        gradients = torch.autograd.grad(
-            output, inputs, torch.ones_like(output), retain_graph=True, allow_unused=True, materialize_grads=False
-        )
-        for parameter, gradient in zip(reversed(trained), reversed(gradients), strict=False):
-            if gradient is not None:
-                trace.users.setdefault(id(parameter), set()).add(stage)
+        value = loss()
+        if value is None or len(sent) < len(starts):
+            message = "the layers are not called, in this order, with a tensor as first argument"
+            raise ConfigError(Problem(WHERE, message, [type(each).__name__ for each in starts]))
+        trace = _Trace(value, sent, stages, outputs)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for stage, output in enumerate([*sent, value]):
+            if not output.requires_grad:
+                continue
+            gradients = torch.autograd.grad(
+                output, trained, torch.ones_like(output), retain_graph=True, allow_unused=True
+            )
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    trace.users.setdefault(id(parameter), set()).add(stage)
     return trace
 
 
@@ -137,7 +134,7 @@ class Pipeline:
             raise ConfigError(no_such_layer(missing[0], layers, WHERE))
         starts = [named[name] for name in config.split]
         trace = _trace(model, starts, loss)
-        self._edges = [tensor.detach().requires_grad_() for tensor in trace.sent]
+        self._edges = [tensor.detach().contiguous().requires_grad_() for tensor in trace.sent]
         self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}
         shared = {id(parent) for layer in layers if layer.module in starts for parent in layers.parents(layer)}
         self._owners = self._find_owners(layers, trace, shared)
@@ -203,11 +200,13 @@ class Pipeline:
             return torch.zeros(shape, dtype=tensor.dtype, device=self._edges[0].device)
 
         module.forward = lambda *_, **__: map_tensors(output, zeros)
+        for each in module.modules():  # so that they are not mistaken for those of the stage in a checkpoint
+            each._buffers.update({name: b.new_empty(0) for name, b in each._buffers.items() if b is not None})
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
 
     def _keep_sent(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._sent = _first_tensor(args, kwargs)[1]
+        self._sent = _first_tensor(args, kwargs)[1].contiguous()
 
     def _give_received(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         return None if self._received is None else _replaced(args, kwargs, self._received)
@@ -315,7 +314,7 @@ class Pipeline:
                 dist.send(
                     torch.tensor(self._sent.shape, device=edge.device), group=self.group, group_dst=self.stage + 1
                 )
-                dist.send(self._sent.contiguous(), group=self.group, group_dst=self.stage + 1)
+                dist.send(self._sent, group=self.group, group_dst=self.stage + 1)
         finally:
             self._samples = self._traced_samples
         return outcome

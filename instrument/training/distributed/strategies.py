@@ -32,7 +32,7 @@ from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
-from ...values.dtensor import local_shard
+from ...values.dtensor import is_sharded, local_shard
 from ..device_and_seed import choose_device
 from ..loader import FULL_BATCH, Batches, BatchShard
 from .torchrun import check_processes
@@ -200,7 +200,7 @@ class DataParallel(Strategy):
     def _mesh_of_tensors(self) -> DeviceMesh | None:
         """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
         names = tuple(name for name in self.parallel.sizes if name != "pp")
-        return self.mesh[names] if self.mesh is not None and self.parallel.plan else None
+        return self.mesh[names] if self.mesh is not None and (self.parallel.plan or self.parallel.experts) else None
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
@@ -221,6 +221,10 @@ class DataParallel(Strategy):
             from .tensor_parallel import parallelize
 
             parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
+        if self.mesh is not None and self.parallel.experts:
+            from .tensor_parallel import parallelize
+
+            parallelize(model, self.mesh["dp"], self.parallel.experts, loss, where="train.parallel.experts")
         if self.mesh is not None and self.parallel.pipeline is not None:
             from .pipeline import Pipeline
 
@@ -255,10 +259,18 @@ class DataParallel(Strategy):
             raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
 
     def _sum_gradients(self, trained: nn.Module) -> None:
-        """Sum the gradients over `dp`. That of a parameter without one is zero if another process has one."""
+        """Sum the gradients over `dp`, except those of experts, which are sums already.
+
+        The gradient of a parameter without one is zero if another process has one.
+        """
         if self.batch_shard.size == 1:
             return
-        trainable = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        trainable = [
+            parameter
+            for parameter in trained.parameters()
+            if parameter.requires_grad
+            and not (is_sharded(parameter) and "dp" in (parameter.device_mesh.mesh_dim_names or ()))
+        ]
         given = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
         dist.all_reduce(given, dist.ReduceOp.MAX, group=self._data_group)
         sums = []

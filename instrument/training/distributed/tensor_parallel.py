@@ -75,19 +75,23 @@ def parallelize(
     mesh: DeviceMesh,
     plan: Mapping[str, LayerStyle | Target],
     loss: Callable[[], Tensor | None],
+    *,
+    where: str = WHERE,
 ) -> None:
     """Parallelize the modules of a plan in place, and check that the model computes the same as before.
 
     Args:
-        mesh: The dimension `tp`.
+        mesh: The dimension `tp`, or for experts `dp`.
         plan: The style of the modules that each glob matches.
         loss: As for `effect_of`.
+        where: The configuration key of the plan. Gradients are compared for the default only: over `dp`, the gradients of experts
+            are sums over all batch shards.
 
     Raises:
         ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
             divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
     """
-    styles = _styles(Layers.of(model), mesh, plan)
+    styles = _styles(Layers.of(model), mesh, plan, where)
     expected = effect_of(model, loss)
     for module, style in styles:
         parallelize_module(module, mesh, style)
@@ -96,21 +100,21 @@ def parallelize(
     except Exception as error:
         message = f"the model fails with this plan: {type(error).__name__}: {error}{user_code_location(error)}"
         fix = "check that a colwise module is followed by a rowwise one, and that the model does not use fixed sizes between them"
-        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix)) from error
+        raise ConfigError(Problem(where, message, [*plan], fix=fix)) from error
     if expected is not None and found is not None:
-        _check_same(expected, found, plan)
+        _check_same(expected if where == WHERE else expected._replace(norms=found.norms), found, plan, where)
 
 
 def _styles(
-    layers: Layers, mesh: DeviceMesh, plan: Mapping[str, LayerStyle | Target]
+    layers: Layers, mesh: DeviceMesh, plan: Mapping[str, LayerStyle | Target], key: str
 ) -> list[tuple[nn.Module, ParallelStyle]]:
     problems: list[Problem] = []
     found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
     for pattern, entry in plan.items():
-        where = f"{WHERE}.{pattern}"
+        where = f"{key}.{pattern}"
         matched = [layer for layer in layers if layer.is_named([pattern])]
         if not matched:
-            problems.append(no_such_layer(pattern, layers, WHERE))
+            problems.append(no_such_layer(pattern, layers, key))
             continue
         style = _style(entry, where)
         for layer in matched:
@@ -172,12 +176,12 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
     return None
 
 
-def _check_same(expected: Effect, found: Effect, plan: Mapping[str, Any]) -> None:
+def _check_same(expected: Effect, found: Effect, plan: Mapping[str, Any], where: str) -> None:
     """Check that a parallelized model has the loss and the gradients of the full model."""
     fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
     if not _is_close(expected.loss, found.loss, abs(expected.loss)):
         message = f"the loss of the first batch is {found.loss:.6g} with this plan, but {expected.loss:.6g} without it"
-        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix))
+        raise ConfigError(Problem(where, message, [*plan], fix=fix))
     largest = max(expected.norms.values(), default=0.0)
     names: Sequence[str] = [
         name
@@ -186,7 +190,7 @@ def _check_same(expected: Effect, found: Effect, plan: Mapping[str, Any]) -> Non
     ]
     if names:
         message = f"the gradients of the first batch differ from those without this plan, at {shorten(names, 4)}"
-        raise ConfigError(Problem(WHERE, message, [*plan], fix=fix))
+        raise ConfigError(Problem(where, message, [*plan], fix=fix))
 
 
 def _is_close(one: float, other: float, scale: float) -> bool:
