@@ -187,3 +187,5 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
         assert f"{expected}" in " ".join(answer.out.split())
         assert "no collective operations" in answer.out
     assert not Path("runs").exists()
+    answer = cli(*RUN, f"train.parallel={PIPELINES['1f1b'][1]}", "reduce=global", "plan=true").expect(2)
+    assert "reduce" in answer.err

@@ -88,3 +88,12 @@ def test_custom_loop_in_separate_folders(tmp_path: Path, bucket: str) -> None:
         False,
         [0, 1],
     )
+
+
+def test_some_processes_of_a_custom_loop_record(tmp_path: Path) -> None:
+    done = run_processes(tmp_path, processes=3, module=RUN / "separate_loop.py")
+    assert done.returncode == 0, done.stderr
+    run = instrument.load(tmp_path / "runs/mine")
+    assert (run.info["status"], sorted(run.stats["rank"].unique())) == ("done", [0, 2])
+    assert "shared_folder" not in run.info
+    assert not run.problems
