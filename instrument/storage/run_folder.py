@@ -315,7 +315,8 @@ class WorkerRunFolder:
         name, message, fix = f"rank {rank} on {socket.gethostname()}", "", ""
         if remote is None:
             message = f"{name} does not see the folder of rank 0"
-            fix = f"choose a folder that all machines share, or set {REMOTE_KEY}=protocol://bucket/folder"
+            option = f"set {REMOTE_KEY}=" if where == "hydra.run.dir" else "pass remote="
+            fix = f"choose a folder that all machines share, or {option}'protocol://bucket/folder'"
         elif remote != record["remote"]:
             message = f"{name} would upload to {remote}, rank 0 to {record['remote']}"
             fix = "choose folders that have the same path below `runs` on all machines"
