@@ -28,11 +28,11 @@ def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, An
     if record.get("overrides") != json.loads(json.dumps(overrides, default=str)):
         return None
     deadline = time.monotonic() + LOCK_SECONDS
-    while is_in_progress := is_written(folder):
+    while is_written(folder):
         if time.monotonic() > deadline:
-            break
+            return None
         time.sleep(0.1)
-    return None if is_in_progress else record
+    return record
 
 
 def restarted(config: RunConfig, raw: dict[str, Any], folder: Path) -> tuple[RunConfig, dict[str, Any]]:

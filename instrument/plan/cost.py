@@ -95,7 +95,8 @@ class MeshCost:
     Attributes:
         rows: Rows in total.
         bytes: Bytes on disk in total. At most, because a row of a tensor parallel process may have a shard of the tensor.
-        collectives: The number of collective operations for rows of all processes, in a step with scheduled hooks.
+        collectives: The number of collective operations for rows of all processes, in a step with scheduled hooks. Without those
+            for single tensors: partial ones, and statistics that need complete rows of shards.
     """
 
     rows: int
@@ -109,7 +110,8 @@ def mesh_cost(
     """Estimate the output of all processes from that of a single one, which has the same batches.
 
     A layer is in the processes of all dimensions except `pp`, and each of them records it. With `reduce: global`, one process writes
-    the row for all of them. Recorded tensors are never merged: those of modules are batch shards over `dp`.
+    the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of modules are batch
+    shards over `dp`.
 
     Args:
         forecast: The cost of a single process.
