@@ -19,7 +19,7 @@ demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale 
 test: $(DEV_STAMP)  ## run the tests, without slow ones
 	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
-test-all: $(DEV_STAMP)  ## run all tests, including slow ones
+test-all: $(DEV_STAMP) .engines  ## run all tests, including slow ones
 	$(PYTEST) --dist worksteal -m ""
 
 bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storage, growth and distributed runs
@@ -80,7 +80,7 @@ site: docs  ## build the documentation site in site/
 	@echo "site        site/index.html"
 
 clean:  ## remove the environment, caches and builds, but not runs
-	rm -rf .venv .peers .wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .engines .wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:
@@ -97,3 +97,9 @@ $(DEV_STAMP): pyproject.toml constraints.txt | .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m compileall -q instrument
 	@touch $@ $(RUN_STAMP)
+
+# Dask and Spark, which read run folders in a test. They have an environment without the packages of this project.
+.engines: tests/engines.txt
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@

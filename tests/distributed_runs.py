@@ -22,9 +22,12 @@ RUN = Path(__file__).parent / "training"  # contains custom models for these tes
 
 
 def run_processes(
-    folder: Path, *arguments: str, processes: int = 1, module: str | Path = "instrument"
+    folder: Path, *arguments: str, processes: int = 1, module: str | Path = "instrument", machines: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in one or several processes, with the environment that torchrun would set.
+
+    Args:
+        machines: Whether each process has a working directory of its own below `folder`: `rank0`, `rank1`, ... Default: False.
 
     Returns:
         The exit code of the first rank that failed (0 if none failed), and the output of all processes.
@@ -38,8 +41,11 @@ def run_processes(
         common |= {**address, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     if processes > torch.cuda.device_count():  # NCCL refuses two processes on one GPU
         common["CUDA_VISIBLE_DEVICES"] = ""
+    folders = [folder / f"rank{rank}" if machines else folder for rank in range(processes)]
+    for each in folders:
+        each.mkdir(exist_ok=True)
     started = [
-        Command(folder, module, arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}")
+        Command(folders[rank], module, arguments, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, f"rank{rank}")
         for rank in range(processes)
     ]
     done = [command.wait() for command in started]

@@ -10,6 +10,8 @@ import pytest
 from conftest import REPOSITORY
 
 from instrument.commands import compact
+from instrument.config.parse import parse_hooks
+from instrument.plan.cost import Cost, Forecast, mesh_cost
 from instrument.storage import compaction, parts
 from instrument.storage.parquet import ParquetSink
 from instrument.tables.schemas import TABLES
@@ -46,3 +48,32 @@ def test_numbers_of_the_page_match_the_code() -> None:
         PAGE.split()
     )
     assert f"Files of {compaction.MAX_PART_BYTES // 2**21} MB and more stay as they are" in PAGE
+
+
+def test_rows_of_1000_gpus_follow_from_the_formula_of_a_plan() -> None:
+    specs = parse_hooks(
+        {
+            "outputs": {"layers": "**", "kind": "forward", "action": "record"},
+            "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+            "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
+        }
+    )
+
+    def rows(sizes: dict[str, int], micro_batches: int, steps: int, *, reduces: bool) -> tuple[str, int]:
+        rows_of_step = {"outputs": 1000 * micro_batches, "flow": 1000 * micro_batches, "gradients": 1500}
+        costs = {name: Cost(steps, number * steps, 50 * number * steps, 0.0) for name, number in rows_of_step.items()}
+        cost = mesh_cost(Forecast(costs, 1.0, 1.0), specs, sizes, shards=False, reduces=reduces)
+        assert cost.bytes == 50 * cost.rows
+        return f"{cost.rows:.1e}".replace("e+0", "e").replace("e+", "e"), cost.collectives
+
+    mesh = {"pp": 4, "dp": 32, "tp": 8}
+    for setting, expected, collectives in (
+        ("every process, every step", rows(mesh, 8, 100_000, reduces=False), 0),
+        ("every process, `every: 1000`", rows(mesh, 8, 100, reduces=False), 0),
+        ("one process of each stage, `every: 100`", rows({}, 8, 1000, reduces=False), 0),
+        ("`reduce=global`, `every: 10`, without pipelines", rows({"dp": 128, "tp": 8}, 1, 10_000, reduces=True), 3),
+    ):
+        (row,) = (line for line in PAGE.splitlines() if line.startswith(f"| {setting}"))
+        assert (row.split("|")[2].strip(), collectives) == expected
+    assert f"each of the {len(TABLES)} tables" in PAGE
+    assert f"{1024 * len(TABLES):,} small files" in PAGE

@@ -30,11 +30,12 @@ from ..rules.requirements import check_rules
 from ..storage.folder_snapshot import REFUSED
 from ..storage.run_record import read_record
 from ..training.distributed.torchrun import is_rank_zero
-from ..training.sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
+from ..training.sweeps.jobs import DONE, RUNNING, Sweep, SweepJob, recorded_overrides
 from ..training.sweeps.objective import read_objective, score_job
 from ..training.sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .import_without_gc import importing
+from .restarted_jobs import previous_attempt, restarted
 
 STOPPED = 3
 """The exit code of a run that a rule stopped."""
@@ -78,12 +79,17 @@ def job(config: DictConfig) -> float | None:
             from ..training.runner import run
             from ..training.terminal import Terminal
 
+        hydra: Any = HydraConfig.get()
+        searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        overrides = read_overrides()
+        if folders.sweep is not None and resume is None and (earlier := previous_attempt(folders.folder, overrides)):
+            if earlier["status"] == DONE:  # only its result was lost
+                return score_job(objective, folders.folder, earlier["metrics"], searched=searched)
+            parsed, raw = restarted(parsed, raw, folders.folder)
         label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
         terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
         make_report = report_writer(parsed, folders.folder)
-        result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides(), make_report=make_report)
-        hydra: Any = HydraConfig.get()
-        searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides, make_report=make_report)
         if result.is_pruned and is_search(hydra):
             score = worst_score(hydra)
         elif folders.sweep is not None:

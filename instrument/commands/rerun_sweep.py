@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
-from itertools import count
 from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
@@ -19,9 +18,10 @@ from ..config.hydra_internals import BASIC_SWEEPER, launcher_of
 from ..config.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..storage.lock import FolderLock
-from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps
+from ..storage.run_record import checkpoint_steps
 from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
+from .restarted_jobs import archive
 
 WHERE = "--rerun"
 KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`
@@ -103,13 +103,5 @@ def _overrides(sweep_job: SweepJob) -> list[str]:
         # `hydra.output_subdir=null` keeps the record that Hydra wrote when the run started.
         return [folder_override("resume", sweep_job.folder), *kept, subdir, "hydra.output_subdir=null"]
     if sweep_job.folder.exists():
-        _archive(sweep_job.folder)
+        archive(sweep_job.folder)
     return [*sweep_job.overrides, subdir]
-
-
-def _archive(folder: Path) -> None:
-    """Move the folder of a job to `.aside/3.1`, `.aside/3.2`, ..., where it is not read as a run of the sweep."""
-    archive = folder.parent / PREVIOUS_ATTEMPTS
-    archive.mkdir(exist_ok=True)
-    free = (archive / f"{folder.name}.{attempt}" for attempt in count(1))
-    folder.rename(next(path for path in free if not path.exists()))

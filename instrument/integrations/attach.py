@@ -272,7 +272,7 @@ def _folder(
 ) -> RunFolder | WorkerRunFolder:
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
-        return WorkerRunFolder(path, own_rank(), where="out")
+        return WorkerRunFolder(path, own_rank(), where="out", remote=remote)
     return RunFolder(
         path,
         where="out",

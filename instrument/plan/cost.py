@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
 from ..config.schedule import Evaluations, common
 
 
@@ -50,6 +51,8 @@ class Cost:
         bytes: Bytes on disk in total.
         seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
         memory: Bytes in memory: of the tensors that a spec with `keep` keeps.
+        tensor_rows: Those of the rows that contain a recorded tensor.
+        tensor_bytes: The bytes of these rows.
     """
 
     firings: int
@@ -57,6 +60,8 @@ class Cost:
     bytes: int
     seconds: float
     memory: int = 0
+    tensor_rows: int = 0
+    tensor_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,65 @@ class Forecast:
     def share(self, name: str, steps: int) -> float:
         """Return the relative overhead of one spec in a run of `steps` steps."""
         return self.cost[name].seconds * self.cost[name].firings / steps / self.baseline_seconds
+
+
+@dataclass(frozen=True)
+class MeshCost:
+    """The estimated output of all processes of a mesh.
+
+    Attributes:
+        rows: Rows in total.
+        bytes: Bytes on disk in total. At most, because a row of a tensor parallel process may have a shard of the tensor.
+        collectives: The number of collective operations for rows of all processes, in a step with scheduled hooks. Without those
+            for single tensors: partial ones, and statistics that need complete rows of shards.
+    """
+
+    rows: int
+    bytes: int
+    collectives: int
+
+
+def mesh_cost(
+    forecast: Forecast, specs: Mapping[str, HookSpec], sizes: Mapping[str, int], *, shards: bool, reduces: bool
+) -> MeshCost:
+    """Estimate the output of all processes from that of a single one, which has the same batches.
+
+    A layer is in the processes of all dimensions except `pp`, and each of them records it. With `reduce: global`, one process writes
+    the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of modules are batch
+    shards over `dp`.
+
+    Args:
+        forecast: The cost of a single process.
+        sizes: The sizes of the dimensions `pp`, `dp` and `tp`; a missing one has size 1.
+        shards: Whether parameters are sharded over `dp` (`data: fsdp2`).
+        reduces: Whether `reduce` is `global`.
+    """
+    tensor_parallel = sizes.get("tp", 1)
+    processes = sizes.get("dp", 1) * tensor_parallel
+    merged = {name for name, spec in specs.items() if reduces and _is_merged(spec, shards, sizes)}
+    rows = size = 0
+    for name, spec in specs.items():
+        cost, copies = forecast.cost[name], 1 if name in merged else processes
+        tensor_copies = tensor_parallel if spec.definition.family == "module" else processes
+        rows += (cost.rows - cost.tensor_rows) * copies + cost.tensor_rows * processes
+        size += (cost.bytes - cost.tensor_bytes) * copies + cost.tensor_bytes * tensor_copies
+    # The processes agree on the rows. Then they reduce maxima and sums, and gather the rest.
+    gathers = any(
+        isinstance(spec, RecordSpec) and (spec.tables or spec._uses_units)
+        for name, spec in specs.items()
+        if name in merged
+    )
+    return MeshCost(rows, size, (3 + gathers if merged else 1) if reduces and specs else 0)
+
+
+def _is_merged(spec: HookSpec, shards: bool, sizes: Mapping[str, int]) -> bool:
+    """Return whether rank 0 writes the rows of a spec for all processes, with `reduce: global`."""
+    family = spec.definition.family
+    if family == "module" or (shards and family == "parameter"):
+        return True
+    if sizes.get("tp", 1) > 1 and sizes.get("dp", 1) == 1 and family in ("loss", "parameter"):
+        return True  # all processes have the same batch
+    return spec.definition.frequency == "step" and spec.tensor_role != "buffer"
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from rich.text import Text
 from ..config.base import InterventionSpec
 from ..config.description import describe_action
 from ..config.hook_specs import HookSpec
+from ..config.parallel import ParallelConfig
 from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..fields.globs import matches
 from ..formatting import human_bytes, human_seconds, shorten
 from ..tables.schemas import TABLES
-from .cost import Forecast
+from .cost import Forecast, mesh_cost
 from .hook_plan import HookPlan, is_selected
 from .modules import Layer
 from .remarks import remarks
@@ -67,6 +68,18 @@ def plan_view(
             *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
         ]
     return Group(*parts)
+
+
+def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool) -> Text:
+    """Return a line about the output of all processes of `train.parallel`."""
+    cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=parallel.data == "fsdp2", reduces=reduces)
+    number = "each process" if parallel.size is None else f"{parallel.size} processes"
+    sizes = "".join(f" {name} {size}" for name, size in parallel.sizes.items())
+    text = f"on {number} ({parallel.data if parallel.size is None else sizes.strip()}): {cost.rows:,} rows, "
+    collectives = f"{cost.collectives} collective operations in each step with scheduled hooks"
+    return Text(
+        f"{text}at most {human_bytes(cost.bytes)}, {collectives if cost.collectives else 'no collective operations'}"
+    )
 
 
 def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:

@@ -206,10 +206,11 @@ def remote_address_of(folder: Path, remote: str) -> str:
 
 
 def moved_to(info: Mapping[str, Any]) -> str | None:
-    """Return the address to which the parts of a run were moved; None if they were not moved."""
+    """Return the address of a run whose local folder lacks parts: they were moved, or are on other machines. None for other runs."""
     config = info.get("config")
     sink = config.get("sink") if isinstance(config, dict) else None
-    return info.get("remote") if isinstance(sink, dict) and sink.get("keep_local") is False else None
+    is_moved = isinstance(sink, dict) and sink.get("keep_local") is False
+    return info.get("remote") if is_moved or info.get("shared_folder") is False else None
 
 
 class RemoteFolder:

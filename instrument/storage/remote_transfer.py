@@ -36,13 +36,17 @@ class TransferResult:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded."""
+    """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded.
+
+    In a folder without rank 0, run.json is a copy, which is excluded too.
+    """
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
         is_excluded = name == RECORD or name.startswith((LOCK, f"{JOURNALS}/")) or name.endswith(".tmp")
         if file.is_file() and not is_excluded:
             yield name
-    yield RECORD
+    if "rank" not in json.loads((folder / RECORD).read_text()):
+        yield RECORD
 
 
 def local_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:

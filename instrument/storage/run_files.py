@@ -97,8 +97,9 @@ class RunFiles:
             if not isinstance(info.get(name), dict):
                 info[name] = {}
         if not self._is_remote and (address := moved_to(info)) is not None:
-            self._problem(path, f"files were moved to {address}: load this address to read all rows")
-        if info["status"] == "running" and not self._is_remote and not is_locked(self.folder):
+            what = "files were moved to" if info.get("shared_folder", True) else "files of other machines are in"
+            self._problem(path, f"{what} {address}: load this address to read all rows")
+        if info["status"] == "running" and not self._is_remote and not is_locked(self.folder, info.get("rank", 0)):
             info["status"] = "killed"
         return info
 

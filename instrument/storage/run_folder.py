@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,8 @@ from ..errors import ConfigError, Problem, RankError, SinkError
 from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
-from .remote_folder import check_is_local
+from .remote_folder import REMOTE_KEY, check_is_local
+from .run_announcement import RunAnnouncement
 from .run_record import (
     PACKAGES,
     Status,
@@ -103,6 +104,7 @@ class RunFolder:
         self.path = path
         self.on_error = on_error
         self.record: dict[str, Any] = {}
+        self._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
         self._replaced = ReplacedRun(path)
         try:
             if overwrite:
@@ -125,6 +127,7 @@ class RunFolder:
             create_free_folder(path, where)  # A run may have started and ended since the first check.
             self.record = _first_record(record)
             self._write()
+            self._announce()
         except BaseException as error:
             self._lock.release()
             if not isinstance(error, ConfigError):  # otherwise the files belong to another run
@@ -143,6 +146,7 @@ class RunFolder:
             raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
         folder = cls.__new__(cls)
         folder.path, folder.on_error = path, on_error
+        folder._announcement = RunAnnouncement() if record.get("ranks", 1) > 1 else None
         folder._snapshot, folder._replaced = Snapshot.take(path), ReplacedRun(path)
         folder._lock = FolderLock(path)
         if not folder._lock.acquire():
@@ -151,7 +155,17 @@ class RunFolder:
         resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
         record.pop("failed_rank", None)
         folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
+        folder._announce()
         return folder
+
+    def _announce(self) -> None:
+        if self._announcement is not None:
+            self._announcement.send(self.record)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes of the run write to this folder, as far as they have reported."""
+        return self._announcement is None or not self._announcement.has_separate_folders
 
     @contextmanager
     def recording(
@@ -201,6 +215,8 @@ class RunFolder:
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
         self.record |= record
+        if not self.is_shared:
+            self.record["shared_folder"] = False
         if not self._lock.is_inherited:
             self._write()
 
@@ -261,33 +277,82 @@ def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
 class WorkerRunFolder:
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
+    A machine that does not share the folder of rank 0 has a folder with the rows of its processes. Its run.json is a copy with
+    the key `rank`: a process that writes there.
+
+    Args:
+        remote: The address to which this process uploads; None if it uploads nothing.
+
     Raises:
-        ConfigError: Rank 0 did not begin a run in the folder within 60 seconds, or another process has the same rank.
+        ConfigError: Rank 0 did not begin a run within 60 seconds, another process has the same rank, or the process shares
+            neither the folder nor the remote address of rank 0.
     """
 
-    def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir") -> None:
+    def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir", remote: str | None = None) -> None:
         self.path = path
         self._lock = FolderLock(path, rank)
-        deadline = time.monotonic() + RANK_0_TIMEOUT
-        while not is_locked(path):  # Rank 0 locks the folder, after it checked that it contains no other run.
-            if time.monotonic() > deadline:
-                message = f"rank 0 did not start a run in this folder within {RANK_0_TIMEOUT:.0f} seconds"
-                raise ConfigError(Problem(where, message, given=str(path)))
-            time.sleep(0.05)
+        announcement = RunAnnouncement()
+        begun = announcement.receive(RANK_0_TIMEOUT)
+        if begun is None:
+            message = f"rank 0 did not start a run in this folder within {RANK_0_TIMEOUT:.0f} seconds"
+            raise ConfigError(Problem(where, message, given=str(path)))
+        host, record = begun
+        check_writable(path, where)
         if not self._lock.acquire():
             message = "another process with the same rank writes to this folder"
             raise ConfigError(Problem(where, message, given=str(path)))
+        self.is_shared = announcement.check_shared(path, host)
+        if not self.is_shared:
+            self._snapshot = Snapshot.take(path)
+            try:
+                self._begin_separately(record, rank, where, remote)
+            except ConfigError:
+                self._discard()
+                raise
+
+    def _begin_separately(self, record: dict[str, Any], rank: int, where: str, remote: str | None) -> None:
+        """Write the run.json of a separate folder, unless another process of this machine wrote it."""
+        name, message, fix = f"rank {rank} on {socket.gethostname()}", "", ""
+        if remote is None:
+            message = f"{name} does not see the folder of rank 0"
+            option = f"set {REMOTE_KEY}=" if where == "hydra.run.dir" else "pass remote="
+            fix = f"choose a folder that all machines share, or {option}'protocol://bucket/folder'"
+        elif remote != record["remote"]:
+            message = f"{name} would upload to {remote}, rank 0 to {record['remote']}"
+            fix = "choose folders that have the same path below `runs` on all machines"
+        elif record["config"].get("train", {}).get("checkpoint", {}).get("every"):
+            where = "train.checkpoint.every"
+            message = f"checkpoints require a folder that all machines share, and {name} does not see that of rank 0"
+            fix = "choose a shared folder, or set train.checkpoint.every=0"
+        if message:
+            raise ConfigError(Problem(where, message, given=str(self.path), fix=fix))
+        if not (self.path / "run.json").exists():
+            with suppress(FileNotFoundError):  # another process wrote it at the same time
+                write_json(self.path / "run.json", {**record, "shared_folder": False, "rank": rank})
+        if read_record(self.path, where)["started"] != record["started"]:
+            create_free_folder(self.path, where)  # raises an error, because of the other run
 
     @contextmanager
-    def recording(self, **_: object) -> Iterator[None]:
-        """Release the lock at the end of the block. The arguments of `RunFolder.recording` are ignored.
+    def recording(
+        self, has_started: Callable[[], bool], stop_reason: Callable[[], str | None] = lambda: None
+    ) -> Iterator[None]:
+        """Release the lock at the end of the block, and in a separate folder end the run as `RunFolder.recording` does.
 
         If rank 0 died before it wrote a final status, this method writes the failure to run.json.
         """
         try:
             yield
-        except RankError as error:
-            if error.rank == 0 and not is_locked(self.path):
+            if not self.is_shared:
+                reason = stop_reason()
+                end_if_running(self.path, **final_entries("done" if reason is None else "stopped", reason))
+        except BaseException as error:
+            if not self.is_shared and not has_started():
+                self._discard()
+            elif not self.is_shared:
+                end_if_running(
+                    self.path, **final_entries("interrupted" if interrupt_behind(error) else "failed", error)
+                )
+            elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
                 end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
             raise
         finally:
@@ -296,6 +361,13 @@ class WorkerRunFolder:
     def close(self) -> None:
         """Release the lock."""
         self._lock.release()
+
+    def _discard(self) -> None:
+        """Restore the previous content of a separate folder."""
+        self.close()
+        self._snapshot.restore()
+        with suppress(OSError):  # the folder contains other files
+            self.path.rmdir()
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""

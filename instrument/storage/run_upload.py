@@ -107,9 +107,25 @@ class RemoteCopy:
             raise
         self._report_result(result)
 
-    def readable_folder(self) -> Path:
-        """Return the folder with the rows of a finished run: the remote one, if the upload is complete and keeps no local files."""
-        if self.address is None or self.keep_local or own_rank():
+    def finish_ranks(self, exchange: Callable[[str | None], list[str | None]]) -> None:
+        """Upload the remaining parts of all processes except rank 0, which uploads the final run.json afterwards.
+
+        Args:
+            exchange: Returns the arguments of all processes, which call it together.
+        """
+        failed = self._finish().failed if self._upload is not None and own_rank() else {}
+        for rank, problem in enumerate(exchange(next(iter(failed.values()), None))):
+            if problem is not None:
+                self.warn(
+                    f"the upload of rank {rank} is incomplete ({problem}); its files are in its folder {self.folder}"
+                )
+
+    def readable_folder(self, *, is_shared: bool) -> Path:
+        """Return the folder with the rows of a finished run.
+
+        It is the remote folder if the upload is complete and keeps no local files, or other machines have other folders.
+        """
+        if self.address is None or (self.keep_local and is_shared) or own_rank():
             return self.folder
         return self.folder if self._finish().failed else folder_at(self.address)
 
@@ -120,7 +136,7 @@ class RemoteCopy:
         if not self._finished:
             self._finished = True
             return self._upload.end()
-        if not self._upload.sent.failed:
+        if not self._upload.sent.failed and not own_rank():
             with suppress(Exception):  # Missing files were reported after the first call.
                 send_all(self.folder, self._remote, self._upload.sent)
         return self._upload.sent

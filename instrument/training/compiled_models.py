@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -33,12 +34,20 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
         return None
-    if any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled):
+    if any(_is_full_graph(part) for part in compiled):
         fix = "compile the model with fullgraph=False"
         if problems := [each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)]:
             raise ConfigError(*problems)
     torch.compiler.reset()
     return f"the model was already compiled; it is compiled again: {place_of_hooks(plan)}"
+
+
+def _is_full_graph(part: nn.Module) -> bool:
+    """Return whether a part is compiled with `fullgraph=True`, by `torch.compile(part)` or by `part.compile()`."""
+    context = getattr(part, "dynamo_ctx", None)
+    if context is None:  # `part.compile()` keeps the context in the closure of the compiled call only
+        context = inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")  # type: ignore[arg-type]
+    return getattr(context, "fullgraph", False) is True
 
 
 def compile_model(model: nn.Module, options: CompileConfig) -> nn.Module:

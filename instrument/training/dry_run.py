@@ -278,7 +278,9 @@ def _forecast(
 ) -> Forecast:
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
-    rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
+    # By spec: rows per micro-step, or per step for kinds that act once per step, and those of them with tensors.
+    rows: dict[str, int] = {}
+    tensor_rows: dict[str, int] = {}
     memory: dict[str, int] = {}  # By spec: bytes of the tensors that it keeps.
     expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
     for name, spec in plan.specs.items():
@@ -287,7 +289,7 @@ def _forecast(
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
         tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
-        rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
+        rows[name] = tensor_rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
         expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
             count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
@@ -312,6 +314,8 @@ def _forecast(
             round(sum(sizes[name] for sizes in tables)),
             seconds.get(name, 0.0),
             memory[name],
+            tensor_rows[name] * due.times,
+            round(tables[0][name]),
         )
         for name, due in firings.items()
     }

@@ -172,7 +172,7 @@ def run(
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal.warn, terminal.uploaded)
     training: _Training | None = None
-    with _opened_folder(config, folder, raw, overrides, processes, source) as run_folder, copy:
+    with _opened_folder(config, folder, raw, overrides, processes, source, remote=copy.address) as run_folder, copy:
         with (
             run_folder.recording(
                 has_started=lambda: training is not None and training.has_started,
@@ -213,11 +213,12 @@ def run(
                 device_statistics=measured_by(),
             )
         if processes is not None:
+            copy.finish_ranks(processes.exchange)
             processes.close()
             if not processes.is_rank_zero:
                 return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
         if failure is None:
-            readable = copy.readable_folder()
+            readable = copy.readable_folder(is_shared=run_folder.is_shared)
             page = None if make_report is None else make_report(readable)
             terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
@@ -236,9 +237,11 @@ def _opened_folder(
     overrides: Mapping[str, Any],
     processes: Processes | None,
     source: ReplaySource | None,
+    *,
+    remote: str | None,
 ) -> Iterator[RunFolder | WorkerRunFolder]:
     """Create the folder of a new run, or open the folder of the run to resume. Afterwards, the run has ended."""
-    own = None
+    own: RunFolder | WorkerRunFolder | None = None
     try:
         with synced_errors(processes), uninterrupted():  # a signal is handled when the folder is known
             if config.resume is not None and (processes is None or processes.is_rank_zero):
@@ -254,11 +257,14 @@ def _opened_folder(
                     device=None,
                     data=None,
                     statistics=KERNEL,
+                    remote=remote,
                     ranks=1 if processes is None else processes.size,
                     replay=None if source is None else source.entry(),
                     on_error=config.sink.on_error,
                 )
-        yield own or WorkerRunFolder(folder, own_rank())
+        with synced_errors(processes):
+            own = own or WorkerRunFolder(folder, own_rank(), remote=remote)
+        yield own
     finally:
         if own is not None:
             own.close()

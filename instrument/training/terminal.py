@@ -30,7 +30,7 @@ from ..analysis.load import Run, load
 from ..config.description import describe_forward
 from ..formatting import human_bytes, shown_path
 from ..plan.cost import Forecast
-from ..plan.display import plan_view
+from ..plan.display import mesh_view, plan_view
 from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
 from .compiled_models import place_of_hooks
@@ -150,6 +150,9 @@ class Terminal:
             self.warn(experiment.data.overlap)
         self._show_output(experiment)
         self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
+        parallel, reduce = experiment.config.train.parallel, experiment.config.reduce
+        if parallel is not None:
+            self.console.print(mesh_view(experiment.plan, forecast, parallel, reduces=reduce == "global"))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
             self.console.print("The estimate ignores the budget. Hooks over budget are sampled less often.")

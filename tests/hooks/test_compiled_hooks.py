@@ -478,10 +478,14 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
-def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str) -> None:
+def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str, in_place: bool) -> None:
     spec, key, fix = REFUSED[name]
-    with pytest.raises(ConfigError) as caught, instrument.attach(compiled(make("small")), {"h": spec}):
+    model = make("small")
+    if in_place:
+        model.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(ConfigError) as caught, instrument.attach(model if in_place else compiled(model), {"h": spec}):
         pass
     (problem,) = caught.value.problems
     assert problem.where == f"hooks.h.{key}"

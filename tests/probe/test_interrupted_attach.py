@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 import instrument
 from instrument.integrations.clipping import before_clipping
 from instrument.integrations.trainer_callback import TrainerCallbackBase
-from instrument.storage import journal, table_writer
+from instrument.storage import journal, run_announcement, table_writer
 from instrument.storage.lock import is_locked
 
 RECORD = {"layers": "*", "kind": "forward", "action": "record"}
@@ -361,14 +361,14 @@ def raise_disk_full(*args: Any, **kwargs: Any) -> None:
 def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("instrument.integrations.attach.own_rank", lambda: 1)
     monkeypatch.setattr("instrument.storage.run_folder.RANK_0_TIMEOUT", 1.0)
-    checked: list[Path] = []
+    checked: list[list[str]] = []
 
-    def interrupted_check(folder: Path) -> bool:
-        checked.append(folder)
+    def interrupted_check(keys: list[str]) -> bool:
+        checked.append(keys)
         signal.raise_signal(signal.SIGINT)
         return False
 
-    monkeypatch.setattr("instrument.storage.run_folder.is_locked", interrupted_check)
+    monkeypatch.setattr(run_announcement, "_default_store", lambda: SimpleNamespace(check=interrupted_check))
     with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
         pass
     assert len(checked) == 1

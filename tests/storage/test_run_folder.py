@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from instrument import ConfigError
-from instrument.storage.run_folder import DiscardedRunError, RunFolder, create_free_folder
+from instrument.storage import run_announcement, run_folder
+from instrument.storage.run_folder import DiscardedRunError, RunFolder, WorkerRunFolder, create_free_folder
 from instrument.storage.run_record import config_hash, git_revision
 
 
@@ -92,3 +97,76 @@ def test_git_revision_is_the_commit_with_a_dirty_flag(tmp_path: Path, monkeypatc
     assert git_revision() == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert git_revision() is None
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RunFolder]:
+    """The folder of rank 0 on another host, which has announced its run to rank 1."""
+    store = dist.HashStore()
+    monkeypatch.setattr(run_announcement, "_default_store", lambda: store)
+    monkeypatch.setattr(run_announcement, "_runs", itertools.repeat(0))
+    monkeypatch.setattr(run_announcement, "VISIBLE_TIMEOUT", 0.1)
+    monkeypatch.setattr(run_folder, "RANK_0_TIMEOUT", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr("socket.gethostname", lambda: "first")
+        folder = RunFolder(tmp_path / "first", name="x", seed=1, config={}, config_hash="1", ranks=2, remote="s3://b/x")
+    yield folder
+    folder.finish("done")
+
+
+def test_folder_on_a_shared_file_system_has_one_record(announced: RunFolder) -> None:
+    before = read(announced.path)
+    worker = WorkerRunFolder(announced.path, 1, remote="s3://b/x")
+    assert worker.is_shared
+    assert announced.is_shared
+    with worker.recording(has_started=lambda: True):
+        pass
+    assert read(announced.path) == before
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no luck"), KeyboardInterrupt()])
+def test_separate_folder_has_a_record_of_its_own(
+    announced: RunFolder, tmp_path: Path, error: BaseException | None
+) -> None:
+    worker = WorkerRunFolder(tmp_path / "second", 1, remote="s3://b/x")
+    assert not announced.is_shared
+    assert read(worker.path) == {**read(announced.path), "rank": 1, "shared_folder": False}
+    with contextlib.suppress(ValueError, KeyboardInterrupt), worker.recording(has_started=lambda: True):
+        if error is not None:
+            raise error
+    expected = {None: "done", ValueError: "failed", KeyboardInterrupt: "interrupted"}[error and type(error)]
+    assert read(worker.path)["status"] == expected
+    assert read(announced.path)["status"] == "running"
+    announced.update(device="cpu")
+    assert read(announced.path)["shared_folder"] is False
+
+
+def test_refused_run_leaves_no_separate_folder(announced: RunFolder, tmp_path: Path) -> None:
+    worker = WorkerRunFolder(tmp_path / "second", 1, remote="s3://b/x")
+    with pytest.raises(ValueError, match="no such layer"), worker.recording(has_started=lambda: False):
+        raise ValueError("no such layer")
+    assert not (tmp_path / "second").exists()
+
+
+def test_separate_folder_is_refused_with_the_reason(announced: RunFolder, tmp_path: Path) -> None:
+    for remote, message in (
+        (None, r"out: rank 1 on \S+ does not see the folder of rank 0[\s\S]*or pass remote='protocol://bucket/folder'"),
+        ("s3://b/y", r"would upload to s3://b/y, rank 0 to s3://b/x[\s\S]*the same path below `runs`"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            WorkerRunFolder(tmp_path / "second", 1, where="out", remote=remote)
+        assert not (tmp_path / "second").exists()
+    RunFolder(tmp_path / "second", name="earlier", config={}, started="2020").finish("done")
+    before = read(tmp_path / "second")
+    with pytest.raises(ConfigError, match="the folder already contains a run"):
+        WorkerRunFolder(tmp_path / "second", 1, remote="s3://b/x")
+    assert read(tmp_path / "second") == before
+
+
+def test_rank_without_an_announcement_is_refused(
+    announced: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_announcement, "_runs", itertools.repeat(1))
+    with pytest.raises(ConfigError, match="rank 0 did not start a run in this folder within"):
+        WorkerRunFolder(tmp_path / "second", 1)
+    assert not (tmp_path / "second").exists()

@@ -184,3 +184,32 @@ def test_existing_ray_cluster_runs_every_job(workdir: Path, ray_head: str) -> No
     assert list(instrument.load("out").runs.status) == ["done", "done"]
     assert instrument.load("out").runs["model.note"].tolist() == [0, 1]
     assert Path("note_0").read_text().split()[0] == "1"  # from num_cpus
+
+
+@pytest.mark.slow
+def test_sweep_survives_the_loss_of_a_ray_node(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = int(os.environ.get("INSTRUMENT_TEST_JOBS", "200"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    from ray.cluster_utils import Cluster
+
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        lost = cluster.add_node(num_cpus=1)
+        launcher = ("hydra/launcher=ray_cluster", f"hydra.launcher.ray.init.address={cluster.address}")
+        arguments = ("-m", *TINY, f"seed=range(0,{jobs})", "hydra.sweep.dir=out", *launcher)
+        with Path("log").open("w") as log:
+            sweep = subprocess.Popen([sys.executable, "-m", "instrument", *arguments], stdout=log, stderr=log)
+        try:
+            wait_until(lambda: len([*Path("out").glob("*/run.json")]) >= jobs // 4, sweep)
+            cluster.remove_node(lost, allow_graceful=False)
+            assert sweep.wait(timeout=TIMEOUT) == 0, Path("log").read_text()
+        finally:
+            sweep.kill()
+    finally:
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)
+    runs = instrument.load("out").runs
+    assert sorted(runs["seed"]) == list(range(jobs))
+    assert set(runs["status"]) == {"done"}

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import joblib
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from run_folders import write_run
+from state_comparison import assert_same_tables
 from tiers import tiered
 
 import instrument
@@ -55,7 +57,7 @@ def test_ray_presets_ask_for_one_core_per_job() -> None:
         prepare_launcher(config)
         assert config.hydra.launcher.ray.init.address == address
         assert not config.hydra.launcher.ray.init.get("include_dashboard")
-        assert config.hydra.launcher.ray.remote == {"num_cpus": 1, "max_retries": 0}
+        assert config.hydra.launcher.ray.remote == {"num_cpus": 1, "max_retries": 3}
 
 
 def test_local_jobs_share_the_cores_unless_the_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +73,6 @@ def test_local_jobs_share_the_cores_unless_the_threads_are_set(monkeypatch: pyte
 
 
 def test_dead_worker_is_reported_and_finished_jobs_are_kept(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
     def dies(parallel: joblib.Parallel, jobs: Any) -> Any:
@@ -84,6 +85,43 @@ def test_dead_worker_is_reported_and_finished_jobs_are_kept(cli: Cli, monkeypatc
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
     assert "2 jobs in out: 1 killed, 1 missing" in answer.err
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["again", "resumed"])
+def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("stopping.py").write_text(
+        "import os, signal\n\n\ndef stop(tensor, context):\n"
+        "    if context.step == 3 and 'STOP' in os.environ:\n        signal.raise_signal(signal.SIGTERM)\n    return tensor\n"
+    )
+    hook = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:stopping.stop}}"
+    sweep = ("-m", *TINY[:3], "train.steps=5", f"train.checkpoint.every={every}", "seed=1,2", hook)
+    assert cli(*sweep, "hydra.sweep.dir=whole").code == 0
+    launched: list[Any] = []
+    run_jobs = joblib.Parallel.__call__
+
+    def run_twice(parallel: joblib.Parallel, jobs: Any) -> Any:
+        launched.extend(jobs)
+        monkeypatch.setenv("STOP", "1")
+        with pytest.raises(SystemExit):
+            run_jobs(parallel, launched[:1])
+        monkeypatch.delenv("STOP")
+        run_jobs(parallel, launched[:1])
+        return run_jobs(parallel, launched)
+
+    monkeypatch.setattr(joblib.Parallel, "__call__", run_twice)
+    answer = cli(*sweep, "hydra.sweep.dir=out", *IN_PROCESS).expect(0)
+    run, whole = instrument.load("out"), instrument.load("whole")
+    assert list(run.runs.status) == ["done", "done"]
+    assert_same_tables(run, whole, "metrics")
+    assert answer.out.count("out/0  seed=1  loss") == 1  # a finished job is not repeated
+    assert ("resumed" in instrument.load("out/0").info) == (every > 0)
+    assert [path.name for path in Path("out/.aside").glob("*")] == ([] if every else ["0.1"])
+
+
+def test_other_job_in_the_same_folder_is_refused(cli: Cli) -> None:
+    answer = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out", "hydra.sweep.subdir=same").expect(2)
+    assert "the folder already contains a run" in answer.err
+    assert instrument.load("out/same").info["seed"] == 1
 
 
 def test_interrupted_sweep_lists_the_remaining_jobs(cli: Cli) -> None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import yaml
+from conftest import Answer
 from distributed_runs import assert_close, matched, run_processes, train
 from tiers import tiered
+from training_runs import compose
 
 import instrument
+from instrument.config.parallel import ParallelConfig
+from instrument.config.parse import parse_config
+from instrument.plan.cost import Forecast, mesh_cost
+from instrument.plan.hook_plan import HookPlan
+from instrument.training import dry_run
+from instrument.training.experiment import prepare
 
 PLAN = "plan: {layers.0.0: colwise, layers.1.0: rowwise}"
 RUN = [
@@ -47,6 +58,25 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return train(tmp_path_factory.mktemp("one"), "one", *RUN)
 
 
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Forecast, HookPlan]:
+    """The estimated cost of a single process."""
+    with contextlib.chdir(tmp_path_factory.mktemp("plan")), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dry_run, "SECONDS", 0.1)
+        _, raw = compose(*RUN)
+        experiment = prepare(parse_config(raw))
+        return dry_run.dry_run(experiment), experiment.plan
+
+
+def assert_planned(planned: tuple[Forecast, HookPlan], parallel: str, run: instrument.Run, reduces: bool) -> None:
+    """Assert that the plan predicts the number of rows of a run, and at least their bytes."""
+    given = ParallelConfig.model_validate(yaml.safe_load(parallel))
+    forecast, plan = planned
+    cost = mesh_cost(forecast, plan.specs, given.sizes, shards=given.data == "fsdp2", reduces=reduces)
+    assert cost.rows == len(run.stats)
+    assert cost.collectives == (4 if reduces else 0)  # one gathers the dead units
+
+
 def assert_same_training(one: instrument.Run, other: instrument.Run) -> None:
     """Assert that losses, gradient norms and final weights are equal, except for the order of sums in float32."""
     both = matched(one.metrics, other.metrics, ["step", "phase"])
@@ -69,10 +99,13 @@ def assert_same_rows(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", tiered(MESHES, ["tp", "fsdp2-tp"]))
-def test_training_on_a_mesh_equals_a_single_process(one: instrument.Run, tmp_path: Path, name: str) -> None:
+def test_training_on_a_mesh_equals_a_single_process(
+    one: instrument.Run, planned: tuple[Forecast, HookPlan], tmp_path: Path, name: str
+) -> None:
     processes, parallel = MESHES[name]
     run = train(tmp_path, name, *RUN, f"train.parallel={parallel}", "reduce=global", processes=processes)
     assert_same_training(one, run)
+    assert_planned(planned, parallel, run, reduces=True)
     rows = run.stats
     assert set(rows["rank"][rows["hook"] != "loss"]) == {0}
     in_one, in_run = (SimpleNamespace(stats=each.stats.query("hook != 'loss'")) for each in (one, run))
@@ -83,10 +116,13 @@ def test_training_on_a_mesh_equals_a_single_process(one: instrument.Run, tmp_pat
 
 
 @pytest.mark.parametrize("name", tiered(PIPELINES, ["1f1b"]))
-def test_pipeline_equals_a_single_process(one: instrument.Run, tmp_path: Path, name: str) -> None:
+def test_pipeline_equals_a_single_process(
+    one: instrument.Run, planned: tuple[Forecast, HookPlan], tmp_path: Path, name: str
+) -> None:
     processes, parallel = PIPELINES[name]
     run = train(tmp_path, name, *RUN, f"train.parallel={parallel}", processes=processes)
     assert_same_training(one, run)
+    assert_planned(planned, parallel, run, reduces=False)
     assert run.coverage.eval("fired == expected").all()
     by_layer = run.stats.groupby("layer")["rank"].agg(set)
     stage = processes // (3 if name == "three-stages" else 2)  # the number of processes of a stage
@@ -138,3 +174,21 @@ def test_resumed_run_on_a_mesh_equals_an_uninterrupted_one(tmp_path: Path, name:
         assert torch.equal(tensor, weights[layer])
     loaded = train(tmp_path, "loaded", *RUN, f"init_from={tmp_path / 'whole'}", "train.steps=1")
     assert loaded.info["init_from"]["tensors"] == len(weights)
+
+
+def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], planned: tuple[Forecast, HookPlan]) -> None:
+    forecast, _ = planned
+    rows = sum(cost.rows for cost in forecast.cost.values())
+    for parallel, expected in (
+        (
+            f"{{mesh: {{pp: 2, dp: 2, tp: 2}}, {PLAN}, {SPLIT}}}}}",
+            f"on 8 processes (pp 2 dp 2 tp 2): {4 * rows:,} rows, at most",
+        ),
+        ("ddp", f"on each process (ddp): {rows:,} rows"),
+    ):
+        answer = cli(*RUN, f"train.parallel={parallel}", "plan=true").expect(0)
+        assert f"{expected}" in " ".join(answer.out.split())
+        assert "no collective operations" in answer.out
+    assert not Path("runs").exists()
+    answer = cli(*RUN, f"train.parallel={PIPELINES['1f1b'][1]}", "reduce=global", "plan=true").expect(2)
+    assert "reduce" in answer.err

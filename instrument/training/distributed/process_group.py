@@ -20,7 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import InstrumentError, RankError
 from ...runtime.own_collectives import own_collectives
-from ...storage.lock import is_locked
+from ...storage.lock import is_locked, lock_of
+from ...storage.parts import written_parts
 
 Number = TypeVar("Number", int, float)
 FAILURE = "instrument/failure"  # key in the store that torchrun provides
@@ -240,10 +241,12 @@ def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterat
 
 
 def _poll_dead_ranks(folder: Path, own_rank: int, size: int) -> Iterator[int | None]:
-    """Poll the locks of a run for `LOCK_TIMEOUT` seconds."""
+    """Poll the locks of a run for `LOCK_TIMEOUT` seconds. Processes that write to another folder cannot be checked."""
     deadline = time.monotonic() + LOCK_TIMEOUT
+    ended = {part.rank for part in written_parts(folder, "metrics")}
+    ranks = [each for each in range(size) if each != own_rank and (each in ended or lock_of(folder, each).exists())]
     while time.monotonic() < deadline:
-        yield next((rank for rank in range(size) if rank != own_rank and not is_locked(folder, rank)), None)
+        yield next((rank for rank in ranks if not is_locked(folder, rank)), None)
         time.sleep(0.05)
 
 

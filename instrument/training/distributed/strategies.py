@@ -69,9 +69,10 @@ class Strategy:
         """Whether a checkpoint needs the parameters and the optimizer state of this process."""
         return True
 
-    def config_problems(self, config: RunConfig) -> list[Problem]:  # noqa: ARG002
-        """Return the unsupported settings of a configuration."""
-        return []
+    @classmethod
+    def config_problems(cls, config: RunConfig) -> list[Problem]:
+        """Return the unsupported settings of a configuration. A single process plans a run of several ones."""
+        return [] if config.train.parallel is None else _strategy_type(config.train.parallel).config_problems(config)
 
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
@@ -211,7 +212,8 @@ class DataParallel(Strategy):
         """False if rank 0 has the same parameters and optimizer state."""
         return self.mesh is not None or self.processes.is_rank_zero
 
-    def config_problems(self, config: RunConfig) -> list[Problem]:
+    @classmethod
+    def config_problems(cls, config: RunConfig) -> list[Problem]:
         problems = reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
         return problems + pipeline_problems(config)
 
@@ -322,7 +324,8 @@ class FullySharded(DataParallel):
 
     name: Parallel = "fsdp2"
 
-    def config_problems(self, config: RunConfig) -> list[Problem]:
+    @classmethod
+    def config_problems(cls, config: RunConfig) -> list[Problem]:
         problems = super().config_problems(config)
         if config.train.precision == "fp16":
             message = "the gradient scaler of fp16 does not support sharded parameters"
@@ -376,8 +379,12 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
         return Strategy()
     parallel = config.train.parallel
     assert parallel is not None, "checked for several processes"
-    made = FullySharded if parallel.data == FullySharded.name else DataParallel
-    return made(processes, parallel, choose_device(config.device), reduces=config.reduce == "global")
+    device = choose_device(config.device)
+    return _strategy_type(parallel)(processes, parallel, device, reduces=config.reduce == "global")
+
+
+def _strategy_type(parallel: ParallelConfig) -> type[DataParallel]:
+    return FullySharded if parallel.data == FullySharded.name else DataParallel
 
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:

@@ -56,19 +56,19 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     if config.resume is not None:
         record = read_record(Path(config.resume), "resume")
         check_process_count(record, ranks, "resume", f"instrument resume={config.resume}")
-    if ranks == 1 and parallel is not None:
+    if ranks == 1 and parallel is not None and not config.plan:
         message = "this requires several processes, but the run has one"
         fix = "start the run with torchrun --nproc-per-node N -m instrument ..."
         raise ConfigError(Problem("train.parallel", message, given=str(parallel), allowed="null", fix=fix))
     if ranks > 1 and parallel is None:
         message = f"torchrun started {ranks} processes, which would train independently of each other"
         raise ConfigError(Problem("train.parallel", message, allowed="ddp, fsdp2, or a mesh"))
-    if parallel is not None and parallel.size not in (None, ranks):
+    if ranks > 1 and parallel is not None and parallel.size not in (None, ranks):
         fix = f"start torchrun with {parallel.size} processes, or change the mesh"
         message = f"the mesh has {parallel.size} processes, but torchrun started {ranks}"
         raise ConfigError(
             Problem("train.parallel.mesh", message, dict(parallel.sizes), f"sizes whose product is {ranks}", fix=fix)
         )
     if ranks > 1 and config.plan:
-        fix = "run the same command without torchrun and train.parallel"
+        fix = "run the same command without torchrun"
         raise ConfigError(Problem("plan", "a dry run requires a single process", given=True, fix=fix))

@@ -1,0 +1,153 @@
+"""docs/guides/megatron.md and torchtitan.md: their lines run in loops with the models, names and calls of these libraries."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from conftest import REPOSITORY
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from training_libraries import LAYERS, VOCABULARY, FP32Optimizer, GPTModel, MegatronDDP, Transformer
+
+import instrument
+from instrument.fields.field_types import StructureName
+from instrument.plan.modules import Layers
+from instrument.plan.structure import find_structure
+
+GUIDES = REPOSITORY / "docs" / "guides"
+STEPS = 3
+NAMED = {
+    "hidden": {"layers": ["**.linear_fc1", "**.core_attention"], "kind": "forward", "action": "record", "path": "re:0?"}
+}
+
+
+def page(name: str) -> tuple[list[str], dict[str, set[str]]]:
+    """Return the Python blocks of a page, and the modules of its table by structure, with N for the number of a block."""
+    text = (GUIDES / f"{name}.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M)
+    return re.findall(r"```python\n(.*?)```", text, re.S), {
+        role: {*re.findall(r"`([\w.]+)`", row)} for role, row in rows
+    }
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("megatron", lambda: MegatronDDP(GPTModel())), ("torchtitan", Transformer)]
+)
+def test_structure_finds_the_modules_of_the_page(name: str, model: Callable[[], nn.Module]) -> None:
+    found = find_structure(Layers.of(model()), get_args(StructureName))
+    _, table = page(name)
+    assert len(table) == 6
+    for role, modules in table.items():
+        names = {re.sub(r"\.\d+", ".N", layer.name.removeprefix("module.")) for layer in found[role]}
+        listed = {each for each in modules if not re.fullmatch("w[a-z0-9]", each)}
+        assert {next(each for each in names if each.endswith(one)) for one in listed} == names, role
+        assert len(found[role]) in (1, 2, LAYERS, 2 * LAYERS + 1)
+
+
+def megatron(optimizer: FP32Optimizer, model: nn.Module, state: dict[str, Any], size: int = 2) -> Callable[..., Any]:
+    """Return Megatron's `train_step`: two micro-batches, then a step of the optimizer."""
+    mask, positions = torch.triu(torch.ones(8, 8, dtype=torch.bool), 1), torch.arange(8).expand(3, 8)
+
+    def train_step(*_: object) -> tuple[dict[str, Tensor], int]:
+        losses = []
+        for number in range(size):
+            tokens = batch(size * state["step"] + number)
+            losses.append(model(tokens, positions, mask, tokens.roll(-1, 1)).mean())
+            (losses[-1] / size).backward()
+        state["step"] += 1
+        state["gradient"] = {name: parameter.main_grad.norm() for name, parameter in model.named_parameters()}  # type: ignore[attr-defined]
+        optimizer.step()
+        return {"lm loss": torch.stack(losses).mean().detach()}, 0
+
+    return train_step
+
+
+def test_lines_of_the_megatron_page_record_its_loop(tmp_path: Path) -> None:
+    blocks, _ = page("megatron")
+    results = []
+    for code in (blocks[0].replace('"transformer"', "hooks"), ""):
+        torch.manual_seed(0)
+        model = MegatronDDP(GPTModel())
+        optimizer, state = FP32Optimizer(model), {"step": 0}
+        train_step = megatron(optimizer, model, state)
+        given = {"train_step": train_step, "model": [model], "optimizer": optimizer, "torch": torch, "iteration": 0}
+        given |= dict.fromkeys(("forward_step_func", "train_data_iterator", "opt_param_scheduler", "config"))
+        given |= {"args": SimpleNamespace(save=tmp_path, train_iters=STEPS), "hooks": ["transformer", NAMED]}
+        exec(code, given) if code else [train_step() for _ in range(STEPS)]
+        results.append((state["gradient"], [parameter.detach().clone() for parameter in model.parameters()]))
+    assert all(torch.equal(one, other) for one, other in zip(results[0][1], results[1][1], strict=True))
+
+    run = instrument.load(tmp_path / "instrument")
+    assert (run.coverage["fired"] == run.coverage["expected"]).all()
+    assert run.metrics["step"].tolist() == [0, 1, 2]
+    assert set(run.coverage.query("expected == 0")["hook"]) == {"queries_and_keys"}  # no scaled_dot_product_attention
+    rows = run.stats.query("hook == 'hidden' and layer.str.endswith('linear_fc1')")
+    assert rows.groupby(["step", "layer"])["call"].agg(list).tolist() == [[0, 1]] * STEPS * LAYERS
+
+
+def test_parameter_gradients_of_megatron_are_its_main_gradients(tmp_path: Path) -> None:
+    model = MegatronDDP(GPTModel())
+    optimizer, state = FP32Optimizer(model), {"step": 0}
+    hooks = {"grads": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": "l2"}}
+    with instrument.attach(model, hooks, optimizer=optimizer.optimizer) as probe:
+        megatron(optimizer, model, state)()
+        probe.end_step()
+    rows = probe.stats
+    found = dict(zip(rows["layer"] + "." + rows["path"], rows["l2"], strict=True))
+    assert found == pytest.approx({name: float(norm) for name, norm in state["gradient"].items()}, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_lines_of_the_torchtitan_page_record_its_loop(
+    is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks, _ = page("torchtitan")
+    weights = []
+    for attaches in (True, False):
+        torch.manual_seed(0)
+        model = Transformer()
+        for number, block in model.layers.named_children():  # as apply_ac and apply_compile
+            model.layers.register_module(number, checkpoint_wrapper(block, preserve_rng_state=False))
+            if is_compiled:
+                model.layers.get_submodule(number).compile(backend="aot_eager", fullgraph=True)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
+        trainer = SimpleNamespace(model_parts=[model], optimizers=optimizers, step=0)
+
+        def train_step(_: object, trainer: Any = trainer, model: nn.Module = model) -> None:
+            trainer.optimizers[0].zero_grad()
+            tokens = batch(trainer.step)
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
+            trainer.optimizers[0].step()
+
+        trainer.train_step = train_step
+        trainer.should_continue_training = lambda trainer=trainer: trainer.step < STEPS
+        if attaches:
+            given: dict[str, Any] = {"self": trainer, "torch": torch, "data_iterator": None, "hooks": "transformer"}
+            if is_compiled:
+                exec(blocks[1], given)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", instrument.InstrumentWarning)
+                exec(blocks[0], given)
+        else:
+            while trainer.should_continue_training():
+                trainer.step += 1
+                train_step(None)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    run = instrument.load("runs/titan")
+    assert (run.coverage["fired"] == run.coverage["expected"]).all()
+    blocks_seen = run.stats.query("hook == 'residual_stream'")["layer"]
+    assert {name.rpartition("layers.")[2] for name in blocks_seen} == {str(number) for number in range(LAYERS)}
+    assert ("attention" in set(run.stats["hook"])) == (not is_compiled)
