@@ -88,14 +88,7 @@ def layers_containing(pattern: str, where: str) -> str:
     flags = re.match(r"(?:\(\?[aiLmsux]+\))?", pattern)
     start = flags[0] if flags else ""
     body = pattern[len(start) :]
-    if re.fullmatch(r"(?:\^?\.[*+]?\$?)?", body):
-        return EVERYTHING
-    if "|" in body:  # perhaps between alternatives, to which the rest must not belong
-        bare = re.fullmatch(r"(?:\.\*)?(\((?:[^()\\]|\\.)*\))(?:\.\*)?", body)
-        body = bare[1] if bare else f"(?:{body})"
-    before = "" if body.startswith(".*") else ".*"
-    after = "" if body.endswith(".*") and not body.endswith("\\.*") else ".*"
-    return f"re:{start}{before}{body}{after}"
+    return f"re:{start}.*(?:{body}).*" if "|" in body else f"re:{start}.*{body}.*"
 
 
 def layers_with_text(texts: Iterable[str]) -> str:

@@ -36,14 +36,6 @@ TENSORS: dict[str, dict[str, Any]] = {
     "dgrad": {"kind": "full_backward"},
 }
 BASE_TENSORS = {**TENSORS, "activation": {"kind": "forward"}}
-SHARED_BY = {"activation": ("fprop", "wgrad"), "gradient": ("dgrad", "wgrad"), "weight": ("fprop", "dgrad")}
-"""The GEMMs that read a tensor."""
-QUANTIZED = {"FP8E4M3": "float8_e4m3fn", "E4M3": "float8_e4m3fn", "FP8E5M2": "float8_e5m2", "E5M2": "float8_e5m2"}
-PRECISION = "no counterpart: Transformer Engine selects the precision of a GEMM"
-FEATURES_OF_PRECISION = (
-    *("DisableFp8Gemm", "DisableFP8GEMM", "DisableFp8Layer", "DisableFP8Layer", "DisableQuantizationGEMM"),
-    *("DisableQuantizationLayer", "PerTensorScaling", "AutoswitchGemm"),
-)
 FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_current_scaling": {"to": "float8_e4m3fn", "scale": "amax"},
@@ -110,20 +102,11 @@ def _convert_section(section: Fields) -> None:
                 fields.skip("disabled in the source")
             elif name in ("LogTensorStats", "DumpTensors") or (name in FEATURES_OF_QUANTIZED and of_engine):
                 _convert_records(fields, pattern, section.where, of_engine)
-            elif name in ("FakeQuant", "FakeQuantFp8") and of_engine:
-                _convert_fake_quantization(fields, pattern, section.where)
             else:
-                fields.skip(_reason(name))
-
-
-def _reason(feature: str) -> str:
-    if feature in FEATURES_OF_PRECISION:
-        return PRECISION
-    return "no counterpart: a custom feature; see the guide on custom functions"
+                fields.skip("no counterpart")
 
 
 def _layers(fields: Fields) -> str | list[str]:
-    """Return the pattern of a section."""
     exact, regex = fields.texts("exact_layer_names"), fields.take("layer_name_regex_pattern")
     # An example of the documentation has layer_type.
     texts = [text for key in ("layer_types", "layer_type") for text in fields.texts(key)]
@@ -232,7 +215,6 @@ def _dump(fields: Fields) -> list[dict[str, Any]]:
 
 
 def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:
-    """Return the schedule of each interval of steps."""
     every = fields.number("freq", 1) or 0
     intervals = fields.take("start_end_list")
     start, end = fields.number("start_step", 0), fields.number("end_step", -1)
@@ -258,32 +240,3 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int):
         raise ConfigError(Problem("start_end_list", "must contain whole numbers", given=value))
     return value
-
-
-def _convert_fake_quantization(feature: Fields, layers: str | list[str], section: str) -> None:
-    experiment = feature.experiment
-    gemms = feature.mappings("gemms_struct") or [{"gemm": name} for name in feature.texts("gemms")]
-    shared = dict(feature.left)
-    feature.left.clear()
-    formats: dict[str, dict[str, str]] = {}  # by tensor and GEMM
-    for gemm in gemms:
-        merged = Fields({**shared, **gemm}, feature.where, experiment)
-        gemm_name = str(merged.take("gemm", ""))
-        for tensor in _tensors(merged):
-            with reading(tensor.left, f"{feature.where}.{gemm_name}", experiment) as fields:
-                name, to = str(fields.take("tensor", "")), str(fields.take("quant_format", ""))
-                if name not in TENSORS or to not in QUANTIZED:
-                    experiment.note(fields.where, f"no counterpart for the tensor {name!r} with quant_format {to!r}")
-                elif name == "weight":
-                    experiment.note(fields.where, "no counterpart: a hook does not change the weight of one GEMM only")
-                else:
-                    formats.setdefault(name, {})[gemm_name] = to
-    for name, by_gemm in formats.items():
-        readers = SHARED_BY.get(name, ())
-        if others := [each for each in readers if each not in by_gemm]:
-            message = f"the tensor is quantized for {', '.join(others)} too"
-            experiment.note(f"{feature.where}[{name}]", message)
-        spec = {"layers": layers, "types": LINEAR, **TENSORS[name], "action": "modify", "fn": "quantize"}
-        experiment.add_hook(f"{section}_quantize_{name}", {**spec, "to": QUANTIZED[next(iter(by_gemm.values()))]})
-        if len(set(by_gemm.values())) > 1:
-            experiment.note(f"{feature.where}[{name}]", "one format for all GEMMs: the first one")

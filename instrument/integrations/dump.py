@@ -186,7 +186,6 @@ def _double(value: Any) -> Any:
 
 
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a call by name."""
     try:
         signature = inspect.signature(module.forward)
         given = dict(signature.bind(*args, **kwargs).arguments)

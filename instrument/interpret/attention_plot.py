@@ -15,7 +15,7 @@ from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label
 from ..plot.source import at_layers, check_source
-from .attention_maps import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
+from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -168,7 +168,6 @@ def _find_sample(
 
 
 def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: int | Sequence[int] | None) -> Row:
-    """Read the maps of a location, and select heads."""
     values = tensor.read(run)
     maps = tensor.maps(values, position)
     if head is not None:

@@ -156,7 +156,6 @@ def _check_step(run: Run, recorded: Recorded, layer: str) -> None:
 
 
 def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) -> Array:
-    """Return the maps [N, 1, H, W]."""
     config = run.info.get("config") or {}
     if "mode" in config and not (config.get("forward") or {}).get("of"):
         message = "the gradients of this run are those of its loss, and Grad-CAM requires those of a score"

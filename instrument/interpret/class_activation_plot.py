@@ -13,7 +13,7 @@ from ..analysis.tensor_images import COLOURED, limits, maps_in
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import SMALL, new_figure, plain
-from ..plot.mosaics import add_scale, draw_image
+from ..plot.feature_maps import add_scale, draw_image
 from ..plot.style import MAGNITUDE, SIGNED
 from .class_activation import ClassActivation
 from .class_activation import class_activation_map as compute
@@ -48,15 +48,8 @@ def class_activation_map(
 
     Args:
         run: A run with recorded feature maps [N, C, H, W]. If the input of the model was recorded too, it is shown.
-        layer: The layer of the feature maps. Default: the last one, in forward order.
-        classifier: The weights [classes, C] of the linear layer that reads the means of the maps, or its name in the saved
-            weights (CAM). Default: use the recorded gradients of the maps (Grad-CAM).
-        classes: The class or the classes, with `classifier`. Default: the class with the highest score of each sample.
+        layer, classifier, classes, hook, phase, step, path: See `instrument.interpret.class_activation_map`.
         samples: The id of a sample, or a list of ids. Default: the first 4.
-        hook: Name of the hook that recorded the feature maps; required if several hooks recorded the layer.
-        phase: Phase of the tensors; required if the layer was recorded in several.
-        step: The recorded step; required if the samples occur in several steps.
-        path: The path of the tensor in a nested output; required if there are several.
 
     Returns:
         The matplotlib figure.
@@ -88,7 +81,6 @@ def class_activation_map(
 
 
 def _rows(maps: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
-    """Return the indices of the samples to show."""
     if samples is None:
         return list(range(min(MAX_SAMPLES, len(maps.ids))))
     wanted = [samples] if isinstance(samples, int | np.integer | str) else list(samples)

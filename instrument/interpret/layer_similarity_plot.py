@@ -10,16 +10,12 @@ import pandas as pd
 from ..analysis.plot_data import short_names
 from ..plot.axes_and_scales import (
     LONGEST,
-    add_hatch,
     add_legend,
-    colour_bar,
+    draw_cells,
     height_of,
-    label_columns,
-    label_locations,
     new_figure,
     plain,
     width_of,
-    write_numbers,
 )
 from ..plot.style import MAGNITUDE
 
@@ -47,14 +43,9 @@ def layer_similarity(table: pd.DataFrame) -> Figure:
     height = max(height_of(len(rows)), min(WIDEST, CELL * len(rows)))
     figure = new_figure(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
     axes = figure.subplots()
-    cells = axes.pcolormesh(np.ma.masked_invalid(values), cmap=MAGNITUDE, vmin=0.0, vmax=1.0)
-    label_locations(axes, rows, middle=0.5)
-    short = short_names(columns, LONGEST)
-    label_columns(axes, [plain(short[name]) for name in columns], width)
-    if np.isnan(values).any():
-        add_hatch(axes, 0, len(columns), "constant or not finite")
-    write_numbers(axes, values, cells, width)
-    colour_bar(axes, cells, "linear CKA", height)
+    names, missing = short_names(columns, LONGEST), "constant or not finite"
+    labels, look = [plain(names[name]) for name in columns], {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
+    draw_cells(axes, values, rows, labels, size=(width, height), label="linear CKA", missing=missing, **look)
     add_legend(figure)
     samples = table.attrs.get("samples")
     axes.set_title("similarity of layers" + (f", {samples:,} samples" if samples else ""), fontsize=10)

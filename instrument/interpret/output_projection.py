@@ -13,8 +13,7 @@ from ..analysis.features import Array, Features
 from ..analysis.load import Run
 from ..analysis.saved_weights import saved_weights, weight_named
 from ..errors import InstrumentError, Problem
-from .attention_maps import TOKENS
-from .recorded_layers import Recorded, positions_of
+from .recorded_layers import TOKENS, Recorded, positions_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -203,7 +202,6 @@ def _projection(run: Run, unembed: Any) -> tuple[Projection, int | None]:
 
 
 def _normalization(run: Run, norm: Any) -> Projection:
-    """Return the normalization as a function of tensors."""
     from torch import nn
     from torch.nn import functional as F
 

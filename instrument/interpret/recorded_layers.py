@@ -1,22 +1,167 @@
-"""The recorded tensors of several layers, one array per layer, with the ids of the samples."""
+"""The recorded tensors of several layers, one array per layer, with the ids of the samples; and recorded attention maps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from ..analysis.config_comparison import hooks_of
 from ..analysis.features import Array, Features
 from ..analysis.load import Run
-from ..analysis.plot_data import forward_order, rank_in
+from ..analysis.plot_data import Batch, PlottedTensor, forward_order, rank_in, recorded_tensors
+from ..analysis.run_tables import RunTables
+from ..config.base import HookBase, parse_slice
+from ..config.selection import SelectionError, selected_indices
 from ..errors import InstrumentError, Problem, similar_names
 from ..formatting import shorten
 from ..tables.kinds import KINDS
-from .attention_maps import recorded_indices, recorded_specs
+
+Shape = tuple[int, ...]
+TOLERANCE = 0.02  # of the sum of a row of probabilities, which may be float16 or bfloat16
+TOKENS = "input_ids"  # name of the argument of Hugging Face models for token ids
+_FLOATS = ("float", "bfloat")
+_INTEGERS = ("int", "uint")
+
+
+class AttentionMaps(NamedTuple):
+    """The attention maps of one sample.
+
+    Attributes:
+        values: [heads, queries, keys]; without heads, [1, queries, keys].
+        heads: The index of each head in the model; empty if the tensor has no dimension of heads.
+        queries: The position of each query in the model.
+        keys: The position of each key in the model.
+    """
+
+    values: Array
+    heads: list[int]
+    queries: list[int]
+    keys: list[int]
+
+
+@dataclass(frozen=True)
+class AttentionTensor(PlottedTensor):
+    """A recorded tensor of which a block was recorded. It may hold attention maps.
+
+    Attributes:
+        indices: For each dimension of `source_shape`, the recorded indices.
+    """
+
+    indices: tuple[tuple[int, ...], ...]
+
+    def read(self, run: RunTables | pd.DataFrame) -> Array:
+        """Return the recorded values, with one dimension for each dimension of `source_shape`."""
+        return super().read(run).reshape([len(taken) for taken in self.indices])
+
+    def maps(self, values: Array, position: int) -> AttentionMaps:
+        """Return the maps of one sample."""
+        of_sample = values[self.indices[0].index(position)]
+        heads = list(self.indices[1]) if len(self.source_shape) == 4 else []
+        of_sample = of_sample if heads else of_sample[None]
+        return AttentionMaps(of_sample, heads, list(self.indices[-2]), list(self.indices[-1]))
+
+    def are_probabilities(self, values: Array) -> bool:
+        """Return whether recorded values are probabilities over the keys.
+
+        They are not negative, and the sum of each row is 1. Rows without finite values, and rows of zeros, belong to masked
+        queries. If only some of the keys were recorded, a sum may be smaller than 1. A softmax over classes or a vocabulary has
+        the shape [N, positions, classes]: a result of this shape that is not square is not attention, unless the module returns
+        it next to another output.
+        """
+        is_result = KINDS[self.series.kind].of_functions or not self.path
+        if is_result and len(self.source_shape) == 3 and self.source_shape[1] != self.source_shape[2]:
+            return False
+        finite = values[np.isfinite(values).all(-1)].astype(np.float64)
+        if not finite.size or finite.min() < 0:
+            return False
+        sums = finite.sum(-1)
+        sums = sums[sums > 0]
+        is_complete = len(self.indices[-1]) == self.source_shape[-1]
+        return bool(sums.size and (sums < 1 + TOLERANCE).all() and (not is_complete or (sums > 1 - TOLERANCE).all()))
+
+
+def attention_tensors(run: RunTables | pd.DataFrame) -> list[AttentionTensor]:
+    """Return all recorded tensors whose shape in the model is [N, heads, queries, keys] or [N, queries, keys].
+
+    Whether they hold probabilities is known only from their values.
+    """
+    return [*_blocks(run, (3, 4), _FLOATS)]
+
+
+def _blocks(run: RunTables | pd.DataFrame, dims: Collection[int], dtypes: tuple[str, ...]) -> Iterator[AttentionTensor]:
+    """Yield the tensors of modules with these numbers of dimensions and dtypes of which a block was recorded."""
+    specs = recorded_specs(run)
+    for tensor in recorded_tensors(run):
+        is_of_module = KINDS[tensor.series.kind].family == "module" and tensor.backward == 0
+        if is_of_module and len(tensor.source_shape) in dims and tensor.dtype.startswith(dtypes):
+            indices = recorded_indices(specs.get(tensor.series.hook), tensor.shape, tensor.source_shape)
+            if indices is not None:
+                yield AttentionTensor(**vars(tensor), indices=indices)
+
+
+def sample_ids(run: RunTables, batches: Collection[Batch]) -> dict[int | str, list[tuple[Batch, int]]]:
+    """Return where the samples of some batches are, by the id of the sample.
+
+    Returns:
+        For each id, the batches and the positions in them, in the order of the steps. Empty if the ids are unknown.
+    """
+    columns = [*Batch._fields, "position", "sample", "id"]
+    samples = run.read("samples", columns).sort_values(columns[:-2], kind="stable")
+    places: dict[int | str, list[tuple[Batch, int]]] = {}
+    for *moment, position, number, name in samples.itertuples(index=False, name=None):
+        if (batch := Batch(*moment)) in batches:
+            places.setdefault(name if pd.isna(number) else int(number), []).append((batch, int(position)))
+    return places
+
+
+def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length: int) -> list[int] | None:
+    """Return the token ids of a sample, if the input of the model or of its embedding was recorded.
+
+    This is the first recorded input of a module that consists of integers [N, length]. `input_ids` is preferred to inputs with
+    other names, such as a mask.
+    """
+    for tensor in sorted(_blocks(run, (2,), _INTEGERS), key=lambda tensor: tensor.path != TOKENS):
+        samples, positions = tensor.indices
+        is_complete = tensor.source_shape[1] == len(positions) == length
+        if tensor.series.role == "input" and tensor.batch == batch and is_complete and position in samples:
+            return [int(token) for token in tensor.read(run)[samples.index(position)]]
+    return None
+
+
+def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
+    """Return the hooks of a run by name; empty for a DataFrame, or if this version cannot parse them."""
+    return (hooks_of(run.info) or {}) if isinstance(run, RunTables) else {}
+
+
+def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:
+    """Return the recorded indices along each dimension of a tensor.
+
+    Returns:
+        The indices; None if the recorded elements do not form a block, or are unknown.
+    """
+    taken: list[Sequence[int]] = [range(size) for size in source]
+    if spec is None:  # a DataFrame does not contain the selections of the hooks
+        taken[0] = range(*shape[:1])
+        return tuple(map(tuple, taken)) if shape[1:] == source[1:] else None
+    first = getattr(spec, "samples", None)
+    if spec.slice is not None:
+        taken[0] = taken[0][: first if isinstance(first, int) else None]
+        for dim, part in enumerate(parse_slice(spec.slice)):
+            taken[dim] = (taken[dim][part],) if isinstance(part, int) else taken[dim][part]
+    else:
+        try:
+            selected = selected_indices(spec, source, 1 if len(source) == 4 else len(source) - 1)
+        except SelectionError:  # units are in another dimension, as in Conv1d
+            return None
+        for dim, of_dim in selected.items():
+            taken[dim] = of_dim
+        taken[0] = taken[0][: first if isinstance(first, int) else None]
+    is_block = np.prod([len(each) for each in taken]) == np.prod(shape)
+    return tuple(map(tuple, taken)) if is_block else None
 
 
 @dataclass(frozen=True)
@@ -98,19 +243,16 @@ class Recorded:
             return list(indices[1]), source[1]
         return list(range(count)), count
 
-    def read(self, run: Run, layer: str, out: Path | None = None) -> Features:
+    def read(self, run: Run, layer: str) -> Features:
         """Return the tensors of a layer in the order of the ids.
 
         If the run has no ids, the samples have the order in which they were recorded, and are numbered from 0.
-
-        Args:
-            out: A `.npy` file to which the values are written, if the run has ids; the array is mapped from it.
 
         Raises:
             InstrumentError: The selection is ambiguous, or the tensors cannot be read.
         """
         if run.count("samples"):
-            return run.features(layer, **self.conditions, out=out)
+            return run.features(layer, **self.conditions)
         rows = run.tensors(layer="" if layer == "." else layer, recompute=False, backward=0, **self.conditions)
         for name in ("hook", "phase", "path", "call"):
             if rows[name].nunique() > 1:

@@ -46,7 +46,7 @@ PLOTS: Registry[Any] = Registry(
         "class_activation_map": "instrument.interpret.class_activation_plot:class_activation_map",
         "layer_similarity": "instrument.interpret.layer_similarity_plot:layer_similarity",
         "logit_lens": "instrument.interpret.logit_lens_plot:logit_lens",
-        "patching": "instrument.interpret.patching_plot:patching",
+        "patching": "instrument.interpret.patching:patching",
     },
 )
 for _plot in (casts, compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):

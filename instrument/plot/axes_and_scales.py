@@ -200,6 +200,35 @@ def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: 
             axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
 
 
+def draw_cells(
+    axes: Axes,
+    values: np.ndarray,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    *,
+    size: tuple[float, float],
+    label: str,
+    missing: str,
+    **look: Any,
+) -> None:
+    """Draw a heat map of values [rows, columns] with their numbers, a color bar, and a hatch for missing values.
+
+    Args:
+        size: The width and the height of the chart, in inches.
+        label: The label of the color bar.
+        missing: The meaning of values that are not finite.
+        look: The color scale, as arguments of `pcolormesh`.
+    """
+    width, height = size
+    cells = axes.pcolormesh(np.ma.masked_invalid(values), **look)
+    label_locations(axes, rows, middle=0.5)
+    label_columns(axes, columns, width)
+    if not np.isfinite(values).all():
+        add_hatch(axes, 0, len(columns), missing)
+    write_numbers(axes, values, cells, width)
+    colour_bar(axes, cells, label, height)
+
+
 def shade_on(cells: ScalarMappable, value: float) -> str:
     """Return black or white, whichever differs more from the color of a value."""
     red, green, blue, _ = cells.to_rgba(np.array(value))

@@ -10,16 +10,12 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from .axes_and_scales import (
-    add_hatch,
     add_legend,
-    colour_bar,
+    draw_cells,
     height_of,
-    label_columns,
-    label_locations,
     new_figure,
     plain,
     width_of,
-    write_numbers,
 )
 from .source import check_columns, table_of
 from .style import MAGNITUDE
@@ -66,14 +62,19 @@ def casts(run: Run | pd.DataFrame) -> Figure:
         figure.subplots(1, 2, sharey=True), (ratio, percent), TITLES, (None, 0.0), strict=True
     ):
         most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
-        cells = axes.pcolormesh(np.ma.masked_invalid(values), cmap=MAGNITUDE, vmin=least, vmax=most)
         axes.set_title(title, fontsize=10)
-        label_locations(axes, names, middle=0.5)
-        label_columns(axes, [plain(label) for label in labels], width)
-        if np.isnan(values).any():
-            add_hatch(axes, 0, len(labels), "not recorded, zero, or without an error")
-        write_numbers(axes, values, cells, width)
-        colour_bar(axes, cells, title, height)
+        look = {"cmap": MAGNITUDE, "vmin": least, "vmax": most}
+        missing = "not recorded, zero, or without an error"
+        draw_cells(
+            axes,
+            values,
+            names,
+            [plain(label) for label in labels],
+            size=(width, height),
+            label=title,
+            missing=missing,
+            **look,
+        )
     figure.axes[0].set_ylabel("layer, in forward order")
     add_legend(figure)
     return figure

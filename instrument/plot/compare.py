@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -39,7 +40,6 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .run_labels import LONG, combine_runs, is_missing, labels_of, overrides_of, overrides_text, value_text
 from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import CATEGORIES, axis_name
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
+LONG = 60  # maximum length of a label, in characters
 LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
@@ -57,8 +58,7 @@ METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") 
 """Axis labels of the numeric metrics, by name of the metric."""
 
 
-@dataclass(frozen=True)
-class Curves:
+class Curves(NamedTuple):
     """One line per run, with the title of the chart and the label of the value axis."""
 
     title: str
@@ -135,7 +135,6 @@ def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
 
 
 def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
-    """Return the rows of all runs."""
     frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
     check_columns(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *REQUIRED_COLUMNS))
     return frame
@@ -152,7 +151,6 @@ def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
 
 
 def _usual_phase(metrics: pd.DataFrame, name: str, x: str | None) -> str:
-    """Return the phase of a metric that is plotted by default."""
     phases = ["eval", *STEP_PHASES] if x else STEP_PHASES
     return next((phase for phase in phases if _has(metrics, name, phase)), "train")
 
@@ -201,7 +199,6 @@ def _over_locations(
 
 
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
-    """Draw one line per run over the steps."""
     labels = labels_of(overrides)
     axes = _chart(labels, HEIGHT, 0.0)
     for run, (colour, dashes) in _styles(overrides).items():
@@ -275,7 +272,6 @@ def _label_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
 
 
 def _labels_without_seed(overrides: pd.DataFrame) -> dict[str, str]:
-    """Return the overrides of each run without the seed, as text."""
     return {str(run): overrides_text(row) for run, row in overrides.drop(columns=SEED, errors="ignore").iterrows()}
 
 
@@ -301,7 +297,6 @@ def _chart(labels: dict[str, str], height: float, left: float) -> Axes:
 
 
 def _finished(axes: Axes, title: str, x: str, y: str) -> Figure:
-    """Add the titles, the grid and the legend, and return the figure."""
     axes.set_title(plain(title, 80), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -311,3 +306,62 @@ def _finished(axes: Axes, title: str, x: str, y: str) -> Figure:
     assert figure is not None
     add_legend(figure, beside=True)
     return figure
+
+
+# ------------------------------------------------------------------------------------------------ runs and their labels
+
+
+def combine_runs(runs: Run | Sequence[Run]) -> Run:
+    """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
+
+    Raises:
+        InstrumentError: `runs` is empty.
+    """
+    if isinstance(runs, Run) and len(runs.folders) > 1:
+        return runs
+    all_runs = [runs] if isinstance(runs, Run) else runs
+    folders = list(dict.fromkeys(folder.resolve() for run in all_runs for folder in run.folders))
+    if not folders:
+        raise InstrumentError("runs is empty")
+    return Run(Path(os.path.commonpath([folder.parent for folder in folders])), folders)
+
+
+def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
+    """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
+    known = TABLES[table].names
+    own = [str(name) for name in frame if name != "run" and name not in known and _is_constant(frame, str(name))]
+    first = frame.drop_duplicates("run").set_index("run")[own]
+    return first[[name for name in own if first[name].map(str).nunique() > 1]]
+
+
+def _is_constant(frame: pd.DataFrame, name: str) -> bool:
+    """Return whether a column has one value in each run: a custom statistic or metric is not an override."""
+    if not pd.api.types.is_float_dtype(frame[name]):
+        return True
+    return bool((frame.groupby("run")[name].nunique(dropna=False) == 1).all())
+
+
+def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
+    """Return the overrides of each run as a label; with the folder of the run if it is too long or not unique."""
+    labels = {run: overrides_text(row) for run, row in overrides.iterrows()}
+    counts = Counter(labels.values())
+    unique = {label for label in counts if label and counts[label] == 1 and len(label) <= LONG}
+    return {
+        str(run): label if label in unique else " ".join([str(run), label]).strip() for run, label in labels.items()
+    }
+
+
+def overrides_text(row: pd.Series) -> str:
+    """Return the overrides of a run as one line, such as `optimizer.lr=0.1 seed=1`; missing overrides are omitted."""
+    return " ".join(f"{name}={value_text(value)}" for name, value in row.items() if not is_missing(value))
+
+
+def value_text(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    # Missing values turn a column of integers into floats, so 1.0 becomes `1`.
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def is_missing(value: object) -> bool:
+    """Return whether the value marks an override that a run does not have."""
+    return value is pd.NA or (isinstance(value, float) and math.isnan(value))

@@ -95,7 +95,6 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
 
 
 def _draw_map(axes: Axes, difference: Diff, values: np.ndarray, height: float) -> None:
-    """Draw the difference of each layer at each step."""
     from matplotlib.colors import LogNorm
 
     positive = values[np.isfinite(values) & (values > 0)]

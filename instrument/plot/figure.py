@@ -11,7 +11,6 @@ class Picture(Figure):
     """A matplotlib figure that is displayed in notebooks."""
 
     def _repr_png_(self) -> bytes:
-        """Return the figure as PNG, for notebooks."""
         file = BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,8 +24,7 @@ ENDS = (("first", CATEGORIES[1], "o"), ("last", CATEGORIES[0], "s"))
 USUAL = "usual update ratios, 1e-4 to 1e-2 (CS231n, neural-networks-3)"
 
 
-@dataclass(frozen=True)
-class FirstAndLast:
+class FirstAndLast(NamedTuple):
     """The values of a statistic of a series at the first and the last recorded step, which may be the same."""
 
     statistic: str
@@ -49,10 +47,8 @@ def gradient_flow(
 
     Args:
         run: A run, or rows of its stats table.
-        hook: Name of the hook that recorded the gradients. By default hooks of kind `parameter_grad` are preferred.
-        kind: Kind of the hook, such as `parameter_grad`.
-        role: Role of the tensor, such as `param_grad`.
-        phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
+        hook, kind, role, phase: Select the recorded series; see `heatmap`. By default, hooks of kind `parameter_grad` are
+            preferred.
 
     Returns:
         The matplotlib figure.

@@ -96,7 +96,6 @@ def heatmap(
 
 
 def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
-    """Draw the cells, the axes and the color bar."""
     cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values, statistic))
     label_locations(axes, table.locations, middle=0.5)
     label_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)

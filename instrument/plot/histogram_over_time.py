@@ -42,10 +42,7 @@ def histogram_over_time(
     Args:
         run: A run, or rows of its distributions table.
         layer: A layer or a parameter: `encoder.0`, `encoder.0.weight`.
-        hook: Name of the hook that recorded the histograms; required if several hooks did.
-        kind: Kind of the hook, such as `forward`.
-        role: Role of the tensor, such as `output`.
-        phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
+        hook, kind, role, phase: Select the recorded series; see `heatmap`.
         most_steps: Maximum number of columns. If more steps were recorded, evenly spaced steps are shown, and the axis
             label says so.
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import numpy as np
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..analysis.diagnosis import diagnoses
-from ..analysis.plot_data import RecordedSeries, shown_first
+from ..analysis.plot_data import RecordedSeries, short_names, shown_first
 from ..config.schedule import STEP_PHASES
 from .evidence import WIDE, curve_of
 from .live_run import LiveRun
@@ -28,6 +25,7 @@ STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed":
 LEVELS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 SPARKLINE_WIDTH = 24
+LONGEST = 40  # maximum length of the name of a location, in characters
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
 MAX_FINDINGS, FEWEST_LAYERS = 6, 5
@@ -70,7 +68,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         for finding in shown:
             step = "" if finding.when is None else f"{finding.when:,}"
             what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
-            cells = (Text(what), _Name(finding.where), Text(step), Text(finding.value))
+            cells = (Text(what), Text(finding.where), Text(step), Text(finding.value))
             table.add_row(*cells, style=COLOURS[finding.severity])
         parts.append(table)
         if len(findings) > len(shown):
@@ -127,13 +125,14 @@ def _layers(live: LiveRun, room: int | None) -> Table:
     count = f"{len(shown)} of {len(views)}" if len(shown) < len(views) else str(len(views))
     columns = ("hook", "layer", "statistic", "over the steps", "last", "last/median")
     table = _table(f"Layers, largest change first ({count})", columns, numbers=columns[-2:])
+    names = short_names([view.location for view in shown], LONGEST)
     for view in shown:
         hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
         line, last = sparkline(view.values, view.not_finite), "" if np.isnan(view.last) else format_number(view.last)
         numbers = (view.statistic, line, last, ratio)
         style = COLOURS["error"] if view.not_finite.any() else ""
-        table.add_row(_Name(hook), _Name(view.location), *(Text(cell) for cell in numbers), style=style)
+        table.add_row(*(Text(cell) for cell in (hook, names[view.location], *numbers)), style=style)
     return table
 
 
@@ -184,21 +183,6 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
             level = 0.5 if is_constant else (mean - low) / (high - low)
             marks.append(LEVELS[min(len(LEVELS) - 1, int(level * len(LEVELS)))])
     return "".join(marks)
-
-
-@dataclass(frozen=True)
-class _Name:
-    """A name of which a narrow column shows the end, since the names of layers differ there."""
-
-    text: str
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, cell_len(self.text)).with_maximum(options.max_width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        cut = Text(self.text[::-1])
-        cut.truncate(options.max_width, overflow="ellipsis")
-        yield Text(cut.plain[::-1], no_wrap=True)
 
 
 def _table(title: str, columns: Sequence[str], numbers: Collection[str]) -> Table:

@@ -30,22 +30,12 @@ FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px soli
 
 @dataclass(frozen=True)
 class Report:
-    """A report as an HTML page. Notebooks display it in a frame.
-
-    Attributes:
-        html: The complete page.
-    """
+    """A report as an HTML page. Notebooks display it in a frame."""
 
     html: str = field(repr=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file.
-
-        Args:
-            path: Path of the file; an existing file is overwritten.
-
-        Returns:
-            The path of the file.
+        """Write the page to a file, and return its path. An existing file is overwritten.
 
         Raises:
             OSError: The file cannot be written.
@@ -181,7 +171,6 @@ def _templates() -> Any:
 
 @cache
 def _plotly() -> str:
-    """Return the script of Plotly, compressed."""
     return packed(_plotly_script().read_text(encoding="utf-8"))
 
 

@@ -14,11 +14,11 @@ from ..errors import user_code_location
 from ..fields.registry import Registry
 
 RUN_PANELS: Registry[Callable[[Run], Any]] = Registry(
-    "panels", "report panel", builtin={"attention": "instrument.interpret.attention_panel:attention"}
+    "panels", "report panel", builtin={"attention": "instrument.interpret.panels:attention"}
 )
 """Functions of a run that return HTML, a matplotlib figure, a `Panel`, or None to show nothing."""
 SWEEP_PANELS: Registry[Callable[[Run], Any]] = Registry(
-    "sweep_panels", "sweep panel", builtin={"by_location": "instrument.interpret.patching_panel:by_location"}
+    "sweep_panels", "sweep panel", builtin={"by_location": "instrument.interpret.panels:by_location"}
 )
 """The same for a sweep: functions of a `Run` that contains several runs."""
 

@@ -117,7 +117,6 @@ def _replay_text(info: Mapping[str, Any]) -> str | None:
 
 
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
-    """Return the facts of the header: model, data, device, duration and versions."""
     info = history.info
     steps = history.step - (info.get("replay") or {"steps": [0]})["steps"][0]
     data = info.get("data") or {}

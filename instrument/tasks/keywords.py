@@ -173,7 +173,6 @@ def _entries(batch: Any) -> dict[str, Any]:
 
 
 def _field(output: Any, name: str) -> Any:
-    """Return a field of the output of a model; None without this field."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 

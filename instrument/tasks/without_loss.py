@@ -123,11 +123,9 @@ class Generate:
         return [*self.tokenizer.encode(prompt)]
 
     def _text(self, tokens: Sequence[int]) -> str | None:
-        """Return the text of tokens; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode(tokens)
 
     def _by_model(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> list[list[int]]:
-        """Generate with the method of a model of Transformers."""
         ends = self.options.get("eos_token_id", model.generation_config.eos_token_id)
         ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
         length, fill = max(map(len, prompts)), (ends or [0])[0]
@@ -150,7 +148,6 @@ class Generate:
     def _token_by_token(
         self, model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device
     ) -> list[list[int]]:
-        """Generate with a model that maps tokens to logits."""
         if len({len(prompt) for prompt in prompts}) > 1:
             lengths = ", ".join(str(len(prompt)) for prompt in prompts)
             raise ValueError(

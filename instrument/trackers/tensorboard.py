@@ -11,8 +11,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 from torch.utils.tensorboard.summary import histogram_raw, text
 
-from .histogram import Histogram
-from .step_summary import StepSummary
+from .step_summary import Histogram, StepSummary
 from .tracking import Outcome, TrackedRun
 
 RGB = 3  # TensorBoard's code for color images

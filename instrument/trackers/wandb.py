@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import wandb
 
-from .histogram import Histogram
-from .step_summary import StepSummary
+from .step_summary import Histogram, StepSummary
 from .tracking import Outcome, TrackedRun
 
 MAX_BINS = 512  # the maximum of a W&B histogram

@@ -167,18 +167,12 @@ def test_intervals_of_transformer_engine_include_their_ends(convert: Converter) 
     assert [(spec.get("start", 0), spec["stop"]) for spec in result.hooks.values()] == [(0, 3), (4, 5)]
 
 
-FAKE = """
-fake:
+DUMP = """
+kept:
   enabled: True
   layers: {exact_layer_names: [layers.0.mlp.fc1, layers.1.mlp.fc1]}
   transformer_engine:
-    FakeQuant:
-      enabled: True
-      gemms_struct:
-        - {gemm: fprop, tensors: [activation, weight], quant_format: FP8E4M3}
-        - gemm: dgrad
-          tensors_struct: [{tensor: gradient, quant_format: FP8E5M2}]
-        - {gemm: wgrad, tensors: [gradient], quant_format: FP8E5M2}
+    FakeQuant: {enabled: True, gemms: [fprop], tensors: [activation], quant_format: FP8E4M3}
     DumpTensors:
       enabled: True
       tensors_struct:
@@ -187,17 +181,11 @@ fake:
 """
 
 
-def test_fake_quantization_and_dumped_tensors(convert: Converter) -> None:
-    result = convert(FAKE)
-    layers = ("layers.0.mlp.fc1", "layers.1.mlp.fc1")
-    assert record(result.file) == dict.fromkeys(
-        ("fake_output", "fake_quantize_activation", "fake_quantize_gradient"), layers
-    )
-    assert result.hooks["fake_quantize_gradient"]["to"] == "float8_e5m2"
-    assert result.hooks["fake_output"]["tensors"] is True
-    assert result.has_note("FakeQuant[activation]", "wgrad too")
-    assert not result.has_note("FakeQuant[gradient]")
-    assert result.has_note("FakeQuant.fprop", "weight")
+def test_dumped_tensors(convert: Converter) -> None:
+    result = convert(DUMP)
+    assert record(result.file) == {"kept_output": ("layers.0.mlp.fc1", "layers.1.mlp.fc1")}
+    assert result.hooks["kept_output"]["tensors"] is True
+    assert result.has_note("FakeQuant", "no counterpart")
     assert result.has_note("quantized_tensor")
 
 

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 from attached_runs import forward_steps
-from tiers import tiered
 from torch import Tensor, nn
 
 import instrument
@@ -46,9 +45,7 @@ def run(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> instrumen
     return recorded(model, batch, torch.arange(30), 16, out=tmp_path_factory.mktemp("similarity") / "run")
 
 
-@pytest.mark.parametrize("block", tiered([2**25, 8 * 24 * 7], [8 * 24 * 7]))
-def test_similarity_equals_the_formula(run: instrument.Run, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(layer_comparison, "BLOCK_BYTES", block)  # blocks of seven samples
+def test_similarity_equals_the_formula(run: instrument.Run) -> None:
     table = layer_similarity(run)
     assert list(table.index) == list(table.columns) == ["0", "1", "2", "3"]
     features = [run.features(layer).X for layer in table.index]  # type: ignore[union-attr]
@@ -59,11 +56,10 @@ def test_similarity_equals_the_formula(run: instrument.Run, monkeypatch: pytest.
     np.testing.assert_allclose(part, [expected[3][:2]], rtol=1e-12)
 
 
-def test_few_samples_with_many_features_use_products_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_samples_with_many_features_use_products_of_samples() -> None:
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(9, 200)), generator.normal(size=(9, 150)) + 3
-    monkeypatch.setattr(layer_comparison, "BLOCK_BYTES", 8 * 200 * 4)  # blocks of four samples
-    one, two = (layer_comparison._Centered(features, np.arange(9)) for features in (x, y))
+    one, two = (features - features.mean(0) for features in (x, y))
     norm = layer_comparison._product_norm
     assert norm(one, two) ** 2 / (norm(one, one) * norm(two, two)) == pytest.approx(by_hand(x, y), rel=1e-12)
 

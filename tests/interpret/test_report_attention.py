@@ -14,7 +14,7 @@ from report_fixtures import data_of, new_page
 from torch import nn
 
 import instrument
-from instrument.interpret.attention_panel import PIXELS
+from instrument.interpret.panels import PIXELS
 from instrument.report import make
 from instrument.report.panels import RUN_PANELS, SWEEP_PANELS, Panel
 

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 import instrument
 from instrument import InstrumentError
 from instrument.plot import compare
-from instrument.plot.run_labels import labels_of, overrides_of
+from instrument.plot.compare import labels_of, overrides_of
 
 HOOKS = {"acts": {"kind": "forward"}, "grads": {"kind": "parameter_grad"}}
 PARAMETERS = ["0.weight", "0.bias", "3.weight", "3.bias"]

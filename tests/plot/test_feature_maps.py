@@ -15,7 +15,7 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.tensor_images import mosaic, relative_to_channels
 from instrument.plot import feature_maps
-from instrument.plot.mosaics import cut
+from instrument.plot.feature_maps import cut
 
 
 @pytest.fixture(scope="module")

@@ -192,14 +192,14 @@ def test_sweep_on_a_narrow_screen_shortens_the_overrides(tmp_path: Path, capsys:
     assert first.split()[2].endswith("1…")
 
 
-def test_narrow_screen_shows_the_ends_of_long_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_names_are_abbreviated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {"stats": [statistic("a" * 80 + name, 0, 1.0) for name in (".query", ".key")]}
     live = LiveRun(write_run(tmp_path / "run", rows=rows))
     live.refresh()
     Console(width=80).print(frame(live))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seen")]
-    assert [(line[1][0], line[1].rpartition(".")[2], *line[2:]) for line in lines] == [
-        ("…", name, "std", "▅", "1", "1") for name in ("query", "key")
+    assert [(line[1].rpartition(".")[2], *line[2:]) for line in lines] == [
+        (name, "std", "▅", "1", "1") for name in ("query", "key")
     ]
 
 

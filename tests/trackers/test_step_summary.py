@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tracker_files import key, metrics, row
 
-from instrument.trackers.histogram import Histogram, merge_histograms
-from instrument.trackers.step_summary import StepSummary, SummaryCollector
+from instrument.trackers.step_summary import Histogram, StepSummary, SummaryCollector, merge_histograms
 
 
 def summaries_of(*rows: tuple[str, tuple[object, ...]]) -> dict[int, StepSummary]:

@@ -66,7 +66,7 @@ def test_failed_run_has_its_exit_code(wandb_dir: Path) -> None:
 
 @pytest.mark.parametrize(("bins", "shown"), [(512, 512), (513, 257), (4096, 512)])
 def test_histogram_bins_are_limited(wandb_dir: Path, bins: int, shown: int) -> None:
-    from instrument.trackers.histogram import Histogram
+    from instrument.trackers.step_summary import Histogram
     from instrument.trackers.wandb import _few_bins
 
     counts, edges = _few_bins(Histogram(0.0, 1.0, [1] * bins))

@@ -1,4 +1,4 @@
-// One layer: statistics over steps, range of values, and histogram over time.
+// One layer: statistics over steps, quantiles, and histogram over time.
 
 function openLayer(report, location) {
   const series = chosenSeries(report);
@@ -10,7 +10,7 @@ function openLayer(report, location) {
   const same = report.distributions.filter((one) => one.location === location && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
   const distribution = same.find((one) => one.hook === series.hook) ?? same[0];
   const spread = distribution && { ...rowOf(distribution), steps: distribution.first, of: distribution.of, several: distribution.several };
-  drawRange(report, series, row, spread);
+  drawQuantiles(report, spread);
   drawHistograms(spread);
 }
 
@@ -31,12 +31,9 @@ function drawCurves(report, series, row) {
   });
 }
 
-function drawRange(report, series, row, distribution) {
-  const hasQuantiles = distribution?.quantiles.some(Boolean);
-  const traces = hasQuantiles ? quantileBands(distribution, report) : momentBands(series, row, report);
-  setText("layer-range-title", hasQuantiles ? "Quantiles" : "Range of values");
-  setText("layer-range-note", !traces.length ? "Not recorded. Record the statistics mean, std, min and max, or set quantiles: true in the hook." :
-    hasQuantiles ? "" : "Set quantiles: true in the hook to show bands of quantiles.");
+function drawQuantiles(report, distribution) {
+  const traces = distribution?.quantiles.some(Boolean) ? quantileBands(distribution, report) : [];
+  setText("layer-range-note", traces.length ? "" : "Not recorded. Set quantiles: true in the hook to show bands of quantiles.");
   document.getElementById("layer-range").hidden = !traces.length;
   if (traces.length) plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
 }
@@ -54,19 +51,6 @@ function quantileBands(distribution, report) {
     const name = levels[middle] === 0.5 ? "median" : `${100 * levels[middle]}%`;
     traces.push(stepLine(distribution.steps, at(middle), name, { line: { color: report.colours[0], width: 2 } }));
   }
-  return traces;
-}
-
-function momentBands(series, row, report) {
-  const { mean, std, min, max } = rowOf(series, row);
-  const traces = [];
-  if (min && max) traces.push(...band(series.first, min, max, "minimum to maximum", report.colours[0], 0.15));
-  if (mean && std) {
-    const low = mean.map((value, i) => (value === null ? null : value - std[i]));
-    const high = mean.map((value, i) => (value === null ? null : value + std[i]));
-    traces.push(...band(series.first, low, high, "mean ± std", report.colours[0], 0.3));
-  }
-  if (mean) traces.push(stepLine(series.first, mean, "mean", { line: { color: report.colours[0], width: 2 } }));
   return traces;
 }
 

@@ -1,7 +1,8 @@
-"""The panel of attention: the recorded probabilities of all heads of each layer, for one sample."""
+"""Panels of a report: attention probabilities of one sample, and the effect of an intervention by location."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,17 @@ import numpy as np
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import smaller
+from ..errors import InstrumentError
 from ..report.numbers import rounded
-from ..report.panels import Panel
-from .attention_maps import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
+from ..report.panels import Panel, as_svg
+from .patching import intervention_grid, patching
+from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
 MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
+METRICS = ("loss", "accuracy")
+LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """
   <p class="lead">Recorded attention probabilities of one sample at the last recorded step.</p>
   <div class="controls"><label>layer<select id="attention-layer"></select></label></div>
@@ -79,3 +84,14 @@ def _picture(run: Run, tensor: AttentionTensor, maps: AttentionMaps, pixels: int
         "keys": [[at, ids[at] if ids else None] for at in maps.keys],
         "shape": list(tensor.source_shape),
     }
+
+
+def by_location(run: Run) -> Panel | None:
+    """Return the effect of an intervention by location; None if the runs differ in something else."""
+    figures = []
+    for name in METRICS:
+        with suppress(InstrumentError):  # another sweep, or no finite value
+            grid = intervention_grid(run)
+            if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
+                figures.append(as_svg(patching(run, name)))
+    return Panel("".join(figures), title="Effect of an intervention by location") if figures else None
