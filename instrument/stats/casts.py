@@ -7,6 +7,9 @@ and infinity do not count.
 
 Blocks are consecutive elements of the last dimension, in convolutions of the channels, and in a weight of its inputs: the dimension
 over which the product of the forward pass sums. The last block of a row may be smaller.
+
+The compiled kernel casts each chunk of a CPU tensor behind its sums, so that memory is read once. With the scale `amax`, it reads the
+tensor again, because the scale follows from the sums.
 """
 
 from __future__ import annotations
