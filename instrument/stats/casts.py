@@ -118,14 +118,8 @@ class Casts:
 
         None if its scale depends on the tensor (`amax`), and if its rows are not in the order of memory.
         """
-        scale = self._known_scale
-        if (
-            scale is None
-            or isinstance(scale, Tensor)
-            or not tensor.is_cpu
-            or tensor.layout != torch.strided
-            or tensor.is_nested
-        ):
+        scale, is_plain = self._known_scale, tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+        if scale is None or isinstance(scale, Tensor) or not is_plain:
             return None
         if not self.format.block:
             return KernelCast(tensor.numel(), tensor.numel(), self.format, scale)
@@ -184,10 +178,7 @@ class Casts:
 
 
 def _float32(x: Tensor) -> Tensor:
-    """Return elements as float32, or unchanged as bfloat16 or float16.
-
-    Finite numbers of float64 that are not zero stay finite and not zero, so that they count.
-    """
+    """Return float32, bfloat16 or float16. Finite numbers of float64 other than zero stay finite and not zero: they count."""
     if x.dtype == torch.float64:
         magnitudes = x.abs()
         in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)

@@ -204,13 +204,7 @@ def add_launcher(  # noqa: PLR0917
 
 
 class KernelCast:
-    """A cast of a CPU tensor, and what it loses.
-
-    Args:
-        numel: The number of elements.
-        length: The number of elements of a row, which starts a new block.
-        form: The format.
-        scale: The scale of the tensor.
+    """A cast of a CPU tensor with `numel` elements, in rows of `length`, each of which starts a new block.
 
     Attributes:
         lost: See `instrument.stats.casts.lost_by_operations`; None until it is computed.
@@ -224,7 +218,7 @@ class KernelCast:
         self.lost: tuple[Tensor, ...] | None = None
 
     def arguments(self, kind: int | None) -> tuple[tuple[float, ...], ...]:
-        """Return the last arguments of the kernel, which computes what is lost; none if it does not support elements of this kind."""
+        """Return the last arguments of the kernel, which then computes `lost`; none if it does not cast elements of this kind."""
         if kind in (None, _FLOAT64):
             return ()
         self.lost = self._results

@@ -57,11 +57,7 @@ typedef struct {
     double low, high, sum, squares, l1;
 } Moments;
 
-static inline uint32_t bits_of_float32(const float *x) {
-    uint32_t bits;
-    memcpy(&bits, x, sizeof bits);
-    return bits;
-}
+static inline uint32_t bits_of_float32(const float *x) { return bits_of_float(*x); }
 
 static inline uint64_t bits_of_float64(const double *x) {
     uint64_t bits;
