@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config.record import StatisticsSpec
 from ..errors import HookError
 from ..formatting import human_bytes
+from ..stats.cpu_kernel import KernelCast
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
 from ..stats.portable import widest
@@ -99,13 +100,15 @@ class Measurement:
         reduced.custom = {other: function for other, function in self.custom.items() if other != name}
         return reduced
 
-    def __call__(self, tensor: Tensor, context: Context, memory: Tensor | None = None) -> Measured:
+    def __call__(
+        self, tensor: Tensor, context: Context, memory: Tensor | None = None, cast: KernelCast | None = None
+    ) -> Measured:
         """Measure the sums of a tensor, or this process's part of a tensor.
 
         Raises:
             HookError: The tensor has no such dimension of units.
         """
-        return measure_in_context(tensor, context, self.needs, self.unit_dim, memory)
+        return measure_in_context(tensor, context, self.needs, self.unit_dim, memory, cast)
 
     def custom_numbers(self, tensor: Tensor, context: Context) -> dict[str, Number]:
         """Return the custom statistics by name.
@@ -129,18 +132,24 @@ class Measurement:
 
 
 def measure_in_context(
-    tensor: Tensor, context: Context, needs: Sequence[Sum], dim: int | None, memory: Tensor | None = None
+    tensor: Tensor,
+    context: Context,
+    needs: Sequence[Sum],
+    dim: int | None,
+    memory: Tensor | None = None,
+    cast: KernelCast | None = None,
 ) -> Measured:
     """Measure the sums of a tensor, also those that depend on its module.
 
     Args:
         needs: The sums, in addition to those that every tensor has.
         dim: The dimension of the units; None for the default one.
+        memory, cast: See `measure`.
 
     Raises:
         HookError: The tensor has no such dimension of units.
     """
-    measured = measure(tensor, needs, memory)
+    measured = measure(tensor, needs, memory, cast)
     functions = (need.function for need in needs if need.function and math.isnan(measured.row[INDEX[need.name]]))
     for function in dict.fromkeys(functions):
         for sum_, number in _imported(function)(tensor, context, dim).items():

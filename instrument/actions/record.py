@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..config.record import RecordSpec
+from ..stats.casts import Casts
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure, measure_of_call
 from ..tables.schemas import TABLES
@@ -85,7 +86,9 @@ class Record(Action):
         merges = self.rows.merges(context)
         names = self.measurement.names
         if names:
-            measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
+            casts = self.tables.get("casts", (0, None))[1]
+            cast = casts.of_call(tensor, context).known(tensor) if isinstance(casts, Casts) else None
+            measured = self.measurement(tensor, context, self.rows.memory(tensor.device), cast)
             measured.holds = context.holds
             context.measured = measured
             measured.exact_extremes = integer_extremes(tensor, names, measured, is_part=merges)

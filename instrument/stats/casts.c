@@ -2,11 +2,10 @@
 
 #include "native.h"
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
 #define LANES 16
-#define TILE 1024 /* elements that are converted to float32 at once */
+#define TILE 1024 /* elements that are converted to float32 at once, a multiple of each block */
+#define LINE 32   /* 16-bit elements of a line of the cache */
 #if defined(__GNUC__)
 #define INLINE inline __attribute__((always_inline)) /* into the function of each processor */
 #else
@@ -17,47 +16,27 @@
 enum { FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, NUMBERS };
 enum { ONE_SCALE, POWERS_OF_TWO, FLOAT8_SCALES }; /* the scales of blocks */
 
-/* A format with `23 - shift` bits of the mantissa. Below the smallest normal number, whose bits are `normal`, adding and subtracting
-   `step` rounds to its subnormal numbers. */
-typedef struct {
-    int shift;
-    uint32_t normal;
-    float step, largest;
-} Format;
-
-static inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 static Format format_of(int mantissa, int least, double largest) {
     const int shift = 23 - mantissa;
-    return (Format){shift, bits_of((float)ldexp(1.0, least)), (float)ldexp(1.0, least + shift), (float)largest};
+    return (Format){shift, bits_of_float((float)ldexp(1.0, least)), (float)ldexp(1.0, least + shift), (float)largest};
 }
 
 /* Rounds the magnitude with some bits, half to even. Masks instead of branches are vectorized. The first mask changes no magnitude. It
    separates the sum from a product: a compiler must not fuse both, which would round once instead of twice. */
 static inline uint32_t rounded(float magnitude, Format f) {
-    const uint32_t bits = bits_of(magnitude) & 0x7fffffffu, is_subnormal = 0u - (uint32_t)(bits < f.normal);
-    const uint32_t subnormal = bits_of((float_of(bits) + f.step) - f.step);
+    const uint32_t bits = bits_of_float(magnitude) & 0x7fffffffu, is_subnormal = 0u - (uint32_t)(bits < f.normal);
+    const uint32_t subnormal = bits_of_float((float_of(bits) + f.step) - f.step);
     const uint32_t normal = (bits + (1u << (f.shift - 1)) - 1u + ((bits >> f.shift) & 1u)) & ~((1u << f.shift) - 1u);
     return (subnormal & is_subnormal) | (normal & ~is_subnormal);
 }
 
 /* Adds what up to TILE elements lose, in whole lanes. */
 static INLINE void add_lost(const float *x, size_t whole, float scale, double inverse, Format f, double *numbers) {
-    const uint32_t largest = bits_of(f.largest);
+    const uint32_t largest = bits_of_float(f.largest);
     uint32_t finite = 0, underflows = 0, overflows = 0;
     float magnitudes[TILE], kept[TILE];
     for (size_t i = 0; i < whole; i++) {
-        const uint32_t given = bits_of(x[i]) & 0x7fffffffu, is_finite = given < INFINITE, bits = given & (0u - is_finite);
+        const uint32_t given = bits_of_float(x[i]) & 0x7fffffffu, is_finite = given < INFINITE, bits = given & (0u - is_finite);
         const uint32_t cast = rounded(float_of(bits) * scale, f);
         finite += is_finite;
         overflows += cast > largest;
@@ -87,21 +66,24 @@ static INLINE void add_lost(const float *x, size_t whole, float scale, double in
 static INLINE float amax_of(const float *x, size_t count) {
     uint32_t largest = 0;
     for (size_t i = 0; i < count; i++) {
-        const uint32_t bits = bits_of(x[i]) & 0x7fffffffu, magnitude = bits & (0u - (uint32_t)(bits < INFINITE));
+        const uint32_t bits = bits_of_float(x[i]) & 0x7fffffffu, magnitude = bits & (0u - (uint32_t)(bits < INFINITE));
         largest = magnitude > largest ? magnitude : largest;
     }
     return float_of(largest);
 }
 
 /* Returns `count` elements, at most TILE, as float32, with zeros up to a multiple of LANES. */
-static INLINE const float *tile_of(const void *memory, size_t at, size_t count, int is_bfloat16, float *tile) {
-    if (!is_bfloat16 && count % LANES == 0)
+static INLINE const float *tile_of(const void *memory, size_t at, size_t count, int kind, float *tile) {
+    if (kind == FLOAT32 && count % LANES == 0)
         return (const float *)memory + at;
-    if (is_bfloat16)
-        for (size_t i = 0; i < count; i++)
-            tile[i] = float_of((uint32_t)((const uint16_t *)memory)[at + i] << 16);
-    else
+    if (kind == FLOAT32)
         memcpy(tile, (const float *)memory + at, count * sizeof *tile);
+    else if (kind == BFLOAT16)
+        for (size_t i = 0; i < count; i++)
+            tile[i] = from_bfloat16(((const uint16_t *)memory)[at + i]);
+    else
+        for (size_t i = 0; i < count; i++)
+            tile[i] = from_float16(((const uint16_t *)memory)[at + i]);
     for (size_t i = count; i % LANES; i++)
         tile[i] = 0.0f;
     return tile;
@@ -110,7 +92,7 @@ static INLINE const float *tile_of(const void *memory, size_t at, size_t count, 
 /* Returns the factor of a block before the cast, and the inverse, for the scale of the tensor. */
 static INLINE float scale_of_block(float amax, int scales, Format f, float scale, double *inverse) {
     if (scales == POWERS_OF_TWO) {
-        const int exponent = (int)(bits_of(amax) >> 23) - (int)(bits_of(f.largest) >> 23); /* the bias cancels */
+        const int exponent = (int)(bits_of_float(amax) >> 23) - (int)(bits_of_float(f.largest) >> 23); /* the bias cancels */
         const float factor = float_of((uint32_t)(127 - (exponent < -127 ? -127 : exponent)) << 23);
         *inverse = 1.0 / (double)factor;
         return factor;
@@ -122,45 +104,82 @@ static INLINE float scale_of_block(float amax, int scales, Format f, float scale
     return stored > 0.0f ? scale / stored : 0.0f;
 }
 
+static INLINE void add_block(const float *x, size_t whole, const Cast *cast, double *inverse, double *lost) {
+    const float factor =
+        cast->scales ? scale_of_block(amax_of(x, whole), cast->scales, cast->format, cast->scale, inverse) : cast->scale;
+    add_lost(x, whole, factor, *inverse, cast->format, lost);
+}
+
 FOR_EACH_PROCESSOR
-static void add_rows(const void *memory, size_t rows, size_t length, int is_bfloat16, Format f, size_t block, int scales,
-                     float scale, double *numbers, double *errors) {
+void add_to_cast(Cast *cast, const void *memory, size_t end) {
     float tile[TILE];
-    double inverse = 1.0 / (double)scale;
-    for (size_t row = 0; row < rows; row++)
-        for (size_t at = 0; at < length; at += block) {
-            const size_t size = length - at < block ? length - at : block, whole = (size + LANES - 1) / LANES * LANES;
-            const float *x = tile_of(memory, row * length + at, size, is_bfloat16, tile);
-            const float factor = scales ? scale_of_block(amax_of(x, whole), scales, f, scale, &inverse) : scale;
+    double inverse = 1.0 / (double)cast->scale;
+    while (cast->at < end) {
+        const size_t left = cast->length - cast->at % cast->length;
+        size_t count = end - cast->at < left ? end - cast->at : left;
+        count = count < TILE ? count : TILE;
+        if (count < left && !(count -= count % cast->block))
+            return;
+        for (size_t i = 0; cast->kind != FLOAT32 && i < count; i += LINE) /* which are widened next, in the next chunk */
+            PREFETCH((const uint16_t *)memory + cast->at + CHUNK + i);
+        const float *x = tile_of(memory, cast->at, count, cast->kind, tile);
+        for (size_t at = 0; at < count; at += cast->block) {
+            const size_t size = count - at < cast->block ? count - at : cast->block, whole = (size + LANES - 1) / LANES * LANES;
             double lost[NUMBERS] = {0};
-            add_lost(x, whole, factor, inverse, f, lost);
+            if (whole == TILE) /* loops of a known length are faster */
+                add_block(x + at, TILE, cast, &inverse, lost);
+            else if (whole == 32)
+                add_block(x + at, 32, cast, &inverse, lost);
+            else if (whole == 16)
+                add_block(x + at, 16, cast, &inverse, lost);
+            else
+                add_block(x + at, whole, cast, &inverse, lost);
             lost[FINITE] -= (double)(whole - size);
             for (int i = 0; i < NUMBERS; i++)
-                numbers[i] += lost[i];
-            if (scales)
-                *errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
+                cast->numbers[i] += lost[i];
+            if (cast->scales)
+                *cast->errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
         }
+        cast->at += count;
+    }
+}
+
+int read_cast(PyObject *tuple, int kind, Cast *cast) {
+    unsigned long long numbers, errors;
+    Py_ssize_t length, block;
+    int mantissa, least;
+    double largest, scale;
+    if (!PyArg_ParseTuple(tuple, "ndKKiidni", &length, &scale, &numbers, &errors, &mantissa, &least, &largest, &block, &cast->scales))
+        return 0;
+    const int is_block = block > 0 && block % LANES == 0 && TILE % block == 0;
+    if (kind < FLOAT32 || kind > FLOAT16 || kind == FLOAT64 || length < 1 || mantissa < 1 || mantissa > 22 ||
+        (cast->scales ? !is_block : block != 0)) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 3, length 1 or more, mantissa 1 to 22, and block 16 or 32");
+        return 0;
+    }
+    cast->format = format_of(mantissa, least, largest);
+    cast->kind = kind;
+    cast->scale = (float)scale;
+    cast->block = block ? (size_t)block : TILE;
+    cast->length = (size_t)length % cast->block ? (size_t)length : SIZE_MAX; /* then all blocks are whole */
+    cast->at = 0;
+    cast->numbers = (double *)(uintptr_t)numbers;
+    cast->errors = (double *)(uintptr_t)errors;
+    memset(cast->numbers, 0, NUMBERS * sizeof *cast->numbers);
+    return 1;
 }
 
 PyObject *lost_by_cast(PyObject *self, PyObject *args) {
-    unsigned long long address, result, results;
-    Py_ssize_t rows, length, block;
-    int is_bfloat16, mantissa, least, scales;
-    double largest, scale;
+    unsigned long long address;
+    Py_ssize_t count;
+    int kind;
+    PyObject *tuple;
+    Cast cast;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KnnpdKKiidni", &address, &rows, &length, &is_bfloat16, &scale, &result, &results, &mantissa, &least,
-                          &largest, &block, &scales))
+    if (!PyArg_ParseTuple(args, "KniO!", &address, &count, &kind, &PyTuple_Type, &tuple) || !read_cast(tuple, kind, &cast))
         return NULL;
-    if (rows < 0 || length < 0 || mantissa < 1 || mantissa > 22 || block < 0 || block > TILE || !scales != !block) {
-        PyErr_SetString(PyExc_ValueError, "rows and length have to be 0 or more, mantissa 1 to 22, and block at most 1024");
-        return NULL;
-    }
-    const void *memory = (const void *)(uintptr_t)address;
-    double *numbers = (double *)(uintptr_t)result, *errors = (double *)(uintptr_t)results;
-    const Format f = format_of(mantissa, least, largest);
-    memset(numbers, 0, NUMBERS * sizeof *numbers);
     Py_BEGIN_ALLOW_THREADS
-    add_rows(memory, (size_t)rows, (size_t)length, is_bfloat16, f, block ? (size_t)block : TILE, scales, (float)scale, numbers, errors);
+    add_to_cast(&cast, (const void *)(uintptr_t)address, (size_t)count);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

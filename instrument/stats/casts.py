@@ -7,6 +7,9 @@ and infinity do not count.
 
 Blocks are consecutive elements of the last dimension, in convolutions of the channels, and in a weight of its inputs: the dimension
 over which the product of the forward pass sums. The last block of a row may be smaller.
+
+The compiled kernel casts each chunk of a CPU tensor behind its sums, so that memory is read once. With the scale `amax`, it reads the
+tensor again, because the scale follows from the sums.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torch import Tensor
 from ..tables.formats import FORMATS, Cast, Format
 from ..tables.kinds import KINDS
 from ..values.dtensor import Shards
-from .cpu_kernel import lost_by_cast
+from .cpu_kernel import KernelCast, lost_by_cast
 from .flatten import stored_elements
 from .measure import Measured, measure
 from .merge import Array
@@ -110,51 +113,77 @@ class Casts:
         blocks = _BLOCKS.merged(parts[:, NUMBERS:])[2] if self.format.block else None
         return (*self._cells(numbers, blocks), None)
 
+    def known(self, tensor: Tensor) -> KernelCast | None:
+        """Return the cast of a CPU tensor, for the read of its sums; each element is then read once.
+
+        None if its scale depends on the tensor (`amax`), and if its rows are not in the order of memory.
+        """
+        scale, is_plain = self._known_scale, tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested
+        if scale is None or isinstance(scale, Tensor) or not is_plain:
+            return None
+        if not self.format.block:
+            return KernelCast(tensor.numel(), tensor.numel(), self.format, scale)
+        x = self._along_last(tensor.detach())
+        is_in_order = x.is_contiguous() and x.data_ptr() == tensor.data_ptr()
+        return KernelCast(x.numel(), x.shape[-1], self.format, scale) if is_in_order else None
+
+    @property
+    def _scale(self) -> float | str:
+        """The field `scale`, or its default value."""
+        return self.cast.scale or ("amax" if self.format.scales == 2 else 1.0)
+
+    @property
+    def _known_scale(self) -> Tensor | float | None:
+        """The scale if it does not depend on the tensor, float32 or a given number; None also without a previous tensor."""
+        if not isinstance(self._scale, str):
+            return self._scale
+        previous = self.amaxes.get(self.key) if self._scale == "previous" else None
+        return None if previous is None else scale_of(previous, self.format)
+
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the numbers of a tensor, NaN for an unknown scale, and the errors of its blocks [blocks]; None without blocks."""
-        form, zeros = self.format, 0
-        if form.block:
-            x = self._rows(tensor)
+        form, scale, zeros, measured = self.format, self._known_scale, 0, self.measured
+        if isinstance(self._scale, str):
+            measured = measured or measure(tensor, cast=self.known(tensor))
+            if self._scale == "amax":
+                scale = scale_of(measured.amax, form)
+            else:
+                self.amaxes[self.key] = measured.amax
+        if measured is not None and measured.lost is not None:
+            (numbers, errors), measured.lost = measured.lost, None  # the errors of many blocks need memory
         else:
-            vector, zeros = stored_elements(tensor)
-            x = _float32(vector)[None]
-        scale = self._scale(tensor)
-        known = 1.0 if scale is None else scale
-        numbers, errors = lost_by_cast(x, form, known) or lost_by_operations(x, form, known)
+            if form.block:
+                x = self._rows(tensor)
+            else:
+                vector, zeros = stored_elements(tensor)
+                x = _float32(vector)[None]
+            known = 1.0 if scale is None else scale
+            numbers, errors = lost_by_cast(x, form, known) or lost_by_operations(x, form, known)
         numbers[FINITE] += zeros
         numbers[SCALE] = math.nan if scale is None else scale
         return numbers, errors if form.block else None
 
-    def _scale(self, tensor: Tensor) -> Tensor | float | None:
-        """Return the scale of a tensor as float32, or a given number; None without a previous tensor."""
-        scale = self.cast.scale or ("amax" if self.format.scales == 2 else 1.0)
-        if not isinstance(scale, str):
-            return scale
-        amax = (self.measured or measure(tensor)).amax
-        if scale == "amax":
-            return scale_of(amax, self.format)
-        previous, self.amaxes[self.key] = self.amaxes.get(self.key), amax
-        return None if previous is None else scale_of(previous, self.format)
-
     def _rows(self, tensor: Tensor) -> Tensor:
-        """Return the elements as rows that are divided into blocks, float32 or bfloat16, contiguous [rows, length]."""
+        """Return the elements as rows that are divided into blocks, of a dtype that the kernel casts, contiguous [rows, length]."""
         x = tensor.detach().resolve_neg()
         if x.is_nested:
             x = torch.nested.to_padded_tensor(_float32(x), math.nan)
         x = x.to_dense()
         x = _float32(x.to(torch.complex128).abs() if x.is_complex() else x)
-        if x.dim() < max(2, -self.along):
-            return x.reshape(1, -1)
-        return x.movedim(self.along, -1).flatten(0, -2).contiguous()
+        return self._along_last(x).flatten(0, -2).contiguous()
+
+    def _along_last(self, x: Tensor) -> Tensor:
+        """Return a tensor with the blocks along the last dimension."""
+        return x.movedim(self.along, -1) if x.dim() >= max(2, -self.along) else x.reshape(1, -1)
 
 
 def _float32(x: Tensor) -> Tensor:
-    """Return elements as float32 or bfloat16. Finite numbers of float64 that are not zero stay finite and not zero, so that they count."""
+    """Return float32, bfloat16 or float16. Finite numbers of float64 other than zero stay finite and not zero: they count."""
     if x.dtype == torch.float64:
         magnitudes = x.abs()
         in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)
         x = torch.where((magnitudes > 0) & (magnitudes < math.inf), in_range, magnitudes)
-    return x if x.dtype in (torch.float32, torch.bfloat16) else x.to(torch.float32)
+    return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.to(torch.float32)
 
 
 def scale_of(amax: float | Tensor, form: Format) -> float | Tensor:
@@ -169,7 +198,7 @@ def lost_by_operations(x: Tensor, form: Format, scale: Tensor | float) -> tuple[
     """Return what a cast loses by operations on any device, without waiting for it. Same computation as `casts.c`.
 
     Args:
-        x: float32 or bfloat16, [rows, length].
+        x: float32, bfloat16 or float16, [rows, length].
         form: The format.
         scale: The scale of the tensor.
 

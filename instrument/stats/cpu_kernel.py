@@ -26,6 +26,7 @@ KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
+_FLOAT64 = _KINDS[torch.float64]  # not cast
 _FLOAT16 = _KINDS[torch.float16]  # on the CPU, only its sums are computed
 DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
 """The dtypes by their number in the kernel."""
@@ -202,12 +203,37 @@ def add_launcher(  # noqa: PLR0917
             launch_devices[device] = True
 
 
-def kernel_sums(flat: Tensor, further: int = 0) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+class KernelCast:
+    """A cast of a CPU tensor with `numel` elements, in rows of `length`, each of which starts a new block.
+
+    Attributes:
+        lost: See `instrument.stats.casts.lost_by_operations`; None until it is computed.
+    """
+
+    def __init__(self, numel: int, length: int, form: Format, scale: Tensor | float) -> None:
+        length = max(length, 1)
+        blocks = numel // length * -(-length // form.block) if form.block else 0
+        self._results = tuple(torch.empty(size, dtype=torch.float64) for size in (6, blocks))
+        self._given = length, float(scale), *(result.data_ptr() for result in self._results), *form
+        self.lost: tuple[Tensor, ...] | None = None
+
+    def arguments(self, kind: int | None) -> tuple[tuple[float, ...], ...]:
+        """Return the last arguments of the kernel, which then computes `lost`; none if it does not cast elements of this kind."""
+        if kind in (None, _FLOAT64):
+            return ()
+        self.lost = self._results
+        return (self._given,)
+
+
+def kernel_sums(
+    flat: Tensor, further: int = 0, cast: KernelCast | None = None
+) -> np.ndarray[Any, np.dtype[np.float64]] | None:
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Args:
         flat: The tensor.
         further: See `Slab.add`.
+        cast: A cast to compute in the same read, piece by piece; not for float64. The sums do not depend on it.
 
     Returns:
         float64, without the form, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
@@ -216,7 +242,7 @@ def kernel_sums(flat: Tensor, further: int = 0) -> np.ndarray[Any, np.dtype[np.f
     kind = _KINDS.get(flat.dtype)
     if native is None or kind is None or flat._is_zerotensor():
         return None
-    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further)
+    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further, *(cast.arguments(kind) if cast else ()))
     return None if numbers is None else np.frombuffer(numbers)
 
 
@@ -276,14 +302,10 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
     return True
 
 
-def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, Tensor] | None:
+def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, ...] | None:
     """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
     if native is None or not x.is_cpu or x._is_zerotensor():
         return None
-    rows, length = x.shape
-    numbers, errors = (
-        torch.empty(n, dtype=torch.float64) for n in (6, rows * -(-length // form.block) if form.block else 0)
-    )
-    addresses = numbers.data_ptr(), errors.data_ptr()
-    native.lost_by_cast(x.data_ptr(), rows, length, x.dtype == torch.bfloat16, float(scale), *addresses, *form)
-    return numbers, errors
+    cast, kind = KernelCast(x.numel(), x.shape[-1], form, scale), _KINDS[x.dtype]
+    native.lost_by_cast(x.data_ptr(), x.numel(), kind, *cast.arguments(kind))
+    return cast.lost

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..tables.statistics import FORM, MAGNITUDES, Sum, statistic_of
-from .cpu_kernel import kernel_sums
+from .cpu_kernel import KernelCast, kernel_sums
 from .device_choice import measure_on_device
 from .device_sums import DeviceSums, sums_on_host
 from .fingerprint import form_of
@@ -39,12 +39,14 @@ class Measured:
         on_device: The sums on a device; None for a CPU tensor.
         holds: Whether the condition of `when` holds; None without a condition.
         exact_extremes: The result of `integer_extremes`; None without one.
+        lost: What a cast loses that was computed in the same read; None without one.
     """
 
     row: Row = field(default_factory=lambda: np.full(len(COLUMNS), np.nan))
     on_device: DeviceSums | None = None
     holds: bool | Tensor | None = None
     exact_extremes: Tensor | None = None
+    lost: tuple[Tensor, ...] | None = None
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
         """Set one of the sums."""
@@ -97,7 +99,9 @@ def as_cell(name: str, value: float) -> float | None:
     return int(value) if statistic_of(name).dtype == "int64" else value
 
 
-def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None) -> Measured:
+def measure(
+    tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None, cast: KernelCast | None = None
+) -> Measured:
     """Compute the sums of a tensor of any shape, layout, dtype and device.
 
     Args:
@@ -105,6 +109,7 @@ def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = N
         needs: Which sums with a term are required, in addition to those of every tensor. Sums of the fingerprint are included
             where the compiled kernel computes them from the same read.
         memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
+        cast: A cast to compute in the same read of a CPU tensor, where the compiled kernel supports its dtype.
 
     Returns:
         The sums.
@@ -114,8 +119,8 @@ def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = N
     terms = [each for each in needs if each.term is not None]
     if not is_on_host(flat):
         return Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory))
-    row = _host_sums(flat, terms, with_bits=is_plain and FORM in needs)
-    return Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row)
+    row = _host_sums(flat, terms, cast, with_bits=is_plain and FORM in needs)
+    return Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row, lost=cast.lost if cast else None)
 
 
 def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | None]:
@@ -123,13 +128,13 @@ def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | Non
     return measure(tensor, needs_of(tuple(names))).statistics(names)
 
 
-def _host_sums(flat: Tensor, terms: Sequence[Sum], *, with_bits: bool) -> Row:
+def _host_sums(flat: Tensor, terms: Sequence[Sum], cast: KernelCast | None, *, with_bits: bool) -> Row:
     """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS].
 
     With bits, the compiled kernel adds those of the fingerprint, for a contiguous tensor of a dtype that it supports.
     """
     row = np.full(len(COLUMNS), np.nan)
-    base = kernel_sums(flat, (MAGNITUDES in terms) + 2 * with_bits)
+    base = kernel_sums(flat, (MAGNITUDES in terms) + 2 * with_bits, cast)
     high_power = any(each.power >= _HIGH_POWER for each in terms)
     if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
         base = None

@@ -11,6 +11,7 @@
    the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
    `further` of `add` and `sums` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
+   With the last argument of `lost_by_cast`, `sums` also computes a cast, in the same read.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -23,11 +24,8 @@
 
 #include "native.h"
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 
 #define LANES 16
-#define CHUNK 4096 /* elements between two checks for values that are not finite */
 #define AHEAD 1024 /* elements that are prefetched */
 #define TURNS 4    /* arrays of counts, used in turn: incrementing one count twice in a row would stall */
 #define MAX_BINS 65536
@@ -36,7 +34,6 @@
 enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
 enum { BITS_LOW = SUMS, BITS_HIGH, FORM, ALL_SUMS };
 enum { WITH_MAGNITUDES = 1, WITH_BITS = 2 };
-enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 
 /* The limit of squared mean over variance up to which the variance is computed as the difference of two sums. */
 #define CANCELLATION 1e6
@@ -50,10 +47,8 @@ enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 #endif
 
 #if defined(__GNUC__)
-#define PREFETCH(address) __builtin_prefetch(address)
 #define ALIGNED __attribute__((aligned(64))) /* so that no vector crosses a line of the cache */
 #else
-#define PREFETCH(address) (void)(address)
 #define ALIGNED
 #endif
 
@@ -62,37 +57,12 @@ typedef struct {
     double low, high, sum, squares, l1;
 } Moments;
 
-static inline float from_bfloat16(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-static inline uint32_t bits_of_float32(const float *x) {
-    uint32_t bits;
-    memcpy(&bits, x, sizeof bits);
-    return bits;
-}
+static inline uint32_t bits_of_float32(const float *x) { return bits_of_float(*x); }
 
 static inline uint64_t bits_of_float64(const double *x) {
     uint64_t bits;
     memcpy(&bits, x, sizeof bits);
     return bits;
-}
-
-/* Without an operation on a subnormal number, which some programs let the processor flush to zero. */
-static inline float from_float16(uint16_t bits) {
-    const uint32_t magnitude = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
-    const uint32_t small = magnitude + 0x38800000u; /* 2^-14 plus the value, if that is subnormal */
-    float subnormal, value;
-    memcpy(&subnormal, &small, sizeof small);
-    subnormal -= 0x1p-14f;
-    uint32_t wide = bits_of_float32(&subnormal);
-    wide = magnitude < 0x00800000u ? wide : magnitude + (magnitude < 0x0f800000u ? 0x38000000u : 0x70000000u);
-    wide |= sign;
-    memcpy(&value, &wide, sizeof value);
-    return value;
 }
 
 #define WIDEN(NAME, FROM)                                                                                             \
@@ -291,10 +261,10 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 /* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
 #define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, WITH, TAG)                                    \
     PROCESSOR                                                                                                         \
-    static void FUNCTION(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits) {   \
-        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+    static void FUNCTION(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits) {\
+        for (size_t start = first; start < end; start += CHUNK) {                                                     \
             const ELEMENT *chunk = (const ELEMENT *)memory + start;                                                   \
-            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
+            const size_t size = end - start < CHUNK ? end - start : CHUNK;                                            \
             const size_t whole = size - size % LANES, step_size = LANES * sizeof(ELEMENT);                            \
             VALUE low[LANES], high[LANES];                                                                            \
             double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                           \
@@ -302,9 +272,9 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
             for (int j = 0; j < LANES; j++)                                                                           \
                 low[j] = high[j] = whole ? READ(chunk[j]) : 0;                                                        \
             for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
-                const size_t end = whole - tile < step ? whole : tile + step;                                         \
+                const size_t stop = whole - tile < step ? whole : tile + step;                                        \
                 Words_##TAG words = {0};                                                                              \
-                for (size_t i = tile; i < end; i += LANES) {                                                          \
+                for (size_t i = tile; i < stop; i += LANES) {                                                         \
                     PREFETCH(chunk + i + AHEAD);                                                                      \
                     for (int j = 0; j < LANES; j++) {                                                                 \
                         const VALUE value = READ(chunk[i + j]);                                                       \
@@ -318,7 +288,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
                     if (WITH)                                                                                         \
                         add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
                 }                                                                                                     \
-                if (WITH && end - tile == TILE)                                                                       \
+                if (WITH && stop - tile == TILE)                                                                      \
                     *bits += of_tile(total_of_##TAG(&words), (start + tile) / TILE);                                  \
             }                                                                                                         \
             if (with_l1)                                                                                              \
@@ -346,7 +316,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
         }                                                                                                             \
     }
 
-typedef void Kernel(const void *memory, size_t count, double shift, int with_l1, Moments *m, uint64_t *bits);
+typedef void Kernel(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits);
 
 #define KERNELS(TAG, PROCESSOR, COUNT)                                                                                \
     SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
@@ -407,29 +377,32 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     return PyLong_FromUnsignedLongLong(sum);
 }
 
-/* Adds the sum of bits to `sum_of_bits`, unless it is NULL. 16-bit elements are widened chunk by chunk, and stay in the cache. */
-static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits) {
+/* Adds the sum of bits to `sum_of_bits`, and what is lost to `cast`, unless they are NULL. With a cast, and for 16-bit elements, which are
+   widened, all is done chunk by chunk: only the first loop over a chunk waits for the memory. The other sums stay bit-identical. */
+static Moments moments_of(const void *memory, size_t count, int kind, double shift, int with_l1, uint64_t *sum_of_bits, Cast *cast) {
     Moments m = {.low = INFINITY, .high = -INFINITY};
-    const size_t item = (size_t)item_sizes[kind];
-    size_t rest = 0; /* the first element whose bits are not in the sum */
-    if (item > 2) {
-        kernels[sum_of_bits != NULL][kind == FLOAT64](memory, count, shift, with_l1, &m, sum_of_bits);
-        rest = count - count % TILE;
-    }
-    for (size_t start = rest; start < count; start += CHUNK) {
-        const size_t size = count - start < CHUNK ? count - start : CHUNK;
-        const char *chunk = (const char *)memory + start * item;
-        if (item == 2) {
+    const size_t item = (size_t)item_sizes[kind], step = item == 2 || cast ? CHUNK : count;
+    for (size_t start = 0; start < count; start += step) {
+        const size_t size = count - start < step ? count - start : step;
+        const char *piece = (const char *)memory + start * item;
+        size_t at = 0; /* the first element whose bits are not in the sum */
+        if (item > 2) {
+            kernels[sum_of_bits != NULL][kind == FLOAT64](memory, start, start + size, shift, with_l1, &m, sum_of_bits);
+            at = size - size % TILE;
+            if (sum_of_bits)
+                *sum_of_bits += bits_of(piece + at * item, (size - at) * item, item, (start + at) / TILE);
+        } else {
             float values[CHUNK] ALIGNED;
-            for (size_t at = 0; at < size; at += TILE) {
+            for (; at < size; at += TILE) {
                 const size_t part = size - at < TILE ? size - at : TILE;
-                (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const uint16_t *)chunk + at, part, values + at);
+                (kind == BFLOAT16 ? widen_bfloat16 : widen_float16)((const uint16_t *)piece + at, part, values + at);
                 if (sum_of_bits)
-                    *sum_of_bits += bits_of(chunk + at * item, part * item, item, (start + at) / TILE);
+                    *sum_of_bits += bits_of(piece + at * item, part * item, item, (start + at) / TILE);
             }
-            kernels[0][0](values, size, shift, with_l1, &m, NULL);
-        } else if (sum_of_bits)
-            *sum_of_bits += bits_of(chunk, size * item, item, start / TILE);
+            kernels[0][0](values, 0, size, shift, with_l1, &m, NULL);
+        }
+        if (cast)
+            add_to_cast(cast, memory, start + size);
     }
     return m;
 }
@@ -440,10 +413,10 @@ static int squares_are_exact(int kind, double largest) {
 }
 
 /* Writes the bits too if they are requested, but not the form. Returns false if squares overflow or underflow. */
-static int write_sums(const void *memory, size_t count, int kind, int further, double *row) {
+static int write_sums(const void *memory, size_t count, int kind, int further, double *row, Cast *cast) {
     uint64_t sum_of_bits = 0;
     const int with_magnitudes = further & WITH_MAGNITUDES;
-    const Moments m = moments_of(memory, count, kind, 0.0, with_magnitudes, further & WITH_BITS ? &sum_of_bits : NULL);
+    const Moments m = moments_of(memory, count, kind, 0.0, with_magnitudes, further & WITH_BITS ? &sum_of_bits : NULL, cast);
     if (further & WITH_BITS) {
         row[BITS_LOW] = (double)(sum_of_bits & LOW_HALF);
         row[BITS_HIGH] = (double)(sum_of_bits >> 32);
@@ -464,7 +437,7 @@ static int write_sums(const void *memory, size_t count, int kind, int further, d
         mean = m.low;
         spread = 0.0;
     } else if (mean * m.sum > CANCELLATION * spread) {
-        const Moments centered = moments_of(memory, count, kind, mean, 0, NULL);
+        const Moments centered = moments_of(memory, count, kind, mean, 0, NULL, NULL);
         mean += centered.sum / n;
         spread = centered.squares - centered.sum * centered.sum / n;
     }
@@ -479,12 +452,12 @@ static int write_sums(const void *memory, size_t count, int kind, int further, d
 }
 
 /* Keeps the global interpreter lock for small tensors. */
-static int write_sums_unlocked(const void *memory, size_t count, int kind, int further, double *row) {
+static int write_sums_unlocked(const void *memory, size_t count, int kind, int further, double *row, Cast *cast) {
     int done;
     if (count <= SMALL)
-        return write_sums(memory, count, kind, further, row);
+        return write_sums(memory, count, kind, further, row, cast);
     Py_BEGIN_ALLOW_THREADS
-    done = write_sums(memory, count, kind, further, row);
+    done = write_sums(memory, count, kind, further, row, cast);
     Py_END_ALLOW_THREADS
     return done;
 }
@@ -494,14 +467,17 @@ static PyObject *sums(PyObject *self, PyObject *args) {
     Py_ssize_t count;
     int kind, further;
     double row[ALL_SUMS];
+    PyObject *tuple = NULL;
+    Cast cast;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Knii", &address, &count, &kind, &further))
+    if (!PyArg_ParseTuple(args, "Knii|O!", &address, &count, &kind, &further, &PyTuple_Type, &tuple) ||
+        (tuple && !read_cast(tuple, kind, &cast)))
         return NULL;
     if (kind < FLOAT32 || kind > FLOAT16 || count < 0) {
         PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, and count 0 or more");
         return NULL;
     }
-    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, further, row))
+    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, further, row, tuple ? &cast : NULL))
         Py_RETURN_NONE;
     return PyBytes_FromStringAndSize((const char *)row, (further & WITH_BITS ? FORM : SUMS) * (Py_ssize_t)sizeof *row);
 }
@@ -924,7 +900,7 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
         row[FORM] = form_of(kind, t.ndim, t.shape);
     if (row || PyErr_Occurred())
         return row ? 1 : -1;
-    if (!numel || t.device.type != CPU || !write_sums_unlocked(memory, numel, kind, further, numbers))
+    if (!numel || t.device.type != CPU || !write_sums_unlocked(memory, numel, kind, further, numbers, NULL))
         return 0;
     row = slab_row(self, slot, moment, t.ndim, t.shape);
     if (!row)
@@ -1320,10 +1296,10 @@ static PyMethodDef methods[] = {
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
-    {"sums", sums, METH_VARARGS, "sums(address, count, kind, further) -> bytes or None"},
+    {"sums", sums, METH_VARARGS, "sums(address, count, kind, further[, cast]) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
     {"lost_by_cast", lost_by_cast, METH_VARARGS,
-     "lost_by_cast(address, rows, length, is_bfloat16, scale, numbers, errors, mantissa, least, largest, block, scales) -> None"},
+     "lost_by_cast(address, count, kind, cast: (length, scale, numbers, errors, mantissa, least, largest, block, scales)) -> None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

@@ -5,6 +5,8 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdint.h>
+#include <string.h>
 
 #if defined(__GNUC__) && defined(__x86_64__) && defined(__gnu_linux__)
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -12,8 +14,13 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
+#define CHUNK 4096 /* elements between two checks for values that are not finite */
+
 #if defined(__GNUC__)
+#define PREFETCH(address) __builtin_prefetch(address)
 #pragma GCC visibility push(hidden)
+#else
+#define PREFETCH(address) (void)(address)
 #endif
 
 /* Whether an object is a `Tensor` or `Parameter` on any device with at least two elements of float16, bfloat16, float32 or float64 in a
@@ -24,6 +31,53 @@ extern PyTypeObject *slab_type; /* the class `Slab` */
 
 /* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
 int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int further);
+
+enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 }; /* the kinds of elements */
+
+static inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float from_bfloat16(uint16_t bits) { return float_of((uint32_t)bits << 16); }
+
+/* Without an operation on a subnormal number, which some programs let the processor flush to zero. */
+static inline float from_float16(uint16_t bits) {
+    const uint32_t magnitude = (uint32_t)(bits & 0x7fff) << 13, sign = (uint32_t)(bits & 0x8000) << 16;
+    const float subnormal = float_of(magnitude + 0x38800000u) - 0x1p-14f; /* 2^-14 plus the value, if that is subnormal */
+    const uint32_t normal = magnitude + (magnitude < 0x0f800000u ? 0x38000000u : 0x70000000u);
+    return float_of((magnitude < 0x00800000u ? bits_of_float(subnormal) : normal) | sign);
+}
+
+/* A format with `23 - shift` bits of the mantissa. Below the smallest normal number, whose bits are `normal`, adding and subtracting
+   `step` rounds to its subnormal numbers. */
+typedef struct {
+    int shift;
+    uint32_t normal;
+    float step, largest;
+} Format;
+
+/* The cast of a tensor, block by block, up to the element `at`. A row of `length` elements starts a new block. */
+typedef struct {
+    Format format;
+    int kind, scales;
+    float scale;
+    size_t length, block, at;
+    double *numbers, *errors;
+} Cast;
+
+/* Reads the last arguments of `lost_by_cast`. Returns false with an exception set. */
+int read_cast(PyObject *tuple, int kind, Cast *cast);
+
+/* Casts the further blocks of a tensor that end before the element `end`. */
+void add_to_cast(Cast *cast, const void *memory, size_t end);
 
 /* What the cast of a tensor loses (`instrument/stats/casts.c`); see `instrument.stats.cpu_kernel.lost_by_cast`. */
 PyObject *lost_by_cast(PyObject *self, PyObject *args);

@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from hook_runs import Calls, record, refused, run_step, run_steps
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from instrument.stats import casts
+from instrument.stats import casts, cpu_kernel
 from instrument.stats.casts import Casts
 from instrument.tables.formats import FORMATS, Cast, Format
 from instrument.values.dtensor import NOT_SHARDED
@@ -295,6 +296,60 @@ def test_blocks_are_along_the_inputs_of_a_product(
         error = sum(each.error for each in errors) / sum(each.squares for each in errors)
         assert rows[name]["quantization_error"] == pytest.approx(float(error), rel=1e-6)
         assert (rows[name]["format"], rows[name]["shape"]) == ("mxfp4_e2m1", list(tensor.shape))
+
+
+KNOWN = [
+    {"to": "bfloat16"},
+    {"to": "float8_e4m3fn", "scale": 0.37},
+    {"to": "float8_e5m2", "scale": "previous"},
+    {"to": "mxfp6_e2m3"},
+    {"to": "nvfp4", "scale": 40.0},
+]
+"""Casts whose scale is known before the tensor is read."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(70, 331), (3, 8192), (20000,)])
+@pytest.mark.parametrize("cast", KNOWN, ids=lambda cast: cast["to"])
+def test_a_cast_in_the_read_of_the_sums(
+    cast: Any, shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums have the same bits as without a cast, and the cast loses what operations find."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.randn(shape[-1]).exp() ** 3).to(dtype)
+    x.view(-1)[5000:5003] = torch.tensor([math.nan, math.inf, -math.inf])
+    stats = ["mean", "std", "l1", "fingerprint"]
+    hooks = {"cast": record("forward", stats=stats, cast=cast), "sums": record("forward", stats=stats)}
+    model = nn.Identity()
+    probe = run_steps(model, hooks, lambda: model(x), 2)
+    rows = probe.sink.records("stats")
+    by_hook = [{row["step"]: [row[name] for name in stats] for row in rows if row["hook"] == hook} for hook in hooks]
+    assert by_hook[0] == by_hook[1]
+    monkeypatch.setattr(casts, "lost_by_cast", lambda *given: None)
+    expected = lost(x, cast["to"], "amax" if cast.get("scale") == "previous" else cast.get("scale"))
+    row = probe.sink.records("casts")[1]
+    assert_close(row, {name: expected[name] for name in (*COLUMNS, "block_errors")})
+
+
+@pytest.mark.parametrize("stats", ["numel", "none"])
+@pytest.mark.parametrize("cast", [*KNOWN, {"to": "nvfp4"}, {"to": "float8_e4m3fn", "scale": "amax"}], ids=str)
+def test_a_tensor_is_read_once_unless_its_scale_is_amax(cast: Any, stats: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = mock.Mock(wraps=cpu_kernel.native)
+    monkeypatch.setattr(cpu_kernel, "native", kernel)
+    by_amax = (cast.get("scale") or (cast["to"] == "nvfp4" and "amax")) == "amax"
+    by_previous = cast.get("scale") == "previous"
+    model, hooks = nn.Conv2d(16, 16, 1), {"h": record("forward_pre", stats=stats, cast=cast)}
+    for x in (torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last), torch.randn(2, 16, 1, 1)):
+        kernel.reset_mock()
+        run_steps(model, hooks, lambda x=x: model(x), 3)
+        of_sums, of_casts = kernel.sums.call_args_list, kernel.lost_by_cast.call_args_list
+        if by_amax:
+            assert (len(of_sums), len(of_casts)) == (3, 3)
+        elif stats == "none" and not by_previous:
+            assert (len(of_sums), len(of_casts)) == (0, 3)
+        else:  # the first tensor has no previous one
+            assert [len(call.args) for call in of_sums] == [4 if by_previous else 5, 5, 5]
+            assert len(of_casts) == by_previous
 
 
 @pytest.mark.parametrize("on_device", [False, True])
