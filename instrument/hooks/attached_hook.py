@@ -281,8 +281,8 @@ class AttachedHook(HookCoverage):
 
     def note_placement(self, tensor: Tensor, path: str, firing: FiringIndex) -> None:
         """Note the placement of a tensor whose gradient, or whose change, it will get."""
-        if self.clock.layout is not None:
-            self.clock.layout.note(tensor, self.site, path, firing.call)
+        if self.clock.layout is not None and self.clock.layout.is_model_parallel:
+            self.clock.layout.of(tensor, self.site, path, firing.call)
 
     def count_and_fire(
         self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config.parallel import Declared
 from ..hooks.distributed_scope import Parallel
-from ..hooks.mesh_layout import Declared
 from ..runtime.own_collectives import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured

@@ -112,29 +112,21 @@ class Shards:
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         assert self.device_mesh is not None, "the tensor is sharded"
-        along = [_moved_to_front(p) if getattr(p, "dim", None) == dim else Replicate() for p in self.placements]
+        along = [placement if getattr(placement, "dim", None) == dim else Replicate() for placement in self.placements]
         numbers = torch.arange(self.shape[dim], device=self.device_mesh.device_type)
-        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local()
+        numbers = numbers.view([-1 if at == dim else 1 for at in range(len(self.shape))])
+        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local().flatten()
 
 
 NOT_SHARDED = Shards()
 
 
-def _moved_to_front(placement: Any) -> Placement:
-    """Return a placement with dimension 0 that divides it like the dimension of a given one."""
-    from torch.distributed.tensor import Shard
-
-    factor = getattr(placement, "split_factor", None)
-    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
-
-
 def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
     """Return a shard of this process as a sharded tensor; one that is not a shard unchanged."""
-    if is_sharded(tensor) or not any(not placement.is_replicate() for placement in shards.placements):
+    if is_sharded(tensor) or shards.device_mesh is None:
         return tensor
     from torch.distributed.tensor import DTensor
 
-    assert shards.device_mesh is not None, "the tensor is sharded"
     shape = Size(shards.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
