@@ -183,6 +183,25 @@ def test_placement_of_outputs_without_gradients(programs: Programs) -> None:
     assert "hook 'seen' (forward) on layer 'embed'" in message
 
 
+def test_placement_is_unknown_if_the_graph_hides_shards(programs: Programs) -> None:
+    for result in programs["tp"]:
+        assert result["hidden"].pop("") == "tp shard(1) shard"
+        assert result["hidden"] == dict.fromkeys(["frozen", "checkpoint", "function"], "tp unknown local")
+
+
+def test_declared_dimension_that_does_not_exist_is_reported(programs: Programs) -> None:
+    for result in programs["tp"]:
+        for number, text in zip((2, -3), result["dimensions"], strict=True):
+            assert f"shard({number}) for output of layer 'act', but the tensor has 2 dimensions" in text
+
+
+def test_number_of_collective_operations_of_a_step(programs: Programs) -> None:
+    for result in programs["tp"]:
+        plain, with_histogram = result["collectives"]
+        assert plain == [["all_reduce"] * 3] * STEPS
+        assert with_histogram == [[*["all_reduce"] * 3, "gather"]] * STEPS
+
+
 def test_hook_waits_for_a_collective_result_that_it_reads(programs: Programs) -> None:
     for result in programs["tp"]:
         assert result["waits"] == [True, False]
@@ -237,9 +256,11 @@ def test_errors_of_placements_are_reported_before_the_first_step(programs: Progr
         assert "hooks.h.layers" in found["unknown"]
         assert "blocks.0, output" in found["unknown"]
         assert "placement={'blocks.*': {'output': {'tp': 'replicate'}}}" in found["unknown"]
+        assert "placement.**.output: must be a mapping" in found["type"]
+        assert "the mesh has 1 of 2 processes" in found["size"]
         assert "the mesh has no such dimension" in found["dimension"]
         assert "allowed  tp" in found["dimension"]
-        assert "shard(DIMENSION), replicate, partial" in found["text"]
+        assert "placement.**.output.tp: must match" in found["text"]
         assert "input, output, weight, bias" in found["tensor"]
         assert "pattern matches no module" in found["layer"]
         assert "the model has no device mesh" in found["mesh"]
