@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..config.base import ObservationSpec
 from ..config.parallel import Declared
+from ..config.record import RecordSpec
 from ..errors import ConfigError, HookError, Problem
 from ..fields.globs import matches
 from ..plan.hook_plan import HookPlan, Site
@@ -324,8 +325,17 @@ class MeshLayout:
             "writes its own rows. Declare it with attach(..., placement=...), or record these layers in training steps too"
         ]
 
-    def problems(self, plan: HookPlan) -> list[Problem]:
-        """Report interventions at tensors whose placement is not known before the model runs."""
+    def problems(self, plan: HookPlan, *, is_sampled: bool) -> list[Problem]:
+        """Report interventions at tensors whose placement is not known before the model runs, and selections with a budget."""
+        selecting = [
+            name
+            for name, spec in plan.specs.items()
+            if isinstance(spec, RecordSpec) and (spec.selection or spec.split_dim is not None)
+        ]
+        if is_sampled and self.is_model_parallel and selecting:
+            message = "the processes join shards to select parts of tensors, but each would pause this hook at different steps"
+            fix = f"remove the budget, or the selection of hook {selecting[0]!r}"
+            return [Problem("budget", message, given=selecting[0], fix=fix)]
         found: dict[str, str] = {}
         for site in plan.sites if self.is_model_parallel else ():
             spec, module = site.spec, site.layer.module
@@ -353,7 +363,13 @@ BATCH_FAMILIES = ("module", "loss")
 
 
 def layout_of(
-    plan: HookPlan, mesh: DeviceMesh | None, declared: Declared, *, processes: int, reduces: bool
+    plan: HookPlan,
+    mesh: DeviceMesh | None,
+    declared: Declared,
+    *,
+    processes: int,
+    reduces: bool,
+    is_sampled: bool,
 ) -> MeshLayout | None:
     """Return how the tensors of a model are placed on a mesh; None if it has none.
 
@@ -363,10 +379,11 @@ def layout_of(
         declared: See `MeshLayout`.
         processes: The number of processes.
         reduces: Whether their rows are merged.
+        is_sampled: Whether a budget pauses record hooks in some steps.
 
     Raises:
-        ConfigError: A declaration is invalid; rows cannot be merged, because the mesh contains only some of the processes; or an
-            intervention acts on tensors whose placement is not known.
+        ConfigError: A declaration is invalid; rows cannot be merged, because the mesh contains only some of the processes; or the
+            hooks do not fit the mesh, see `MeshLayout.problems`.
     """
     found = [parameter.device_mesh for parameter in plan.layers.model.parameters() if is_sharded(parameter)]
     if mesh is None:
@@ -381,7 +398,7 @@ def layout_of(
         fix = "create one mesh of all processes, and parallelize over its parts, such as mesh['tp']; or set reduce to none"
         raise ConfigError(Problem("reduce", message, given="global", fix=fix))
     layout = MeshLayout(plan.layers, mesh, declared, reduces=reduces)
-    if problems := layout.problems(plan):
+    if problems := layout.problems(plan, is_sampled=is_sampled):
         raise ConfigError(*problems)
     return layout
 

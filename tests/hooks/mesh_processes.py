@@ -445,6 +445,9 @@ def on_two(folder: Path) -> dict[str, Any]:
     found["collectives"] = [collectives(mesh, hooks) for hooks in (plain, {"seen": {**plain["seen"], "histogram": 8}})]
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "other"))["other"]
     found["refused"] = {
+        "budget": message(
+            model, {"h": {**RECORD, "layers": "blocks.*", "kind": "forward", "units": [1]}}, budget={"time": "5%"}
+        ),
         "type": message(model, {}, placement={"**": {"output": "replicate"}}),
         "size": message(create(), {}, mesh=other, reduce="global"),
         "unknown": message(model, hook),

@@ -256,6 +256,8 @@ def test_errors_of_placements_are_reported_before_the_first_step(programs: Progr
         assert "hooks.h.layers" in found["unknown"]
         assert "blocks.0, output" in found["unknown"]
         assert "placement={'blocks.*': {'output': {'tp': 'replicate'}}}" in found["unknown"]
+        assert "budget: the processes join shards" in found["budget"]
+        assert "the selection of hook 'h'" in found["budget"]
         assert "placement.**.output: must be a mapping" in found["type"]
         assert "the mesh has 1 of 2 processes" in found["size"]
         assert "the mesh has no such dimension" in found["dimension"]
