@@ -426,11 +426,12 @@ def style_of(module: nn.Module) -> Style | None:
         elif given := getattr(style, "desired_output_layouts", None):
             outputs |= {"" if len(given) == 1 else str(at): layout for at, layout in enumerate(given)}
     is_even = all(
-        parameter.shape[dim] % size == 0
+        parameter.shape[placement.dim] % size == 0
         for parameter in module.parameters(recurse=False)
         if is_sharded(parameter)
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-        if (dim := getattr(placement, "dim", None)) is not None
+        # `fully_shard` adds dimensions in front of those of the style, and gathers the parameters before their use.
+        for placement, size in zip(parameter.placements[-mesh.ndim :], mesh.shape, strict=True)
+        if placement.is_shard()
     )
     return Style(mesh, inputs if is_even else {}, outputs if is_even else {}, is_even)
 

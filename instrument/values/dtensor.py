@@ -146,14 +146,12 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     Returns:
         The larger part, and whether this process is the first one of those that have it.
     """
-    from torch.distributed.tensor import Replicate
-
-    whole = as_dtensor(tensor.detach(), shards)
-    assert is_sharded(whole), "the tensor is sharded"
-    at = whole.device_mesh.get_coordinate() or ()
-    along = [p if getattr(p, "dim", None) == keep is not None else Replicate() for p in shards.placements]
-    is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
-    return whole.redistribute(placements=along).to_local(), is_first
+    joined = _redistributed(tensor, shards, lambda placement: getattr(placement, "dim", None) == keep is not None)
+    at = joined.device_mesh.get_coordinate() or ()
+    is_first = not any(
+        index for index, placement in zip(at, joined.placements, strict=True) if placement.is_replicate()
+    )
+    return joined.to_local(), is_first
 
 
 def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple[Tensor | None, bool]:
@@ -169,11 +167,16 @@ def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple
 @own_collectives()
 def reduced(tensor: Tensor, shards: Shards) -> Tensor:
     """Return a sharded tensor whose summands are added. This is a collective operation."""
+    return _redistributed(tensor, shards, lambda placement: not placement.is_partial())
+
+
+def _redistributed(tensor: Tensor, shards: Shards, keeps: Callable[[Placement], bool]) -> DTensor:
+    """Replicate a tensor along those dimensions of the mesh whose placement is not kept."""
     from torch.distributed.tensor import Replicate
 
-    summand = as_dtensor(tensor.detach(), shards)
-    assert is_sharded(summand), "the tensor has summands"
-    return summand.redistribute(placements=[Replicate() if p.is_partial() else p for p in shards.placements])
+    given = as_dtensor(tensor.detach(), shards)
+    assert is_sharded(given), "the tensor is divided"
+    return given.redistribute(placements=[each if keeps(each) else Replicate() for each in shards.placements])
 
 
 @own_collectives()
