@@ -269,7 +269,7 @@ class AttachedHook(HookCoverage):
         if not shards.is_known:
             raise HookError(
                 f"{describe(self.context(path, firing))} acts on the complete tensor, but the placement of this one on the mesh "
-                f"({shards.mesh}) is not known; declare it with attach(..., placement=...)"
+                f"({shards.mesh}) is not known; declare it with 'placement'"
             )
         given = as_dtensor(tensor.detach() if self.is_record_hook else tensor, shards)
         complete = full_tensor(given) if is_sharded(given) else self._awaited(tensor)

@@ -322,7 +322,7 @@ class MeshLayout:
         more = f" and at {others} more" * bool(others)
         return [
             f"the placement of the tensors of hook {hook!r} ({kind}) on layer {layer!r}{more} on the mesh is not known: each process "
-            "writes its own rows. Declare it with attach(..., placement=...), or record these layers in training steps too"
+            "writes its own rows. Declare it with 'placement', or record these layers in training steps too"
         ]
 
     def problems(self, plan: HookPlan, *, is_sampled: bool) -> list[Problem]:
@@ -351,8 +351,7 @@ class MeshLayout:
                 f"hooks.{name}.layers",
                 f"an intervention acts on complete tensors, but the placement of this one along {dims} is not known before the run",
                 where,
-                fix="declare it, such as attach(..., placement={'blocks.*': {'output': {'tp': 'replicate'}}}), or select modules with a "
-                "ParallelStyle",
+                fix="declare it, such as placement={'blocks.*': {'output': {'tp': 'replicate'}}}, or select modules with a ParallelStyle",
             )
             for name, where in found.items()
         ]
@@ -426,12 +425,12 @@ def style_of(module: nn.Module) -> Style | None:
         elif given := getattr(style, "desired_output_layouts", None):
             outputs |= {"" if len(given) == 1 else str(at): layout for at, layout in enumerate(given)}
     is_even = all(
-        parameter.shape[placement.dim] % size == 0
+        parameter.shape[dim] % size == 0
         for parameter in module.parameters(recurse=False)
         if is_sharded(parameter)
         # `fully_shard` adds dimensions in front of those of the style, and gathers the parameters before their use.
         for placement, size in zip(parameter.placements[-mesh.ndim :], mesh.shape, strict=True)
-        if placement.is_shard()
+        if (dim := getattr(placement, "dim", None)) is not None
     )
     return Style(mesh, inputs if is_even else {}, outputs if is_even else {}, is_even)
 
