@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ..fields.field_types import Count, Spec, Target
+from ..fields.field_types import Count, Glob, Spec, Target
 from ..fields.globs import compile_glob
 
 Data = Literal["ddp", "fsdp2"]
 Style = Literal["colwise", "rowwise", "sequence"]
 Layout = Annotated[str, Field(pattern=r"^(replicate|shard\(-?\d+\))$")]
+Declared = dict[Glob, dict[str, dict[str, Annotated[str, Field(pattern=r"^(replicate|partial|shard\(-?\d+\))$")]]]]
+"""Placements by pattern of module names, then by `input`, `output` or the name of a parameter, then by dimension of the mesh."""
 DIMENSIONS = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
 """The dimensions of a mesh, from the slowest to the fastest varying rank. The processes of a `tp` group communicate most."""
 
@@ -61,7 +63,17 @@ class PipelineConfig(Spec):
     )
 
 
-class ParallelConfig(Spec):
+class PlacementConfig(Spec):
+    """Where the tensors of modules are, if neither a DTensor nor a style nor the graph shows it."""
+
+    placement: Declared = Field(
+        default_factory=dict,
+        description="Where plain tensors are placed on the mesh, such as {'**.act': {output: {tp: shard(-1)}}}: by glob of module names, "
+        "then input, output or the name of a parameter, then dimension of the mesh: shard(DIM), replicate or partial.",
+    )
+
+
+class ParallelConfig(PlacementConfig):
     """A mesh of processes, and what each of its dimensions distributes."""
 
     mesh: dict[str, Count] | None = Field(
@@ -117,8 +129,10 @@ class ParallelConfig(Spec):
         for name, key, given in (("tp", "plan", bool(self.plan)), ("pp", "pipeline", self.pipeline is not None)):
             if given and name not in self.sizes:
                 raise ValueError(f"'{key}' requires the dimension {name} in 'mesh', such as mesh: {{{name}: 2}}")
-            if not given and name in self.sizes:
+            if not given and name in self.sizes and not (name == "tp" and self.placement):
                 raise ValueError(f"the dimension {name} of 'mesh' requires '{key}'")
+        if self.placement and not self.mesh:
+            raise ValueError("'placement' requires 'mesh', such as mesh: {tp: 2}")
         uses_data = [
             key for key, given in (("data: fsdp2", self.data == "fsdp2"), ("experts", bool(self.experts))) if given
         ]

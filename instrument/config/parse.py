@@ -22,6 +22,7 @@ from .known_keys import fields_of, fields_of_specs, model_at
 from .messages import TARGET, UnknownNameError, message_of
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
+from .parallel import Declared, PlacementConfig
 from .record import CustomStatistic, StatisticsSpec
 from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
 from .schedule import Phase
@@ -78,6 +79,15 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
         ConfigError: It is invalid.
     """
     return None if raw is None else build(BudgetConfig, dict(raw), "budget")
+
+
+def parse_placement(raw: Any) -> Declared:
+    """Validate the placement of tensors; None stands for no declaration.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
+    return build(PlacementConfig, {"placement": {} if raw is None else raw}, "").placement
 
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:

@@ -269,7 +269,7 @@ class AttachedHook(HookCoverage):
         if not shards.is_known:
             raise HookError(
                 f"{describe(self.context(path, firing))} acts on the complete tensor, but the placement of this one on the mesh "
-                f"({shards.mesh}) is not known; declare it with attach(..., placement=...)"
+                f"({shards.mesh}) is not known; declare it with 'placement'"
             )
         given = as_dtensor(tensor.detach() if self.is_record_hook else tensor, shards)
         complete = full_tensor(given) if is_sharded(given) else self._awaited(tensor)
@@ -281,8 +281,8 @@ class AttachedHook(HookCoverage):
 
     def note_placement(self, tensor: Tensor, path: str, firing: FiringIndex) -> None:
         """Note the placement of a tensor whose gradient, or whose change, it will get."""
-        if self.clock.layout is not None:
-            self.clock.layout.note(tensor, self.site, path, firing.call)
+        if self.clock.layout is not None and self.clock.layout.is_model_parallel:
+            self.clock.layout.of(tensor, self.site, path, firing.call)
 
     def count_and_fire(
         self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None

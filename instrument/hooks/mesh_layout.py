@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from ..config.base import ObservationSpec
-from ..errors import ConfigError, Problem
-from ..fields.globs import compile_glob, matches
+from ..config.parallel import Declared
+from ..config.record import RecordSpec
+from ..errors import ConfigError, HookError, Problem
+from ..fields.globs import matches
 from ..plan.hook_plan import HookPlan, Site
 from ..plan.modules import Layer
 from ..tables.kinds import Kind
@@ -34,17 +36,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-Declared = Mapping[str, Mapping[str, Mapping[str, str]]]
-"""Placements by pattern of module names, then by `input`, `output` or the name of a parameter, then by dimension of the mesh."""
-
 _ACTIVATIONS = ("input", "output")
 _BOUNDARY = "_ToTorchTensorBackward"  # the node of the graph that makes a local tensor of a DTensor
 _OPERATIONS = (
     "Abs Add Alias Clone Copy Div Elu Exp Gelu Hardswish Hardtanh LeakyRelu Log MaskedFill Mul NativeDropout Neg Pow Relu Rsub Sigmoid "
     "Silu Softplus Sqrt Sub Tanh ToCopy Where"
 )
-_ELEMENTWISE = {f"{name}Backward0" for name in re.findall(r"\w+", _OPERATIONS)}
-_PLACEMENT = re.compile(r"shard\((-?\d+)\)|replicate|partial")
+# Functions of PyTorch and of hooks that return the tensor, or an elementwise function of it.
+_FUNCTIONS = (
+    "BackwardHookFunction JoinedGradients RegisterPostBackwardFunction _DDPSink _Gradient _Reverse _StraightThrough"
+)
+_ELEMENTWISE = {f"{name}Backward0" for name in _OPERATIONS.split()} | {f"{name}Backward" for name in _FUNCTIONS.split()}
+# The names of operations of PyTorch. Other functions, such as reentrant checkpoints and compiled code, hide the shards that they use.
+_OPERATION = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopySlices")
 
 
 class MeshDim(NamedTuple):
@@ -106,6 +110,8 @@ class MeshLayout:
     def __init__(
         self, layers: Iterable[Layer], mesh: DeviceMesh, declared: Declared | None = None, *, reduces: bool = False
     ) -> None:
+        from torch.distributed.tensor import Replicate
+
         self.reduces = reduces
         self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
@@ -121,6 +127,8 @@ class MeshLayout:
             if dim.name in names or (len(dim.ranks) > 1 and any({*dim.ranks} <= group for group in groups))
         ]
         self.is_model_parallel = bool(self._model)
+        self._replicate = Replicate()
+        self._replicated = tuple(self._replicate for _ in self._model)
         self.batches = math.prod(len(dim.ranks) for dim in self._dims if dim not in self._model)
         # The graph shows only what DTensors shard.
         self._infers = not any(
@@ -144,42 +152,27 @@ class MeshLayout:
     def _read(self, layers: Iterable[Layer], declared: Declared) -> dict[nn.Module, dict[str, dict[str, Placement]]]:
         found: dict[nn.Module, dict[str, dict[str, Placement]]] = {}
         problems, names = [], [dim.name for dim in self._dims]
-        allowed: tuple[str, ...]
         for pattern, tensors in declared.items():
             where = f"placement.{pattern}"
-            try:
-                compile_glob(pattern)
-            except ValueError as error:
-                problems.append(Problem(where, str(error), pattern))
-                continue
             matched = [layer for layer in layers if any(matches(pattern, name) for name in layer.names)]
             if not matched:
                 problems.append(Problem(where, "pattern matches no module", pattern))
             for tensor, along in tensors.items():
-                if unknown := [name for name in along if name not in names]:
-                    message = "the mesh has no such dimension"
-                    problems.append(Problem(f"{where}.{tensor}", message, unknown[0], allowed=names))
-                if wrong := [text for text in along.values() if not _PLACEMENT.fullmatch(text)]:
-                    allowed = ("shard(DIMENSION)", "replicate", "partial")
-                    problems.append(Problem(f"{where}.{tensor}", "not a placement", wrong[0], allowed=allowed))
-                if unknown or wrong:
-                    continue
-                entry = {name: _parsed(text) for name, text in along.items()}
+                for name in along.keys() - {*names}:
+                    problems.append(Problem(f"{where}.{tensor}", "the mesh has no such dimension", name, allowed=names))
                 for layer in matched:
                     allowed = (*_ACTIVATIONS, *(name for name, _ in layer.own_parameters()))
                     if tensor not in allowed:
                         message = f"module {layer.label!r} has no such tensor"
                         problems.append(Problem(f"{where}.{tensor}", message, tensor, allowed=allowed))
-                    found.setdefault(layer.module, {})[tensor] = entry
+                    found.setdefault(layer.module, {})[tensor] = {name: _parsed(text) for name, text in along.items()}
         if problems:
             raise ConfigError(*problems)
         return found
 
     def of_plain(self, site: Site) -> Shards:
         """Return the placement of plain tensors at a site, if it does not depend on the tensor."""
-        from torch.distributed.tensor import Replicate
-
-        return self._cached(site.spec.definition, self._mesh, tuple(Replicate() for _ in self._model))
+        return self._cached(site.spec.definition, self._mesh, self._replicated)
 
     def of(self, tensor: Tensor, site: Site, path: str, call: int = 0, *, is_complete: bool = False) -> Shards:
         """Return the placement of a tensor at a site.
@@ -191,16 +184,16 @@ class MeshLayout:
             call: The index of the module's call.
             is_complete: Whether the tensor was gathered from its shards.
         """
-        definition, placements = site.spec.definition, None
+        definition, mesh, placements = site.spec.definition, self._mesh, None
         if is_sharded(tensor):
-            return self._cached(
-                definition, tensor.device_mesh, tensor.placements, tensor.shape, is_complete, is_plain=False
-            )
-        if definition.family not in BATCH_FAMILIES:
-            placements = self._of_entry(site.layer.module, site.own_name, tensor.dim())
+            mesh, placements = tensor.device_mesh, tensor.placements
+        elif definition.family not in BATCH_FAMILIES:
+            placements = self._of_entry(site, site.own_name, tensor.dim()) or self._replicated
         elif (placements := self._of_batch(tensor, site, path, call)) is None:
             self.unknown[site.spec.name, site.spec.kind, site.layer.label] = None
-        return self._cached(definition, self._mesh, placements, tensor.shape, is_complete)
+        if is_complete and placements is not None:
+            placements = tuple(self._replicate for _ in placements)
+        return self._cached(definition, mesh, placements, tensor.shape, is_plain=not is_sharded(tensor))
 
     def _shards(
         self,
@@ -208,7 +201,6 @@ class MeshLayout:
         mesh: DeviceMesh,
         placements: tuple[Placement, ...] | None,
         size: Sequence[int] = (),
-        is_complete: bool = False,
         *,
         is_plain: bool = True,
     ) -> Shards:
@@ -218,12 +210,10 @@ class MeshLayout:
             definition: The kind.
             mesh, placements: How it is sharded; None if that is unknown.
             size: Its shape, which is that of the shard for a plain tensor.
-            is_complete, is_plain: Whether it was joined, and whether it is a plain tensor.
+            is_plain: Whether it is a plain tensor.
         """
-        from torch.distributed.tensor import Partial, Replicate, Shard
+        from torch.distributed.tensor import Partial, Shard
 
-        if is_complete and placements is not None:
-            placements = tuple(Replicate() for _ in placements)
         known = self._model if is_plain else mesh_dims(mesh)
         # The dimensions of the mesh with their placements, and whether processes along them have other samples.
         along: list[tuple[MeshDim, Placement | None, bool]]
@@ -235,7 +225,7 @@ class MeshLayout:
                 continue
             has_other_samples = dim not in self._model and (is_of_batch or is_of_micro_step)
             # Gradients of parameters are summands until they are reduced.
-            usual = (Shard(0) if is_of_batch else Partial()) if has_other_samples else Replicate()
+            usual = (Shard(0) if is_of_batch else Partial()) if has_other_samples else self._replicate
             along.append((dim, usual, has_other_samples))
         along.sort(key=lambda entry: -entry[0].stride)
         dims, largest, shape = set(), [*size], [*size]
@@ -268,25 +258,18 @@ class MeshLayout:
             self.reduces,
         )
 
-    def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
-        """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
-        if self.is_model_parallel and not is_sharded(tensor):
-            self._of_batch(tensor, site, path, call)
-
     def _of_batch(self, tensor: Tensor, site: Site, path: str, call: int) -> tuple[Placement, ...] | None:
         """Return the placement of a plain tensor along each model-parallel dimension; None if it is unknown."""
-        from torch.distributed.tensor import Replicate
-
         module, role = site.layer.module, site.spec.tensor_role
         side = "input" if role.endswith("input") else "output"
-        if (declared := self._of_entry(module, side, tensor.dim(), default=False)) is not None:
+        if (declared := self._of_entry(site, side, tensor.dim())) is not None:
             return declared
         style = self._styles.get(module)
         if style is not None and not site.spec.definition.of_functions:
             of_path = style.inputs if side == "input" else style.outputs
             if (placement := of_path.get(path)) is not None:
                 along, group = _positive(placement, tensor.dim()), {*style.mesh.mesh.flatten().tolist()}
-                return tuple(along if {*dim.ranks} <= group else Replicate() for dim in self._model)
+                return tuple(along if {*dim.ranks} <= group else self._replicate for dim in self._model)
         if not self._infers:
             return None
         key = module, side, path, call, tensor.dim()
@@ -297,26 +280,27 @@ class MeshLayout:
             self._found[key] = found
         return self._found[key]
 
-    def _of_entry(
-        self, module: nn.Module, name: str, dims: int, *, default: bool = True
-    ) -> tuple[Placement, ...] | None:
-        from torch.distributed.tensor import Replicate
-
-        entry = self._declared.get(module, {}).get(name, {} if default else None)
+    def _of_entry(self, site: Site, name: str, dims: int) -> tuple[Placement, ...] | None:
+        """Return the declared placement of a tensor with this number of dimensions; None if there is none."""
+        entry = self._declared.get(site.layer.module, {}).get(name)
         if entry is None:
             return None
-        return tuple(_positive(entry.get(dim.name, Replicate()), dims) for dim in self._model)
+        for placement in entry.values():
+            if not -dims <= getattr(placement, "dim", -dims) < max(dims, 1):
+                message = f"placement declares {_label(placement)} for {name} of layer {site.layer.label!r}"
+                raise HookError(f"{message}, but the tensor has {dims} dimensions")
+        return tuple(_positive(entry.get(dim.name, self._replicate), dims) for dim in self._model)
 
     def _by_graph(self, tensor: Tensor) -> tuple[Placement, ...] | None:
-        from torch.distributed.tensor import Replicate
-
         if tensor.grad_fn is None:
             is_given = torch.is_grad_enabled() and (self._all_trained or tensor.requires_grad)
-            return tuple(Replicate() for _ in self._model) if is_given else None
+            return self._replicated if is_given else None
         boundaries, names = _origins(tensor.grad_fn)
+        if not all(name in _ELEMENTWISE or _OPERATION.fullmatch(name) for name in names):
+            return None
         shards = [spec for spec in boundaries if not all(p.is_replicate() for p in spec.placements)]
-        if not shards:
-            return tuple(Replicate() for _ in self._model)
+        if not shards:  # those of frozen parameters can have no graph
+            return self._replicated if boundaries or self._all_trained else None
         first = shards[0]
         is_kept = (
             names <= _ELEMENTWISE
@@ -338,11 +322,20 @@ class MeshLayout:
         more = f" and at {others} more" * bool(others)
         return [
             f"the placement of the tensors of hook {hook!r} ({kind}) on layer {layer!r}{more} on the mesh is not known: each process "
-            "writes its own rows. Declare it with attach(..., placement=...), or record these layers in training steps too"
+            "writes its own rows. Declare it with 'placement', or record these layers in training steps too"
         ]
 
-    def problems(self, plan: HookPlan) -> list[Problem]:
-        """Report interventions at tensors whose placement is not known before the model runs."""
+    def problems(self, plan: HookPlan, *, is_sampled: bool) -> list[Problem]:
+        """Report interventions at tensors whose placement is not known before the model runs, and selections with a budget."""
+        selecting = [
+            name
+            for name, spec in plan.specs.items()
+            if isinstance(spec, RecordSpec) and (spec.selection or spec.split_dim is not None)
+        ]
+        if is_sampled and self.is_model_parallel and selecting:
+            message = "the processes join shards to select parts of tensors, but each would pause this hook at different steps"
+            fix = f"remove the budget, or the selection of hook {selecting[0]!r}"
+            return [Problem("budget", message, given=selecting[0], fix=fix)]
         found: dict[str, str] = {}
         for site in plan.sites if self.is_model_parallel else ():
             spec, module = site.spec, site.layer.module
@@ -358,8 +351,7 @@ class MeshLayout:
                 f"hooks.{name}.layers",
                 f"an intervention acts on complete tensors, but the placement of this one along {dims} is not known before the run",
                 where,
-                fix="declare it, such as attach(..., placement={'blocks.*': {'output': {'tp': 'replicate'}}}), or select modules with a "
-                "ParallelStyle",
+                fix="declare it, such as placement={'blocks.*': {'output': {'tp': 'replicate'}}}, or select modules with a ParallelStyle",
             )
             for name, where in found.items()
         ]
@@ -370,7 +362,13 @@ BATCH_FAMILIES = ("module", "loss")
 
 
 def layout_of(
-    plan: HookPlan, mesh: DeviceMesh | None, declared: Declared, *, processes: int, reduces: bool
+    plan: HookPlan,
+    mesh: DeviceMesh | None,
+    declared: Declared,
+    *,
+    processes: int,
+    reduces: bool,
+    is_sampled: bool,
 ) -> MeshLayout | None:
     """Return how the tensors of a model are placed on a mesh; None if it has none.
 
@@ -380,10 +378,11 @@ def layout_of(
         declared: See `MeshLayout`.
         processes: The number of processes.
         reduces: Whether their rows are merged.
+        is_sampled: Whether a budget pauses record hooks in some steps.
 
     Raises:
-        ConfigError: A declaration is invalid; rows cannot be merged, because the mesh contains only some of the processes; or an
-            intervention acts on tensors whose placement is not known.
+        ConfigError: A declaration is invalid; rows cannot be merged, because the mesh contains only some of the processes; or the
+            hooks do not fit the mesh, see `MeshLayout.problems`.
     """
     found = [parameter.device_mesh for parameter in plan.layers.model.parameters() if is_sharded(parameter)]
     if mesh is None:
@@ -393,12 +392,12 @@ def layout_of(
                 raise ConfigError(Problem("placement", message, fix="pass mesh=init_device_mesh(...)"))
             return None
         mesh = max((each._get_root_mesh() for each in found), key=lambda each: each.size())
-        if reduces and mesh.size() < processes:
-            message = f"the parameters are on a mesh of {mesh.size()} of {processes} processes"
-            fix = "create one mesh of all processes, and pass parts of it, such as mesh['tp']; or set reduce to none"
-            raise ConfigError(Problem("reduce", message, given="global", fix=fix))
+    if reduces and mesh.size() < processes:
+        message = f"the mesh has {mesh.size()} of {processes} processes"
+        fix = "create one mesh of all processes, and parallelize over its parts, such as mesh['tp']; or set reduce to none"
+        raise ConfigError(Problem("reduce", message, given="global", fix=fix))
     layout = MeshLayout(plan.layers, mesh, declared, reduces=reduces)
-    if problems := layout.problems(plan):
+    if problems := layout.problems(plan, is_sampled=is_sampled):
         raise ConfigError(*problems)
     return layout
 
@@ -429,7 +428,8 @@ def style_of(module: nn.Module) -> Style | None:
         parameter.shape[dim] % size == 0
         for parameter in module.parameters(recurse=False)
         if is_sharded(parameter)
-        for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        # `fully_shard` adds dimensions in front of those of the style, and gathers the parameters before their use.
+        for placement, size in zip(parameter.placements[-mesh.ndim :], mesh.shape, strict=True)
         if (dim := getattr(placement, "dim", None)) is not None
     )
     return Style(mesh, inputs if is_even else {}, outputs if is_even else {}, is_even)
@@ -466,13 +466,12 @@ def _origins(node: Any) -> tuple[list[Any], set[str]]:
 def _parsed(text: str) -> Placement:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    match = _PLACEMENT.fullmatch(text)
-    assert match is not None, "the text is valid"
-    return Shard(int(match[1])) if match[1] else Partial() if text == "partial" else Replicate()
+    number = re.search(r"-?\d+", text)
+    return Shard(int(number[0])) if number else Partial() if text == "partial" else Replicate()
 
 
 def _positive(placement: Placement, dims: int) -> Placement:
-    """Return a placement whose dimension counts from the first one."""
+    """Return a placement whose dimension counts from the first one, of a tensor with this number of dimensions."""
     from torch.distributed.tensor import Shard
 
     return Shard(placement.dim % dims) if isinstance(placement, Shard) and placement.dim < 0 and dims else placement

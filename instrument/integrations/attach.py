@@ -19,11 +19,11 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.budget import BudgetConfig
 from ..config.experiment import SinkConfig
 from ..config.hook_specs import HookSpec
-from ..config.parse import parse_budget
+from ..config.parallel import Declared
+from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..hooks.distributed_scope import Parallel
-from ..hooks.mesh_layout import Declared
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..probe.collectives import Ranks
@@ -67,7 +67,7 @@ def attach(
     budget: Mapping[str, Any] | None = None,
     reduce: Literal["none", "global"] = "none",
     mesh: DeviceMesh | None = None,
-    placement: Declared | None = None,
+    placement: Mapping[str, Mapping[str, Mapping[str, str]]] | None = None,
     ids: Literal["recorded", "all"] = "recorded",
     rules: Mapping[str, Any] | Literal["default"] | None = "default",
     step: int = 0,
@@ -158,7 +158,7 @@ def attach(
     check_parameters(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
-    ranks = _ranks(model, hooks, limits, reduce, mesh, placement)
+    ranks = _ranks(model, hooks, limits, reduce, mesh, parse_placement(placement))
     settings: dict[str, Any] = {
         section: {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in specs_by_name.items()}
         for section, specs_by_name in (("hooks", hooks), ("rules", judged))
@@ -248,7 +248,7 @@ def _ranks(
     budget: BudgetConfig | None,
     reduce: str,
     mesh: DeviceMesh | None,
-    placement: Declared | None,
+    placement: Declared,
 ) -> Ranks | None:
     """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):

@@ -1,8 +1,8 @@
 """The processes that train together, and their collective operations on statistics.
 
 With `reduce: global`, each process contributes the statistics of its part of a tensor, and rank 0 writes the row. At the
-end of a step, this requires one maximum and one sum over all tensors, and one gathering for quantiles,
-histograms, spectra and dead units. Hooked tensors are never sent.
+end of a step, this requires a check that all have the same rows, one maximum and one sum over all tensors, and one gathering
+for quantiles, histograms, spectra and dead units. Hooked tensors are never sent.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..config.parallel import Declared
 from ..hooks.distributed_scope import Parallel
-from ..hooks.mesh_layout import Declared
 from ..runtime.own_collectives import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured

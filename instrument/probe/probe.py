@@ -133,13 +133,12 @@ class Probe(OwnedByProcess):
             keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
         )
         parallel = None if ranks is None else ranks.parallel
+        is_sampled = budget is not None and (budget.time is not None or budget.bytes is not None)
         layout = None
         if ranks is not None:
-            reduces, count = ranks.reduces, ranks.world_size
-            layout = layout_of(plan, ranks.mesh, ranks.placement, processes=count, reduces=reduces)
-            if (
-                ranks.batches == 1 and layout is None
-            ):  # the stages of a pipeline: each tensor is complete in one process
+            given: dict[str, Any] = {"processes": ranks.world_size, "reduces": ranks.reduces, "is_sampled": is_sampled}
+            layout = layout_of(plan, ranks.mesh, ranks.placement, **given)
+            if ranks.batches == 1 and layout is None:  # a stage of a pipeline: each tensor is complete in one process
                 parallel = None
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank(), layout=layout)
         if ranks is not None and parallel == "ddp":
@@ -152,7 +151,7 @@ class Probe(OwnedByProcess):
             for site in plan.sites
         ]
         self.budget: Budget | None = None
-        if budget is not None and (budget.time is not None or budget.bytes is not None):
+        if budget is not None and is_sampled:
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self.event)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()

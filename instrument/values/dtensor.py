@@ -112,29 +112,21 @@ class Shards:
         from torch.distributed.tensor import Replicate, distribute_tensor
 
         assert self.device_mesh is not None, "the tensor is sharded"
-        along = [_moved_to_front(p) if getattr(p, "dim", None) == dim else Replicate() for p in self.placements]
+        along = [placement if getattr(placement, "dim", None) == dim else Replicate() for placement in self.placements]
         numbers = torch.arange(self.shape[dim], device=self.device_mesh.device_type)
-        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local()
+        numbers = numbers.view([-1 if at == dim else 1 for at in range(len(self.shape))])
+        return distribute_tensor(numbers, self.device_mesh, along, src_data_rank=None).to_local().flatten()
 
 
 NOT_SHARDED = Shards()
 
 
-def _moved_to_front(placement: Any) -> Placement:
-    """Return a placement with dimension 0 that divides it like the dimension of a given one."""
-    from torch.distributed.tensor import Shard
-
-    factor = getattr(placement, "split_factor", None)
-    return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
-
-
 def as_dtensor(tensor: Tensor, shards: Shards) -> Tensor:
     """Return a shard of this process as a sharded tensor; one that is not a shard unchanged."""
-    if is_sharded(tensor) or not any(not placement.is_replicate() for placement in shards.placements):
+    if is_sharded(tensor) or shards.device_mesh is None:
         return tensor
     from torch.distributed.tensor import DTensor
 
-    assert shards.device_mesh is not None, "the tensor is sharded"
     shape = Size(shards.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
@@ -154,14 +146,12 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     Returns:
         The larger part, and whether this process is the first one of those that have it.
     """
-    from torch.distributed.tensor import Replicate
-
-    whole = as_dtensor(tensor.detach(), shards)
-    assert is_sharded(whole), "the tensor is sharded"
-    at = whole.device_mesh.get_coordinate() or ()
-    along = [p if getattr(p, "dim", None) == keep is not None else Replicate() for p in shards.placements]
-    is_first = not any(index for index, placement in zip(at, along, strict=True) if placement.is_replicate())
-    return whole.redistribute(placements=along).to_local(), is_first
+    joined = _redistributed(tensor, shards, lambda placement: getattr(placement, "dim", None) == keep is not None)
+    at = joined.device_mesh.get_coordinate() or ()
+    is_first = not any(
+        index for index, placement in zip(at, joined.placements, strict=True) if placement.is_replicate()
+    )
+    return joined.to_local(), is_first
 
 
 def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple[Tensor | None, bool]:
@@ -177,11 +167,16 @@ def complete_along(tensor: Tensor, shards: Shards, dims: Iterable[int]) -> tuple
 @own_collectives()
 def reduced(tensor: Tensor, shards: Shards) -> Tensor:
     """Return a sharded tensor whose summands are added. This is a collective operation."""
+    return _redistributed(tensor, shards, lambda placement: not placement.is_partial())
+
+
+def _redistributed(tensor: Tensor, shards: Shards, keeps: Callable[[Placement], bool]) -> DTensor:
+    """Replicate a tensor along those dimensions of the mesh whose placement is not kept."""
     from torch.distributed.tensor import Replicate
 
-    summand = as_dtensor(tensor.detach(), shards)
-    assert is_sharded(summand), "the tensor has summands"
-    return summand.redistribute(placements=[Replicate() if p.is_partial() else p for p in shards.placements])
+    given = as_dtensor(tensor.detach(), shards)
+    assert is_sharded(given), "the tensor is divided"
+    return given.redistribute(placements=[each if keeps(each) else Replicate() for each in shards.placements])
 
 
 @own_collectives()

@@ -9,8 +9,10 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import instrument
 
@@ -287,6 +290,79 @@ def train_block(model: nn.Module, **options: Any) -> Any:
     return probe
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class Hidden(nn.Module):
+    """A model with a shard that the graph of a plain tensor does not show."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+        self.scale, self.by = nn.Parameter(torch.ones(())), by
+        for layer in (self.up, self.down):
+            layer.requires_grad_(by != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by == "checkpoint":
+            hidden = checkpoint(self.up, x, use_reentrant=True)
+        else:
+            hidden = Doubled.apply(self.up(x)) if self.by == "function" else self.scale * self.up(x)
+        y: Tensor = self.down(self.act(hidden))
+        return y
+
+
+def hidden(mesh: DeviceMesh, by: str, declared: str | None = None) -> str:
+    """Return the placement and the scope of a shard, or the error of the hook."""
+    model = parallelize_module(Hidden(by), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    placement = None if declared is None else {"act": {"output": {"tp": declared}}}
+    try:
+        with instrument.attach(
+            model,
+            {"seen": {**RECORD, "layers": "act", "kind": "forward"}},
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            placement=placement,
+        ) as probe:
+            model(torch.ones(BATCH, WIDTH).requires_grad_(by == "checkpoint"))
+            probe.end_step()
+    except instrument.HookError as error:
+        return str(error)
+    return next(iter(places(probe).values()))
+
+
+def counted(name: str, function: Callable[..., Any], found: list[list[str]]) -> Callable[..., Any]:
+    """Return a function that adds its name to the last list, and calls another one."""
+
+    def call(*given: Any, **named: Any) -> Any:
+        found[-1].append(name)
+        return function(*given, **named)
+
+    return call
+
+
+def collectives(mesh: DeviceMesh, hooks: Mapping[str, Any]) -> list[list[str]]:
+    """Return the collective operations for the rows of each step."""
+    found: list[list[str]] = []
+    with ExitStack() as patched:
+        for name in ("all_reduce", "gather", "all_gather_object"):
+            patched.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name), found)))
+        model = tensor_parallel(mesh)
+        with instrument.attach(model, hooks, reduce="global") as probe:
+            for step in range(STEPS):
+                found.append([])
+                model(batch(step)).square().mean().backward()
+                probe.end_step()
+                found.append([])
+    return found[::2]
+
+
 def message(model: nn.Module, hooks: Mapping[str, Any], **options: Any) -> str:
     """Return the error of `attach`."""
     try:
@@ -363,7 +439,17 @@ def on_two(folder: Path) -> dict[str, Any]:
         tensor_parallel(mesh),
     )
     block = {"blocks.*": {"output": {"tp": "replicate"}}}
+    found["hidden"] = {by: hidden(mesh, by) for by in ("", "frozen", "checkpoint", "function")}
+    found["dimensions"] = [hidden(mesh, "", declared) for declared in ("shard(2)", "shard(-3)")]
+    plain = {"seen": {**RECORD, "kind": "forward"}}
+    found["collectives"] = [collectives(mesh, hooks) for hooks in (plain, {"seen": {**plain["seen"], "histogram": 8}})]
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "other"))["other"]
     found["refused"] = {
+        "budget": message(
+            model, {"h": {**RECORD, "layers": "blocks.*", "kind": "forward", "units": [1]}}, budget={"time": "5%"}
+        ),
+        "type": message(model, {}, placement={"**": {"output": "replicate"}}),
+        "size": message(create(), {}, mesh=other, reduce="global"),
         "unknown": message(model, hook),
         "declared": message(model, hook, placement=block),
         "dimension": message(model, {}, placement={"**": {"output": {"dp": "replicate"}}}),

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from distributed_runs import matched, run_processes
 from mesh_processes import CHANGES, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
+from instrument.hooks.mesh_layout import style_of
 from instrument.tables.statistics import STATISTICS
 
 KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call", "backward"]
@@ -183,6 +191,43 @@ def test_placement_of_outputs_without_gradients(programs: Programs) -> None:
     assert "hook 'seen' (forward) on layer 'embed'" in message
 
 
+def test_placement_is_unknown_if_the_graph_hides_shards(programs: Programs) -> None:
+    for result in programs["tp"]:
+        assert result["hidden"].pop("") == "tp shard(1) shard"
+        assert result["hidden"] == dict.fromkeys(["frozen", "checkpoint", "function"], "tp unknown local")
+
+
+@pytest.fixture
+def six_processes() -> Iterator[DeviceMesh]:
+    """The mesh of six processes, of which only this one exists."""
+    dist.init_process_group("fake", rank=0, world_size=6, store=FakeStore())
+    yield init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    dist.destroy_process_group()
+
+
+def test_placement_of_a_style_does_not_depend_on_fully_shard(six_processes: DeviceMesh) -> None:
+    for width, expected in (16, {"": Shard(-1)}), (15, {}):
+        model = nn.Sequential(nn.Linear(8, width))
+        parallelize_module(model, six_processes["tp"], {"0": ColwiseParallel()})
+        fully_shard(model, mesh=six_processes["dp"])  # the parts of three processes are uneven
+        style = style_of(model[0])
+        assert style is not None
+        assert style.outputs == expected
+
+
+def test_declared_dimension_that_does_not_exist_is_reported(programs: Programs) -> None:
+    for result in programs["tp"]:
+        for number, text in zip((2, -3), result["dimensions"], strict=True):
+            assert f"shard({number}) for output of layer 'act', but the tensor has 2 dimensions" in text
+
+
+def test_number_of_collective_operations_of_a_step(programs: Programs) -> None:
+    for result in programs["tp"]:
+        plain, with_histogram = result["collectives"]
+        assert plain == [["all_reduce"] * 3] * STEPS
+        assert with_histogram == [[*["all_reduce"] * 3, "gather"]] * STEPS
+
+
 def test_hook_waits_for_a_collective_result_that_it_reads(programs: Programs) -> None:
     for result in programs["tp"]:
         assert result["waits"] == [True, False]
@@ -237,9 +282,13 @@ def test_errors_of_placements_are_reported_before_the_first_step(programs: Progr
         assert "hooks.h.layers" in found["unknown"]
         assert "blocks.0, output" in found["unknown"]
         assert "placement={'blocks.*': {'output': {'tp': 'replicate'}}}" in found["unknown"]
+        assert "budget: the processes join shards" in found["budget"]
+        assert "the selection of hook 'h'" in found["budget"]
+        assert "placement.**.output: must be a mapping" in found["type"]
+        assert "the mesh has 1 of 2 processes" in found["size"]
         assert "the mesh has no such dimension" in found["dimension"]
         assert "allowed  tp" in found["dimension"]
-        assert "shard(DIMENSION), replicate, partial" in found["text"]
+        assert "placement.**.output.tp: must match" in found["text"]
         assert "input, output, weight, bias" in found["tensor"]
         assert "pattern matches no module" in found["layer"]
         assert "the model has no device mesh" in found["mesh"]

@@ -44,6 +44,8 @@ def config(parallel: Any, **train: Any) -> Any:
         ({"mesh": {"tp": 2}, "plan": {"a": {"style": "colwise", "input": "split(1)"}}}, r"split\(1\)"),
         ({"mesh": {"tp": 2}, "plan": {"a": {"style": "sequence", "output": "shard(1)"}}}, r"same layout before and after"),
         ({"mesh": {"tp": 2}, "plan": {"a..b": "colwise"}}, r"empty segment"),
+        ({"placement": {"a": {}}}, r"'placement' requires 'mesh'"),
+        ({"mesh": {"tp": 2}, "placement": {"a": {"output": {"tp": "shard"}}}}, r"train.parallel.placement.a.output.tp[\s\S]*shard"),
         ({"mesh": {"pp": 2}}, r"the dimension pp of 'mesh' requires 'pipeline'"),
         ({"mesh": {"pp": 3}, "pipeline": PIPELINE}, r"3 stages require 2 layers in pipeline.split, got 1"),
         ({"mesh": {"pp": 2}, "pipeline": {**PIPELINE, "schedule": "zb"}}, r"train.parallel.pipeline.schedule[\s\S]*zb[\s\S]*1f1b"),
@@ -229,6 +231,7 @@ def test_pipeline_requires_equal_micro_batches() -> None:
         ("{layers.0.0: colwise}", "train.parallel.plan: the model fails with this plan"),
         ("{layers.0.0: {style: colwise, output: replicate}, layers.1.0: rowwise}", "train.parallel.plan: the model fails"),
         ("{layers.2: {style: sequence, input: shard(0)}}", "train.parallel.plan: the"),
+        ("{layers.0.0: colwise, layers.1.0: rowwise}, placement: {layers.0: {input: {dp: partial}}}", "placement.layers.0.input: the mesh"),
     ],
 )  # fmt: skip
 def test_plan_that_changes_the_model_is_refused_before_the_first_step(tmp_path: Path, plan: str, expected: str) -> None:

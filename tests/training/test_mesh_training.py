@@ -37,7 +37,7 @@ RUN = [
     "+hooks.loss={kind: loss, action: record}",
 ]
 MESHES = {
-    "tp": (2, f"{{mesh: {{tp: 2}}, {PLAN}}}"),
+    "tp": (2, f"{{mesh: {{tp: 2}}, {PLAN}, placement: {{layers.0: {{output: {{tp: 'shard(-1)'}}}}}}}}"),
     "ddp-tp": (4, f"{{mesh: {{dp: 2, tp: 2}}, {PLAN}}}"),
     "fsdp2-tp": (4, f"{{mesh: {{tp: 2, dp: 2}}, data: fsdp2, {PLAN}}}"),
     "tp4": (4, f"{{mesh: {{tp: 4}}, {PLAN}}}"),

@@ -193,6 +193,7 @@ class DataParallel(Strategy):
             sums_gradients=True,
             control=processes.control,
             mesh=self._mesh_of_tensors,
+            placement=parallel.placement,
             batches=len(data_ranks),
         )
 
@@ -200,7 +201,8 @@ class DataParallel(Strategy):
     def _mesh_of_tensors(self) -> DeviceMesh | None:
         """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
         names = tuple(name for name in self.parallel.sizes if name != "pp")
-        return self.mesh[names] if self.mesh is not None and (self.parallel.plan or self.parallel.experts) else None
+        is_divided = self.parallel.plan or self.parallel.experts or self.parallel.placement
+        return self.mesh[names] if self.mesh is not None and is_divided else None
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
