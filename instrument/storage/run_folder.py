@@ -301,7 +301,7 @@ class WorkerRunFolder:
         if not self._lock.acquire():
             message = "another process with the same rank writes to this folder"
             raise ConfigError(Problem(where, message, given=str(path)))
-        self.is_shared = announcement.check_shared(path, host)
+        self.is_shared = announcement.check_shared(path, host, record)
         if not self.is_shared:
             self._snapshot = Snapshot.take(path)
             try:
