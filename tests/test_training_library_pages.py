@@ -51,7 +51,7 @@ def test_structure_finds_the_modules_of_the_page(name: str, model: Callable[[], 
     for role, modules in table.items():
         names = {re.sub(r"\.\d+", ".N", layer.name.removeprefix("module.")) for layer in found[role]}
         listed = {each for each in modules if not re.fullmatch("w[a-z0-9]", each)}
-        assert {next(each for each in names if each.endswith(one)) for one in listed} == names, role
+        assert {next(each for each in names if f".{each}".endswith(f".{one}")) for one in listed} == names, role
         assert len(found[role]) in (1, 2, LAYERS, 2 * LAYERS + 1)
 
 
