@@ -107,17 +107,11 @@ class MeshCost(NamedTuple):
 def mesh_cost(
     forecast: Forecast, specs: Mapping[str, HookSpec], sizes: Mapping[str, int], *, shards: bool, reduces: bool
 ) -> MeshCost:
-    """Estimate the output of all processes from that of a single one, which has the same batches.
+    """Estimate the output of all processes of a mesh from that of a single one, which has the same batches.
 
-    A layer is in the processes of all dimensions except `pp`, and each of them records it. With `reduce: global`, one process writes
-    the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of modules are batch
-    shards over `dp`.
-
-    Args:
-        forecast: The cost of a single process.
-        sizes: The sizes of the dimensions `pp`, `dp` and `tp`; a missing one has size 1.
-        shards: Whether parameters are sharded over `dp` (`data: fsdp2`).
-        reduces: Whether `reduce` is `global`.
+    A layer is in the processes of all dimensions except `pp`, and each of them records it. If `reduce` is `global` (`reduces`), one
+    process writes the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of
+    modules are batch shards over `dp`. `shards`: `data` is `fsdp2`.
     """
     tensor_parallel, data_parallel = sizes.get("tp", 1), sizes.get("dp", 1)
     processes = data_parallel * tensor_parallel

@@ -89,16 +89,14 @@ class Strategy:
         Raises:
             ConfigError: The model has no parameters, or does not fit `train.parallel`.
         """
-        if self.parallel is not None and (self.parallel.plan or self.parallel.experts):
+        if self.parallel is not None and self.parallel.mesh:
+            from .pipeline import starts_of
             from .tensor_parallel import styles_of
 
-            sizes, layers = self.parallel.sizes, Layers.of(model)
+            layers, sizes, pipeline = Layers.of(model), self.parallel.sizes, self.parallel.pipeline
             styles_of(layers, sizes.get("tp", 1), self.parallel.plan)
             styles_of(layers, sizes.get("dp", 1), self.parallel.experts, EXPERTS)
-        if self.parallel is not None and self.parallel.pipeline is not None:
-            from .pipeline import starts_of
-
-            starts_of(Layers.of(model), self.parallel.pipeline.split)
+            starts_of(layers, () if pipeline is None else pipeline.split)
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
