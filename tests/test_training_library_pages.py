@@ -24,7 +24,13 @@ from instrument.plan.structure import find_structure
 GUIDES = REPOSITORY / "docs" / "guides"
 STEPS = 3
 NAMED = {
-    "hidden": {"layers": ["**.linear_fc1", "**.core_attention"], "kind": "forward", "action": "record", "path": "re:0?"}
+    "hidden": {
+        "layers": ["**.linear_fc1", "**.core_attention"],
+        "kind": "forward",
+        "action": "record",
+        "path": "re:0?",
+    },
+    "first": {"layers": "**.decoder.layers.0", "kind": "forward", "action": "record"},
 }
 
 
@@ -51,7 +57,7 @@ def test_structure_finds_the_modules_of_the_page(name: str, model: Callable[[], 
     for role, modules in table.items():
         names = {re.sub(r"\.\d+", ".N", layer.name.removeprefix("module.")) for layer in found[role]}
         listed = {each for each in modules if not re.fullmatch("w[a-z0-9]", each)}
-        assert {next(each for each in names if each.endswith(one)) for one in listed} == names, role
+        assert {next(each for each in names if f".{each}".endswith(f".{one}")) for one in listed} == names, role
         assert len(found[role]) in (1, 2, LAYERS, 2 * LAYERS + 1)
 
 
@@ -92,6 +98,7 @@ def test_lines_of_the_megatron_page_record_its_loop(tmp_path: Path) -> None:
     assert (run.coverage["fired"] == run.coverage["expected"]).all()
     assert run.metrics["step"].tolist() == [0, 1, 2]
     assert set(run.coverage.query("expected == 0")["hook"]) == {"queries_and_keys"}  # no scaled_dot_product_attention
+    assert set(run.stats.query("hook == 'first'")["layer"]) == {"0.module.decoder.layers.0"}
     rows = run.stats.query("hook == 'hidden' and layer.str.endswith('linear_fc1')")
     assert rows.groupby(["step", "layer"])["call"].agg(list).tolist() == [[0, 1]] * STEPS * LAYERS
 

@@ -30,14 +30,14 @@ from ..rules.requirements import check_rules
 from ..storage.folder_snapshot import REFUSED
 from ..storage.run_record import read_record
 from ..training.distributed.torchrun import is_rank_zero
-from ..training.sweeps.jobs import DONE, RUNNING, Sweep, SweepJob, recorded_overrides
+from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
 from ..training.sweeps.objective import read_objective, score_job
 from ..training.sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .import_without_gc import importing
 from .restarted_jobs import previous_attempt, restarted
 
-STOPPED = 3
+STOPPED_CODE = 3
 """The exit code of a run that a rule stopped."""
 
 
@@ -76,27 +76,31 @@ def job(config: DictConfig) -> float | None:
             show_plan(parsed, None)
             return None
         with importing():
-            from ..training.runner import run
+            from ..training.runner import Result, run
             from ..training.terminal import Terminal
 
         hydra: Any = HydraConfig.get()
         searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         overrides = read_overrides()
-        if folders.sweep is not None and resume is None and (earlier := previous_attempt(folders.folder, overrides)):
-            if earlier["status"] == DONE:  # only its result was lost
-                return score_job(objective, folders.folder, earlier["metrics"], searched=searched)
-            parsed, raw = restarted(parsed, raw, folders.folder)
-        label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
-        terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
-        make_report = report_writer(parsed, folders.folder)
-        result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides, make_report=make_report)
+        earlier = None
+        if folders.sweep is not None and resume is None:
+            earlier = previous_attempt(folders.folder, overrides)
+        if earlier is not None and earlier["status"] in ((DONE,) if searched else (DONE, STOPPED)):
+            result = Result(folders.folder, earlier["metrics"], earlier["error"])  # only its result was lost
+        else:
+            if earlier is not None:
+                parsed, raw = restarted(parsed, raw, folders.folder)
+            label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
+            terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
+            make_report = report_writer(parsed, folders.folder)
+            result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides, make_report=make_report)
         if result.is_pruned and is_search(hydra):
             score = worst_score(hydra)
         elif folders.sweep is not None:
             score = score_job(objective, folders.folder, result.metrics, searched=searched)
     if result.stopped is None or searched:  # a search continues with the score
         return score
-    raise JobFailedError(STOPPED, folders.folder) if folders.sweep is not None else SystemExit(STOPPED)
+    raise JobFailedError(STOPPED_CODE, folders.folder) if folders.sweep is not None else SystemExit(STOPPED_CODE)
 
 
 def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:

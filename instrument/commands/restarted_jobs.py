@@ -44,18 +44,11 @@ def restarted(config: RunConfig, raw: dict[str, Any], folder: Path) -> tuple[Run
 
 
 def archive(folder: Path, kept: Collection[str] = ()) -> None:
-    """Move the files of a job to `.aside/3.1`, `.aside/3.2`, ..., where they are not read as a run of the sweep.
-
-    Args:
-        kept: The names of files and subfolders that stay. Default: none, and the folder itself is moved.
-    """
-    above = folder.parent / PREVIOUS_ATTEMPTS
-    above.mkdir(exist_ok=True)
-    attempts = (above / f"{folder.name}.{attempt}" for attempt in count(1))
+    """Move the files of a job, except those with names in `kept`, to `.aside/3.1`, ..., where they are not read as a run."""
+    attempts = (folder.parent / PREVIOUS_ATTEMPTS / f"{folder.name}.{attempt}" for attempt in count(1))
     target = next(path for path in attempts if not path.exists())
-    if not kept:
-        folder.rename(target)
-        return
-    target.mkdir()
+    target.mkdir(parents=True)
     for path in [path for path in folder.iterdir() if path.name not in kept]:
         path.rename(target / path.name)
+    if not kept:
+        folder.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
@@ -88,15 +89,14 @@ class Forecast:
         return self.cost[name].seconds * self.cost[name].firings / steps / self.baseline_seconds
 
 
-@dataclass(frozen=True)
-class MeshCost:
+class MeshCost(NamedTuple):
     """The estimated output of all processes of a mesh.
 
     Attributes:
         rows: Rows in total.
         bytes: Bytes on disk in total. At most, because a row of a tensor parallel process may have a shard of the tensor.
         collectives: The number of collective operations for rows of all processes, in a step with scheduled hooks. Without those
-            for single tensors: partial ones, and statistics that need complete rows of shards.
+            for single tensors: partial ones, statistics that need complete rows of shards, and changes of shards.
     """
 
     rows: int
@@ -107,44 +107,32 @@ class MeshCost:
 def mesh_cost(
     forecast: Forecast, specs: Mapping[str, HookSpec], sizes: Mapping[str, int], *, shards: bool, reduces: bool
 ) -> MeshCost:
-    """Estimate the output of all processes from that of a single one, which has the same batches.
+    """Estimate the output of all processes of a mesh from that of a single one, which has the same batches.
 
-    A layer is in the processes of all dimensions except `pp`, and each of them records it. With `reduce: global`, one process writes
-    the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of modules are batch
-    shards over `dp`.
-
-    Args:
-        forecast: The cost of a single process.
-        sizes: The sizes of the dimensions `pp`, `dp` and `tp`; a missing one has size 1.
-        shards: Whether parameters are sharded over `dp` (`data: fsdp2`).
-        reduces: Whether `reduce` is `global`.
+    A layer is in the processes of all dimensions except `pp`, and each of them records it. If `reduce` is `global` (`reduces`), one
+    process writes the row for all of them, if the placement of the tensor is known. Recorded tensors are never merged: those of
+    modules are batch shards over `dp`. `shards`: `data` is `fsdp2`.
     """
-    tensor_parallel = sizes.get("tp", 1)
-    processes = sizes.get("dp", 1) * tensor_parallel
-    merged = {name for name, spec in specs.items() if reduces and _is_merged(spec, shards, sizes)}
+    tensor_parallel, data_parallel = sizes.get("tp", 1), sizes.get("dp", 1)
+    processes = data_parallel * tensor_parallel
     rows = size = 0
+    merged: list[HookSpec] = []  # whose rows are summed over the processes
     for name, spec in specs.items():
-        cost, copies = forecast.cost[name], 1 if name in merged else processes
-        tensor_copies = tensor_parallel if spec.definition.family == "module" else processes
+        cost, family = forecast.cost[name], spec.definition.family
+        is_parameter = family in ("parameter", "optimizer") and spec.tensor_role != "buffer"
+        is_equal = (
+            is_parameter and spec.definition.frequency == "step"
+        )  # in all processes that have the whole parameter
+        is_equal |= data_parallel == 1 and family in ("parameter", "loss")
+        is_part = family == "module" or (is_parameter and (shards or (tensor_parallel > 1 and is_equal)))
+        copies = 1 if reduces and (is_part or is_equal) else processes
+        tensor_copies = tensor_parallel if family == "module" else processes
         rows += (cost.rows - cost.tensor_rows) * copies + cost.tensor_rows * processes
         size += (cost.bytes - cost.tensor_bytes) * copies + cost.tensor_bytes * tensor_copies
+        merged += [spec] * is_part
     # The processes agree on the rows. Then they reduce maxima and sums, and gather the rest.
-    gathers = any(
-        isinstance(spec, RecordSpec) and (spec.tables or spec._uses_units)
-        for name, spec in specs.items()
-        if name in merged
-    )
+    gathers = any(isinstance(spec, RecordSpec) and (spec.tables or spec._uses_units) for spec in merged)
     return MeshCost(rows, size, (3 + gathers if merged else 1) if reduces and specs else 0)
-
-
-def _is_merged(spec: HookSpec, shards: bool, sizes: Mapping[str, int]) -> bool:
-    """Return whether rank 0 writes the rows of a spec for all processes, with `reduce: global`."""
-    family = spec.definition.family
-    if family == "module" or (shards and family == "parameter"):
-        return True
-    if sizes.get("tp", 1) > 1 and sizes.get("dp", 1) == 1 and family in ("loss", "parameter"):
-        return True  # all processes have the same batch
-    return spec.definition.frequency == "step" and spec.tensor_role != "buffer"
 
 
 @dataclass(frozen=True)

@@ -72,14 +72,16 @@ def plan_view(
 
 def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool) -> Text:
     """Return a line about the output of all processes of `train.parallel`."""
-    cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=parallel.data == "fsdp2", reduces=reduces)
+    shards = parallel.data == "fsdp2"
+    cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=shards, reduces=reduces)
     number = "each process" if parallel.size is None else f"{parallel.size} processes"
-    sizes = "".join(f" {name} {size}" for name, size in parallel.sizes.items())
-    text = f"on {number} ({parallel.data if parallel.size is None else sizes.strip()}): {cost.rows:,} rows, "
-    collectives = f"{cost.collectives} collective operations in each step with scheduled hooks"
-    return Text(
-        f"{text}at most {human_bytes(cost.bytes)}, {collectives if cost.collectives else 'no collective operations'}"
-    )
+    sizes = " ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or parallel.data
+    text = f"on {number} ({sizes}): {cost.rows:,} rows, at most {human_bytes(cost.bytes)}, {cost.collectives or 'no'}"
+    text += " collective operations for rows in each step with scheduled hooks"
+    changed = [spec.definition.family for spec in plan.specs.values() if isinstance(spec, InterventionSpec)]
+    if changed and ("tp" in parallel.sizes or (shards and {*changed} & {"parameter", "optimizer"})):
+        text += ", and others for each shard that hooks change"
+    return Text(text)
 
 
 def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:

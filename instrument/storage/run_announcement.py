@@ -24,8 +24,10 @@ class RunAnnouncement:
     """The announcement of one run. Each process creates one, at the same point of the program."""
 
     def __init__(self) -> None:
+        from torch.distributed import distributed_c10d  # only runs with several processes import PyTorch here
+
         self._run = f"instrument/{next(_runs)}"
-        self._store = _default_store()
+        self._store = distributed_c10d._get_default_store()
 
     def send(self, record: Mapping[str, Any]) -> None:
         """Announce on rank 0 that the run has begun, with the content of its run.json."""
@@ -41,10 +43,10 @@ class RunAnnouncement:
         host, record = json.loads(self._store.get(f"{self._run}/begun"))
         return host, record
 
-    def check_shared(self, folder: Path, host: str) -> bool:
-        """Return whether rank 0 on `host` uses this folder, and tell rank 0 if it does not."""
+    def check_shared(self, folder: Path, host: str, record: Mapping[str, Any]) -> bool:
+        """Return whether rank 0 on `host`, which announced `record`, uses this folder, and tell rank 0 if it does not."""
         deadline = time.monotonic() + (0.0 if host == socket.gethostname() else VISIBLE_TIMEOUT)
-        while not (is_shared := is_locked(folder)) and time.monotonic() < deadline:
+        while not (is_shared := is_locked(folder) or _has_ended(folder, record)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if not is_shared:
             self._store.set(f"{self._run}/separate", "")
@@ -58,8 +60,9 @@ class RunAnnouncement:
         return False
 
 
-def _default_store() -> Any:
-    """Return the store of the default process group. PyTorch is imported only by runs with several processes."""
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
+def _has_ended(folder: Path, record: Mapping[str, Any]) -> bool:
+    """Return whether a folder has the run of this record; rank 0 unlocks it at the end, maybe before another process begins."""
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "run.json").read_text())
+        return "rank" not in found and all(found.get(key) == record.get(key) for key in ("started", "resumed"))
+    return False

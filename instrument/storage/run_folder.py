@@ -301,7 +301,7 @@ class WorkerRunFolder:
         if not self._lock.acquire():
             message = "another process with the same rank writes to this folder"
             raise ConfigError(Problem(where, message, given=str(path)))
-        self.is_shared = announcement.check_shared(path, host)
+        self.is_shared = announcement.check_shared(path, host, record)
         if not self.is_shared:
             self._snapshot = Snapshot.take(path)
             try:
@@ -312,20 +312,19 @@ class WorkerRunFolder:
 
     def _begin_separately(self, record: dict[str, Any], rank: int, where: str, remote: str | None) -> None:
         """Write the run.json of a separate folder, unless another process of this machine wrote it."""
-        name, message, fix = f"rank {rank} on {socket.gethostname()}", "", ""
+        unseen = f"rank {rank} on {socket.gethostname()} does not see the folder of rank 0"
         if remote is None:
-            message = f"{name} does not see the folder of rank 0"
             option = f"set {REMOTE_KEY}=" if where == "hydra.run.dir" else "pass remote="
             fix = f"choose a folder that all machines share, or {option}'protocol://bucket/folder'"
-        elif remote != record["remote"]:
-            message = f"{name} would upload to {remote}, rank 0 to {record['remote']}"
+            raise ConfigError(Problem(where, unseen, given=str(self.path), fix=fix))
+        if remote != record["remote"]:
+            message = f"{unseen}, and would upload to {remote}, rank 0 to {record['remote']}"
             fix = "choose folders that have the same path below `runs` on all machines"
-        elif record["config"].get("train", {}).get("checkpoint", {}).get("every"):
-            where = "train.checkpoint.every"
-            message = f"checkpoints require a folder that all machines share, and {name} does not see that of rank 0"
-            fix = "choose a shared folder, or set train.checkpoint.every=0"
-        if message:
             raise ConfigError(Problem(where, message, given=str(self.path), fix=fix))
+        if every := record["config"].get("train", {}).get("checkpoint", {}).get("every"):
+            message = f"{unseen}, and checkpoints require a common folder"
+            fix = "choose a folder that all machines share, or set train.checkpoint.every=0"
+            raise ConfigError(Problem("train.checkpoint.every", message, given=every, fix=fix))
         if not (self.path / "run.json").exists():
             with suppress(FileNotFoundError):  # another process wrote it at the same time
                 write_json(self.path / "run.json", {**record, "shared_folder": False, "rank": rank})
@@ -346,12 +345,11 @@ class WorkerRunFolder:
                 reason = stop_reason()
                 end_if_running(self.path, **final_entries("done" if reason is None else "stopped", reason))
         except BaseException as error:
+            status: Status = "interrupted" if interrupt_behind(error) else "failed"
             if not self.is_shared and not has_started():
                 self._discard()
             elif not self.is_shared:
-                end_if_running(
-                    self.path, **final_entries("interrupted" if interrupt_behind(error) else "failed", error)
-                )
+                end_if_running(self.path, **final_entries(status, error))
             elif isinstance(error, RankError) and error.rank == 0 and not is_locked(self.path):
                 end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
             raise

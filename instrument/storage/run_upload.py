@@ -110,8 +110,7 @@ class RemoteCopy:
     def finish_ranks(self, exchange: Callable[[str | None], list[str | None]]) -> None:
         """Upload the remaining parts of all processes except rank 0, which uploads the final run.json afterwards.
 
-        Args:
-            exchange: Returns the arguments of all processes, which call it together.
+        `exchange` returns the arguments of all processes, which call it together.
         """
         failed = self._finish().failed if self._upload is not None and own_rank() else {}
         for rank, problem in enumerate(exchange(next(iter(failed.values()), None))):
@@ -121,10 +120,7 @@ class RemoteCopy:
                 )
 
     def readable_folder(self, *, is_shared: bool) -> Path:
-        """Return the folder with the rows of a finished run.
-
-        It is the remote folder if the upload is complete and keeps no local files, or other machines have other folders.
-        """
+        """Return the folder with all rows of a finished run: the remote one, if the upload is complete and local rows are missing."""
         if self.address is None or (self.keep_local and is_shared) or own_rank():
             return self.folder
         return self.folder if self._finish().failed else folder_at(self.address)

@@ -156,7 +156,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             or does not fit the shape of its tensors; the weights to load do not fit the model; or the model has no
             trainable parameter, except in `mode: forward`.
     """
-    strategy = strategy or Strategy()
+    strategy = strategy or Strategy(config.train.parallel)
     if problems := strategy.config_problems(config):
         raise ConfigError(*problems)
     device = choose_device(config.device)

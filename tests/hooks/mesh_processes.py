@@ -394,6 +394,35 @@ def evaluated(mesh: DeviceMesh) -> tuple[dict[str, str], list[str]]:
     return places(probe) if dist.get_rank() == 0 else {}, [*probe.events.query("rule == 'placement'")["message"]]
 
 
+COUNTED: dict[str, dict[str, Any]] = {
+    "loss": {"loss": {"kind": "loss", "action": "record"}},
+    "parameters": {"grads": {**RECORD, "kind": "parameter_grad"}, "weights": HOOKS["updates"]},
+    "outputs": {"seen": {**RECORD, "kind": "forward"}},
+    "units": {"seen": {**RECORD, "kind": "forward", "stats": ["default", "dead_fraction"]}},
+    "distributions": {"seen": {**RECORD, "kind": "forward", "histogram": 8}},
+}
+
+
+def collectives(model: nn.Module) -> dict[str, int]:
+    """Return by how many collective operations a step with scheduled hooks exceeds a step without, as the profiler counts them."""
+    found = {}
+    for name, hooks in COUNTED.items():
+        counts = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        scheduled = {hook: {**spec, "start": 2, "every": 2} for hook, spec in hooks.items()}
+        with instrument.attach(model, scheduled, optimizer=optimizer, reduce="global") as probe:
+            for step in range(4):
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+                    loss = F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).flatten())
+                    loss.backward()
+                    optimizer.step()
+                    probe.end_step(loss=loss)
+                events = profiler.key_averages()
+                counts.append(sum(event.count for event in events if event.key.startswith("c10d::")))
+        found[name] = counts[2] - counts[3]  # in its second step, DistributedDataParallel changes its buckets
+    return found
+
+
 def waits(mesh: DeviceMesh) -> list[bool]:
     """Return, with and without a hook on its values, whether the output of a row-wise layer is complete before it is used."""
     found = []
@@ -434,6 +463,14 @@ def on_two(folder: Path) -> dict[str, Any]:
     found["sp places"] = places(probe)
     train_block(MegatronBlock(full_block()), mesh=mesh, placement=MEGATRON, reduce="global", out=folder / "megatron")
     (found["eval"], found["eval events"]), found["waits"] = evaluated(mesh), waits(mesh)
+    sharded = create()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    replicated = nn.parallel.DistributedDataParallel(create())
+    found["collectives"] = {
+        "ddp": collectives(replicated),
+        "fsdp2": collectives(sharded),
+        "tp": collectives(tensor_parallel(mesh)),
+    }
     hook, model = (
         {"h": {"layers": "blocks.*", "kind": "forward", "action": "scale", "factor": 0.5}},
         tensor_parallel(mesh),

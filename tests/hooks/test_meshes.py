@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 from distributed_runs import matched, run_processes
-from mesh_processes import CHANGES, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
+from mesh_processes import CHANGES, COUNTED, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
+from instrument.config.parse import parse_hooks
 from instrument.hooks.mesh_layout import style_of
+from instrument.plan.cost import Cost, Forecast, mesh_cost
 from instrument.tables.statistics import STATISTICS
 
 KEYS = ["step", "micro_step", "phase", "hook", "layer", "kind", "role", "path", "call", "backward"]
@@ -292,3 +294,14 @@ def test_errors_of_placements_are_reported_before_the_first_step(programs: Progr
         assert "input, output, weight, bias" in found["tensor"]
         assert "pattern matches no module" in found["layer"]
         assert "the model has no device mesh" in found["mesh"]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2", "tp"])
+def test_plan_predicts_the_collectives_of_a_step(programs: Programs, parallel: str) -> None:
+    sizes = {"tp" if parallel == "tp" else "dp": 2}
+    predicted = {}
+    for name, hooks in COUNTED.items():
+        forecast = Forecast(dict.fromkeys(hooks, Cost(1, 1, 1, 0.0)), 1.0, 1.0)
+        cost = mesh_cost(forecast, parse_hooks(hooks), sizes, shards=parallel == "fsdp2", reduces=True)
+        predicted[name] = cost.collectives
+    assert [result["collectives"][parallel] for result in programs["tp"]] == [predicted] * 2

@@ -103,7 +103,7 @@ def test_git_revision_is_the_commit_with_a_dirty_flag(tmp_path: Path, monkeypatc
 def announced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RunFolder]:
     """The folder of rank 0 on another host, which has announced its run to rank 1."""
     store = dist.HashStore()
-    monkeypatch.setattr(run_announcement, "_default_store", lambda: store)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     monkeypatch.setattr(run_announcement, "_runs", itertools.repeat(0))
     monkeypatch.setattr(run_announcement, "VISIBLE_TIMEOUT", 0.1)
     monkeypatch.setattr(run_folder, "RANK_0_TIMEOUT", 0.1)
@@ -122,6 +122,15 @@ def test_folder_on_a_shared_file_system_has_one_record(announced: RunFolder) -> 
     with worker.recording(has_started=lambda: True):
         pass
     assert read(announced.path) == before
+
+
+def test_process_that_begins_after_the_end_of_rank_0_shares_its_folder(announced: RunFolder, tmp_path: Path) -> None:
+    announced.finish("done")
+    assert WorkerRunFolder(announced.path, 1).is_shared
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text(json.dumps({**read(announced.path), "resumed": [{"at": "2020"}]}))
+    with pytest.raises(ConfigError, match="does not see the folder of rank 0"):
+        WorkerRunFolder(tmp_path / "other", 1)
 
 
 @pytest.mark.parametrize("error", [None, ValueError("no luck"), KeyboardInterrupt()])

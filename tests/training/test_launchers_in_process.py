@@ -118,6 +118,24 @@ def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monk
     assert [path.name for path in Path("out/.aside").glob("*")] == ([] if every else ["0.1"])
 
 
+def test_job_that_a_rule_stopped_is_not_repeated(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_jobs, launched = joblib.Parallel.__call__, []
+
+    def run_twice(parallel: joblib.Parallel, jobs: Any) -> Any:
+        launched.extend(jobs)
+        run_jobs(parallel, launched)
+        return run_jobs(parallel, launched)
+
+    monkeypatch.setattr(joblib.Parallel, "__call__", run_twice)
+    rule = "+rules.late={watch: metrics, stat: loss, above: 0, then: stop}"
+    checkpoints = ("train.steps=5", "train.checkpoint.every=1")
+    cli("-m", *TINY[:3], *checkpoints, rule, "seed=1,2", "hydra.sweep.dir=out", *IN_PROCESS).expect(3)
+    run = instrument.load("out")
+    assert list(run.runs.status) == ["stopped", "stopped"]
+    assert not [info for info in run.infos if "resumed" in info]
+    assert set(run.metrics["step"]) == {0}
+
+
 def test_other_job_in_the_same_folder_is_refused(cli: Cli) -> None:
     answer = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out", "hydra.sweep.subdir=same").expect(2)
     assert "the folder already contains a run" in answer.err

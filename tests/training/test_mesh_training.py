@@ -188,7 +188,30 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
     ):
         answer = cli(*RUN, f"train.parallel={parallel}", "plan=true").expect(0)
         assert f"{expected}" in " ".join(answer.out.split())
-        assert "no collective operations" in answer.out
+        assert "no collective operations for rows" in " ".join(answer.out.split())
+        assert "that hooks change" not in answer.out
+    change = "+hooks.half={layers: '**', kind: parameter_grad, action: scale, factor: 0.5}"
+    answer = cli(*RUN, change, "train.parallel=fsdp2", "reduce=global", "plan=true").expect(0)
+    expected = "4 collective operations for rows in each step with scheduled hooks, and others for each shard that hooks change"
+    assert expected in " ".join(answer.out.split())
     assert not Path("runs").exists()
     answer = cli(*RUN, f"train.parallel={PIPELINES['1f1b'][1]}", "reduce=global", "plan=true").expect(2)
     assert "reduce" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        ("{mesh: {tp: 2}, plan: {layer.0: colwise}}", "train.parallel.plan: this pattern matches no module"),
+        ("{mesh: {tp: 3}, plan: {layers.0.0: colwise}}", "plan.layers.0.0: out_features of layer layers.0.0"),
+        ("{mesh: {pp: 2}, pipeline: {split: [layer.1]}}", "train.parallel.pipeline.split: this pattern matches no"),
+        (
+            "{mesh: {dp: 2}, experts: {expert: {_target_: distributed_models.ExpertParallel}}}",
+            "train.parallel.experts: this pattern matches no",
+        ),
+    ],
+)
+def test_plan_checks_the_modules_of_a_mesh(parallel: str, expected: str) -> None:
+    _, raw = compose(*RUN, f"train.parallel={parallel}", "plan=true")
+    with pytest.raises(instrument.ConfigError, match=expected):
+        prepare(parse_config(raw))

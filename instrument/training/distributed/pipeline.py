@@ -112,6 +112,14 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     return trace
 
 
+def starts_of(layers: Layers, split: Sequence[str]) -> list[nn.Module]:
+    """Return the layers at which stages begin. Raise ConfigError if one does not exist."""
+    named = {name: layer.module for layer in layers for name in layer.names}
+    if missing := [name for name in split if name not in named]:
+        raise ConfigError(no_such_layer(missing[0], layers, WHERE))
+    return [named[name] for name in split]
+
+
 class Pipeline:
     """The stage of this process.
 
@@ -133,10 +141,7 @@ class Pipeline:
         self._received: Tensor | None = None
         self._sent = torch.empty(0)
         layers = Layers.of(model)
-        named = {name: layer.module for layer in layers for name in layer.names}
-        if missing := [name for name in config.split if name not in named]:
-            raise ConfigError(no_such_layer(missing[0], layers, WHERE))
-        starts = [named[name] for name in config.split]
+        starts = starts_of(layers, config.split)
         trace = _trace(model, starts, loss)
         self._edges = [tensor.detach().contiguous().requires_grad_() for tensor in trace.sent]
         self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}

@@ -28,6 +28,7 @@ from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...plan.hook_plan import HookPlan
+from ...plan.modules import Layers
 from ...probe.collectives import Ranks
 from ...runtime.own_collectives import own_collectives
 from ...tasks.base import WeightedMean
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
     from .process_group import Number, Processes
 
+EXPERTS = "train.parallel.experts"
+
 
 class Strategy:
     """Training in a single process; base class of the distributed strategies.
@@ -52,6 +55,7 @@ class Strategy:
         ranks: Description of the ranks for the probe; None for a single process.
         processes: Processes of the run; None for a single process.
         mesh: The mesh of the processes; None if no parameter is sharded.
+        parallel: The configuration of several processes, which a single one checks for a plan (`plan=true`); None for a single process.
         pipeline: The stage of this process, after `shard`; None if each process has all layers.
         needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
     """
@@ -60,9 +64,11 @@ class Strategy:
     batch_shard = FULL_BATCH
     ranks: Ranks | None = None
     processes: Processes | None = None
-    parallel: ParallelConfig | None = None
     mesh: DeviceMesh | None = None
     pipeline: Pipeline | None = None
+
+    def __init__(self, parallel: ParallelConfig | None = None) -> None:
+        self.parallel = parallel
 
     @property
     def saves_state(self) -> bool:
@@ -83,6 +89,14 @@ class Strategy:
         Raises:
             ConfigError: The model has no parameters, or does not fit `train.parallel`.
         """
+        if self.parallel is not None and self.parallel.mesh:
+            from .pipeline import starts_of
+            from .tensor_parallel import styles_of
+
+            layers, sizes, pipeline = Layers.of(model), self.parallel.sizes, self.parallel.pipeline
+            styles_of(layers, sizes.get("tp", 1), self.parallel.plan)
+            styles_of(layers, sizes.get("dp", 1), self.parallel.experts, EXPERTS)
+            starts_of(layers, () if pipeline is None else pipeline.split)
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
@@ -227,7 +241,7 @@ class DataParallel(Strategy):
         if self.mesh is not None and self.parallel.experts:
             from .tensor_parallel import parallelize
 
-            parallelize(model, self.mesh["dp"], self.parallel.experts, loss, where="train.parallel.experts")
+            parallelize(model, self.mesh["dp"], self.parallel.experts, loss, where=EXPERTS)
         if self.mesh is not None and self.parallel.pipeline is not None:
             from .pipeline import Pipeline
 

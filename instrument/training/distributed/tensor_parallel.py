@@ -91,7 +91,7 @@ def parallelize(
         ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
             divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
     """
-    styles = _styles(Layers.of(model), mesh, plan, where)
+    styles = styles_of(Layers.of(model), mesh.size(), plan, where)
     expected = effect_of(model, loss)
     for module, style in styles:
         parallelize_module(module, mesh, style)
@@ -105,9 +105,10 @@ def parallelize(
         _check_same(expected if where == WHERE else expected._replace(norms=found.norms), found, plan, where)
 
 
-def _styles(
-    layers: Layers, mesh: DeviceMesh, plan: Mapping[str, LayerStyle | Target], key: str
+def styles_of(
+    layers: Layers, size: int, plan: Mapping[str, LayerStyle | Target], key: str = WHERE
 ) -> list[tuple[nn.Module, ParallelStyle]]:
+    """Return the modules of a plan for `size` processes, and their styles. Raise ConfigError for a plan that does not fit the model."""
     problems: list[Problem] = []
     found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
     for pattern, entry in plan.items():
@@ -122,7 +123,7 @@ def _styles(
                 problems.append(Problem(where, f"layer {layer.label} has another style by {other[2]!r}", given=pattern))
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
-            problems += [each for layer in matched if (each := _misfit(layer, layers, entry, mesh.size(), where))][:1]
+            problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, where))][:1]
     if problems:
         raise ConfigError(*problems)
     return [(module, style) for module, style, _ in found.values()]
