@@ -2,8 +2,8 @@
 
 Operators are matched by part, layer, name, output and shape, if both runs have equally many of these: a compiler changes their order. The
 others are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape, and of the
-layer if both runs have it. So a run in which some operators are missing is compared at the others. For
-runs with different numbers of processes, see `process_relations`.
+layer if both runs have it. So a run in which some operators are missing is compared at the others. Operators of compiled code are matched
+also by their line. For runs with different numbers of processes, see `process_relations`.
 """
 
 from __future__ import annotations
@@ -232,15 +232,22 @@ def _matched(one: pd.DataFrame, other: pd.DataFrame) -> list[tuple[int, int]]:
     both = pd.concat([one, other])
     is_shared = both["layer"].isin({*one["layer"].dropna()} & {*other["layer"].dropna()})
     both["matched_layer"] = both["layer"].astype(object).where(is_shared, "*")
-    keys = both.groupby([*_KEY]).ngroup().to_numpy()
-    sides = keys[: len(one)], keys[len(one) :]
-    counts = [np.bincount(side, minlength=int(keys.max()) + 1) for side in sides]
-    are_as_many = (counts[0] == counts[1]) & (np.bincount(keys, is_shared) > 0)
-    regular = [np.flatnonzero(are_as_many[side]) for side in sides]
-    ordered = [at[np.argsort(side[at], kind="stable")] for at, side in zip(regular, sides, strict=True)]
-    rest = [np.flatnonzero(~are_as_many[side]) for side in sides]
-    found = common_subsequence(*(side[at].astype(np.int64) for side, at in zip(sides, rest, strict=True)))
-    pairs = [*zip(*ordered, strict=True), *((rest[0][i], rest[1][j]) for i, j in found)]
+    pairs: list[tuple[int, int]] = []
+    rest = np.arange(len(one)), np.arange(len(other))
+    # A compiler leaves operators out, and changes the order of the others.
+    is_compiled = bool(both["inputs"].isna().any())
+    columns = ([*_KEY, "source"], [*_KEY])[not is_compiled :]
+    every = [both.groupby(each, dropna=False).ngroup().to_numpy().astype(np.int64) for each in columns]
+    for keys in every:
+        sides = keys[: len(one)], keys[len(one) :]
+        counts = [np.bincount(side[at], minlength=keys.max() + 1) for side, at in zip(sides, rest, strict=True)]
+        are_as_many = (counts[0] == counts[1]) & (np.bincount(keys, is_shared) > 0)
+        regular = [at[are_as_many[side[at]]] for side, at in zip(sides, rest, strict=True)]
+        ordered = [at[np.argsort(side[at], kind="stable")] for side, at in zip(sides, regular, strict=True)]
+        pairs += zip(*ordered, strict=True)
+        rest = rest[0][~are_as_many[sides[0][rest[0]]]], rest[1][~are_as_many[sides[1][rest[1]]]]
+    found = common_subsequence(every[0][: len(one)][rest[0]], every[0][len(one) :][rest[1]])
+    pairs += [(rest[0][i], rest[1][j]) for i, j in found]
     return sorted((int(i), int(j)) for i, j in pairs)
 
 
