@@ -304,32 +304,24 @@ def _is_cancelled(both: pd.DataFrame, at: int, unit: float) -> bool:
 
 def summary(differences: OperatorDifferences) -> Iterator[str]:
     """Yield the result of the comparison of operators. Lines after the first one are indented."""
-    first, above = differences.first, differences.above
+    first, above, relations = differences.first, differences.above, differences.relations
     outputs = f"{differences.compared:,} outputs of operators"
     verdict = "WITHIN THE TOLERANCE" if above is None else "DIFFERENT"
-    if first is None:
-        if differences.relations is None:
-            yield f"EQUAL BITS: {outputs} are equal"
-        else:
-            yield f"{verdict}: {outputs} follow a relation of the processes"
-    elif differences.relations is not None:
-        yield f"{verdict}: the first operator that differs between the processes is {_place(first)}"
-        yield from (f"  {line}" for line in first.reason.splitlines())
-    else:
-        yield f"{verdict}: the first operator that differs is {_place(first)}"
+    if first is not None:
+        yield f"{verdict}: the first operator that differs{'' if relations is None else ' between the processes'} is {_place(first)}"
         yield from (f"  {line}" for line in _details(first))
-        if above is None:
-            yield f"  {differences.different:,} of {outputs} have other bits"
-        elif above.before != first.before or above.a["step"] != first.a["step"]:
-            yield f"  the first one above the tolerance is {_place(above)}"
-            yield from (f"    {line}" for line in _details(above))
-    if differences.relations is not None:
-        counts = differences.relations["relation"].value_counts()
-        yield from (
-            f"  {counts[relation]:,}: {relation or 'no relation'}"
-            for relation in (*RELATIONS, "")
-            if relation in counts
-        )
+    elif relations is None:
+        yield f"EQUAL BITS: {outputs} are equal"
+    else:
+        yield f"{verdict}: {outputs} follow a relation of the processes"
+    if relations is not None:
+        counts = relations["relation"].value_counts()
+        yield from (f"  {counts[each]:,}: {each or 'no relation'}" for each in (*RELATIONS, "") if each in counts)
+    elif first is not None and above is None:
+        yield f"  {differences.different:,} of {outputs} have other bits"
+    elif first is not None and above is not None and (above.before, above.a["step"]) != (first.before, first.a["step"]):
+        yield f"  the first one above the tolerance is {_place(above)}"
+        yield from (f"    {line}" for line in _details(above))
     if differences.left_out:
         yield f"  not compared: {differences.left_out} later steps, since the optimizer divides, which can amplify rounding"
     for name, count in zip("AB", differences.unmatched, strict=True):
@@ -338,6 +330,9 @@ def summary(differences: OperatorDifferences) -> Iterator[str]:
 
 
 def _details(one: OperatorDifference) -> Iterator[str]:
+    if one.reason:
+        yield from one.reason.splitlines()
+        return
     if one.a["dtype"] != one.b["dtype"]:
         yield f"dtypes {one.a['dtype']} and {one.b['dtype']}"
     a, b = one.a[one.statistic], one.b[one.statistic]
