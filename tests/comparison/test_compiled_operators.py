@@ -59,7 +59,9 @@ class Cached(nn.Module):
 
 
 def cached() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(16, 16), Cached(), nn.Linear(16, 4)), torch.randn(8, 16)
+    return nn.Sequential(
+        nn.Linear(16, 16), Cached(), nn.Tanh(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 4)
+    ), torch.randn(8, 16)
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
@@ -105,7 +107,7 @@ def decomposed(operator: Any, function: Callable[..., Any]) -> Iterator[None]:
 def test_equal_computations_differ_only_by_rounding(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     operators, compiled, text = eager_and_compiled(make)
     assert operators.above is None, text
-    assert operators.compared > 15
+    assert operators.compared > 20
     assert operators.different > 0  # Inductor rounds in another order
     rows = compiled.operators
     fused = rows[rows["operator"].isin(["aten.relu.default", "aten.gelu.default"])]
