@@ -150,27 +150,18 @@ class ForeignFolder(RunFiles):
                 where, text = f"{self.path}: {entry.label}", str(error).partition("\n")[0]
                 fix = f"leave it out with null, or correct its dims, in {NAMES_FILE}"
                 raise ConfigError(Problem(where, f"cannot be read: {text}", fix=fix)) from error
-            moment = (entry.step, 0, 0, self.phase, 0)
-            place = ("dump", entry.layer, entry.module_type, KIND_OF_ROLE[entry.role], entry.role, entry.path)
-            shape, dtype = [*tensor.shape], str(tensor.dtype).removeprefix("torch.")
-            row = (*moment, *place, entry.call, 0, False, "", "", "global", dtype, shape, shape)
+            about = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
+            known = self._row(entry) | about | {"source_shape": about["shape"]}
+            row = tuple(known[key] for key in TABLES[name].plain_schema.names[:-2])  # all columns before the values
             flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0, device="cpu")
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
     def _row(self, entry: Entry) -> dict[str, Any]:
-        moment = {"step": entry.step, "micro_step": 0, "epoch": 0, "phase": self.phase, "rank": 0, "backward": 0}
-        kind, place = KIND_OF_ROLE[entry.role], entry._asdict()
-        known = {name: place[name] for name in ("layer", "module_type", "role", "path", "call")}
-        return {
-            **moment,
-            **known,
-            "hook": "dump",
-            "kind": kind,
-            "recompute": False,
-            "mesh": "",
-            "placement": "",
-            "scope": "global",
-        }
+        """Return the columns that `tensors` and `stats` have in common."""
+        place = {name: getattr(entry, name) for name in ("step", "layer", "module_type", "role", "path", "call")}
+        place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
+        zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)
+        return place | zeros | {"recompute": False, "mesh": "", "placement": ""}
 
     def run(self) -> Run:
         """Return the tensors as a run."""

@@ -2,8 +2,8 @@
 
 Operators are matched by part, layer, name, output and shape, if both runs have equally many of these: a compiler changes their order. The
 others are matched in the order in which they ran, by the longest common subsequence of part, name, output and shape, and of the
-layer if both runs have it. So a run in which some operators are missing is compared at the others. For
-runs with different numbers of processes, see `process_relations`.
+layer if both runs have it. So a run in which some operators are missing is compared at the others. Operators of compiled code are matched
+also by their line. For runs with different numbers of processes, see `process_relations`.
 """
 
 from __future__ import annotations
@@ -232,15 +232,22 @@ def _matched(one: pd.DataFrame, other: pd.DataFrame) -> list[tuple[int, int]]:
     both = pd.concat([one, other])
     is_shared = both["layer"].isin({*one["layer"].dropna()} & {*other["layer"].dropna()})
     both["matched_layer"] = both["layer"].astype(object).where(is_shared, "*")
-    keys = both.groupby([*_KEY]).ngroup().to_numpy()
-    sides = keys[: len(one)], keys[len(one) :]
-    counts = [np.bincount(side, minlength=int(keys.max()) + 1) for side in sides]
-    are_as_many = (counts[0] == counts[1]) & (np.bincount(keys, is_shared) > 0)
-    regular = [np.flatnonzero(are_as_many[side]) for side in sides]
-    ordered = [at[np.argsort(side[at], kind="stable")] for at, side in zip(regular, sides, strict=True)]
-    rest = [np.flatnonzero(~are_as_many[side]) for side in sides]
-    found = common_subsequence(*(side[at].astype(np.int64) for side, at in zip(sides, rest, strict=True)))
-    pairs = [*zip(*ordered, strict=True), *((rest[0][i], rest[1][j]) for i, j in found)]
+    pairs: list[tuple[int, int]] = []
+    rest = np.arange(len(one)), np.arange(len(other))
+    # A compiler leaves operators out, and changes the order of the others.
+    is_compiled = bool(both["inputs"].isna().any())
+    columns = ([*_KEY, "source"], [*_KEY])[not is_compiled :]
+    every = [both.groupby(each, dropna=False).ngroup().to_numpy().astype(np.int64) for each in columns]
+    for keys in every:
+        sides = keys[: len(one)], keys[len(one) :]
+        counts = [np.bincount(side[at], minlength=keys.max() + 1) for side, at in zip(sides, rest, strict=True)]
+        are_as_many = (counts[0] == counts[1]) & (np.bincount(keys, is_shared) > 0)
+        regular = [at[are_as_many[side[at]]] for side, at in zip(sides, rest, strict=True)]
+        ordered = [at[np.argsort(side[at], kind="stable")] for side, at in zip(sides, regular, strict=True)]
+        pairs += zip(*ordered, strict=True)
+        rest = rest[0][~are_as_many[sides[0][rest[0]]]], rest[1][~are_as_many[sides[1][rest[1]]]]
+    found = common_subsequence(every[0][: len(one)][rest[0]], every[0][len(one) :][rest[1]])
+    pairs += [(rest[0][i], rest[1][j]) for i, j in found]
     return sorted((int(i), int(j)) for i, j in pairs)
 
 
@@ -297,32 +304,24 @@ def _is_cancelled(both: pd.DataFrame, at: int, unit: float) -> bool:
 
 def summary(differences: OperatorDifferences) -> Iterator[str]:
     """Yield the result of the comparison of operators. Lines after the first one are indented."""
-    first, above = differences.first, differences.above
+    first, above, relations = differences.first, differences.above, differences.relations
     outputs = f"{differences.compared:,} outputs of operators"
     verdict = "WITHIN THE TOLERANCE" if above is None else "DIFFERENT"
-    if first is None:
-        if differences.relations is None:
-            yield f"EQUAL BITS: {outputs} are equal"
-        else:
-            yield f"{verdict}: {outputs} follow a relation of the processes"
-    elif differences.relations is not None:
-        yield f"{verdict}: the first operator that differs between the processes is {_place(first)}"
-        yield from (f"  {line}" for line in first.reason.splitlines())
-    else:
-        yield f"{verdict}: the first operator that differs is {_place(first)}"
+    if first is not None:
+        yield f"{verdict}: the first operator that differs{'' if relations is None else ' between the processes'} is {_place(first)}"
         yield from (f"  {line}" for line in _details(first))
-        if above is None:
-            yield f"  {differences.different:,} of {outputs} have other bits"
-        elif above.before != first.before or above.a["step"] != first.a["step"]:
-            yield f"  the first one above the tolerance is {_place(above)}"
-            yield from (f"    {line}" for line in _details(above))
-    if differences.relations is not None:
-        counts = differences.relations["relation"].value_counts()
-        yield from (
-            f"  {counts[relation]:,}: {relation or 'no relation'}"
-            for relation in (*RELATIONS, "")
-            if relation in counts
-        )
+    elif relations is None:
+        yield f"EQUAL BITS: {outputs} are equal"
+    else:
+        yield f"{verdict}: {outputs} follow a relation of the processes"
+    if relations is not None:
+        counts = relations["relation"].value_counts()
+        yield from (f"  {counts[each]:,}: {each or 'no relation'}" for each in (*RELATIONS, "") if each in counts)
+    elif first is not None and above is None:
+        yield f"  {differences.different:,} of {outputs} have other bits"
+    elif first is not None and above is not None and (above.before, above.a["step"]) != (first.before, first.a["step"]):
+        yield f"  the first one above the tolerance is {_place(above)}"
+        yield from (f"    {line}" for line in _details(above))
     if differences.left_out:
         yield f"  not compared: {differences.left_out} later steps, since the optimizer divides, which can amplify rounding"
     for name, count in zip("AB", differences.unmatched, strict=True):
@@ -331,6 +330,9 @@ def summary(differences: OperatorDifferences) -> Iterator[str]:
 
 
 def _details(one: OperatorDifference) -> Iterator[str]:
+    if one.reason:
+        yield from one.reason.splitlines()
+        return
     if one.a["dtype"] != one.b["dtype"]:
         yield f"dtypes {one.a['dtype']} and {one.b['dtype']}"
     a, b = one.a[one.statistic], one.b[one.statistic]

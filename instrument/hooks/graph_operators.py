@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from math import prod
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 
 from .operator_schemas import RECORD_OPERATOR, file_shown, operator_schema
 
@@ -26,13 +26,8 @@ _SEGMENT = re.compile(r"\w+")
 _graphs = count()
 
 
-class _OtherGraphs(TorchFunctionMode):
+class _OtherGraphs(BaseTorchFunctionMode):
     """Makes the compiler use other graphs inside a block than outside of it, because it guards the active modes."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -169,14 +169,9 @@ class OperatorMode(TorchDispatchMode):
             self._add_row(number, operator, inputs, index, tensor, location._replace(layer=layer))
 
     def _add_of_graph(self, location: _Location, value: Tensor, *about: Any) -> None:
-        """Add a row for the result of an operator of a graph.
+        """Add a row for the result of an operator of a graph, given the arguments of `RECORD_OPERATOR` and where the graph is called.
 
         The results of a graph arrive in any order, but once in each call.
-
-        Args:
-            location: Where the graph is called.
-            value: The result.
-            about: The other arguments of `RECORD_OPERATOR`. `path` is the name of the module inside the one whose code is compiled.
         """
         name, is_backward, path, source, output, is_random, graph, index, count = about
         first, known = self._graphs.get(graph, (0, {index}))

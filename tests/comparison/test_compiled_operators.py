@@ -50,6 +50,20 @@ def convolutions() -> tuple[nn.Module, Tensor]:
     return nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.GroupNorm(2, 8), nn.Hardswish()), torch.randn(4, 3, 12, 12)
 
 
+class Cached(nn.Module):
+    """Concatenates with an empty tensor, which a compiler leaves out, as the cache of a transformer does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.cat([x.new_empty(0), x * 3], 0)
+        return kept + torch.cat([-kept[:, 8:], kept[:, :8]], -1).exp()
+
+
+def cached() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(
+        nn.Linear(16, 16), Cached(), nn.Tanh(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 4)
+    ), torch.randn(8, 16)
+
+
 def transformer() -> tuple[nn.Module, Tensor]:
     model = nn.Sequential(nn.Embedding(20, 16), Attention(), Attention(), nn.RMSNorm(16), nn.Linear(16, 20))
     return model, torch.randint(0, 20, (2, 6))
@@ -89,7 +103,7 @@ def decomposed(operator: Any, function: Callable[..., Any]) -> Iterator[None]:
     decomposition.fast_random_decomps.cache_clear()
 
 
-@pytest.mark.parametrize("make", [perceptron, convolutions, transformer])
+@pytest.mark.parametrize("make", [perceptron, convolutions, transformer, cached])
 def test_equal_computations_differ_only_by_rounding(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     operators, compiled, text = eager_and_compiled(make)
     assert operators.above is None, text
