@@ -9,10 +9,8 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -337,32 +335,6 @@ def hidden(mesh: DeviceMesh, by: str, declared: str | None = None) -> str:
     return next(iter(places(probe).values()))
 
 
-def counted(name: str, function: Callable[..., Any], found: list[list[str]]) -> Callable[..., Any]:
-    """Return a function that adds its name to the last list, and calls another one."""
-
-    def call(*given: Any, **named: Any) -> Any:
-        found[-1].append(name)
-        return function(*given, **named)
-
-    return call
-
-
-def collectives(mesh: DeviceMesh, hooks: Mapping[str, Any]) -> list[list[str]]:
-    """Return the collective operations for the rows of each step."""
-    found: list[list[str]] = []
-    with ExitStack() as patched:
-        for name in ("all_reduce", "gather", "all_gather_object"):
-            patched.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name), found)))
-        model = tensor_parallel(mesh)
-        with instrument.attach(model, hooks, reduce="global") as probe:
-            for step in range(STEPS):
-                found.append([])
-                model(batch(step)).square().mean().backward()
-                probe.end_step()
-                found.append([])
-    return found[::2]
-
-
 def message(model: nn.Module, hooks: Mapping[str, Any], **options: Any) -> str:
     """Return the error of `attach`."""
     try:
@@ -478,8 +450,6 @@ def on_two(folder: Path) -> dict[str, Any]:
     block = {"blocks.*": {"output": {"tp": "replicate"}}}
     found["hidden"] = {by: hidden(mesh, by) for by in ("", "frozen", "checkpoint", "function")}
     found["dimensions"] = [hidden(mesh, "", declared) for declared in ("shard(2)", "shard(-3)")]
-    plain = {"seen": {**RECORD, "kind": "forward"}}
-    found["collectives"] = [collectives(mesh, hooks) for hooks in (plain, {"seen": {**plain["seen"], "histogram": 8}})]
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "other"))["other"]
     found["refused"] = {
         "budget": message(

@@ -225,9 +225,8 @@ def test_declared_dimension_that_does_not_exist_is_reported(programs: Programs) 
 
 def test_number_of_collective_operations_of_a_step(programs: Programs) -> None:
     for result in programs["tp"]:
-        plain, with_histogram = result["collectives"]
-        assert plain == [["all_reduce"] * 3] * STEPS
-        assert with_histogram == [[*["all_reduce"] * 3, "gather"]] * STEPS
+        counts = result["collectives"]["tp"]
+        assert (counts["outputs"], counts["distributions"]) == (3, 4)  # an agreement, a maximum, a sum; a gather
 
 
 def test_hook_waits_for_a_collective_result_that_it_reads(programs: Programs) -> None:
