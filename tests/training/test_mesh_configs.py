@@ -70,6 +70,20 @@ def test_mesh_of_another_number_of_processes_is_refused() -> None:
         choose_strategy(config({"mesh": {"dp": 2, "tp": 2}, "plan": PLAN}), group)
 
 
+def test_failure_of_one_process_is_exchanged_before_parameters_are_sent() -> None:
+    """Otherwise the other processes would wait for the parameters of that process."""
+
+    def exchange(value: object) -> None:
+        raise RuntimeError("rank 1 failed")
+
+    strategy = object.__new__(DataParallel)  # There is no process group.
+    strategy.parallel = ParallelConfig(mesh={"tp": 2}, plan={"layers.1": "rowwise"})
+    strategy.mesh = {"tp": None}  # type: ignore[assignment]
+    strategy.processes = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        strategy.shard(Model(), lambda: None)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -218,19 +218,19 @@ class DataParallel(Strategy):
         return problems + pipeline_problems(config)
 
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
-        if self.mesh is not None and self.parallel.plan:
-            from .tensor_parallel import parallelize
+        if self.mesh is None:
+            return False
+        for name, key, styles in (("tp", "plan", self.parallel.plan), ("dp", "experts", self.parallel.experts)):
+            if styles:
+                from .tensor_parallel import parallelize
 
-            parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
-        if self.mesh is not None and self.parallel.experts:
-            from .tensor_parallel import parallelize
-
-            parallelize(model, self.mesh["dp"], self.parallel.experts, loss, where="train.parallel.experts")
-        if self.mesh is not None and self.parallel.pipeline is not None:
+                self.processes.exchange(None)  # A process that failed would not send its parameters.
+                parallelize(model, self.mesh[name], styles, loss, where=f"train.parallel.{key}")
+        if self.parallel.pipeline is not None:
             from .pipeline import Pipeline
 
             self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss)
-        return self.mesh is not None
+        return True
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
         if self.mesh is not None:
