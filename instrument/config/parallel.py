@@ -97,9 +97,9 @@ class ParallelConfig(Spec):
         for name in value or ():
             if name == "cp":
                 message = (
-                    "'cp': PyTorch has context parallel attention for CUDA only, and the runner does not support it"
+                    "'cp': context_parallel of PyTorch has no attention kernel for CPU and fails there with is_causal"
                 )
-                raise ValueError(f"{message}; use it in your own loop, with instrument.attach")
+                raise ValueError(f"{message}; call it in your own loop on CUDA, with instrument.attach")
             if name not in DIMENSIONS:
                 known = ", ".join(f"{each} ({what})" for each, what in DIMENSIONS.items())
                 raise ValueError(f"{name!r} is not a dimension of a mesh; allowed: {known}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import own_pipeline
 import pytest
 import torch
 import yaml
@@ -213,3 +214,25 @@ def test_difference_of_one_process_is_found() -> None:
     difference = first_difference([joined([one, same])], [joined([one, other])])
     assert str(difference) == "step 0: the random state of rank 1 differs"
     assert [*joined([one, other]).bits.values()] == [1, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_stages_of_a_custom_loop_equal_a_single_process(tmp_path: Path, schedule: str) -> None:
+    program = Path(own_pipeline.__file__)
+    done = run_processes(tmp_path, schedule, processes=2, module=program)
+    assert done.returncode == 0, done.stderr
+    run = instrument.load(tmp_path / "runs" / "mine")
+    model = own_pipeline.create()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = [each.chunk(own_pipeline.MICRO_BATCHES) for each in own_pipeline.batch()]
+    with instrument.attach(model, own_pipeline.HOOKS, optimizer=optimizer) as probe:
+        for _ in range(own_pipeline.STEPS):
+            optimizer.zero_grad()
+            for inputs, targets in zip(*parts, strict=True):
+                own_pipeline.loss_of(model(inputs), targets).backward()
+            optimizer.step()
+            probe.end_step()
+    assert_same_rows(probe, run)
+    assert run.coverage.eval("fired == expected").all()
+    assert run.stats.groupby("layer")["rank"].agg(set).to_dict() == {"0": {0}, "1": {0}, "2": {1}, "3": {1}, "4": {1}}
