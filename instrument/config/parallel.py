@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ..fields.field_types import Count, Spec, Target
-from ..fields.globs import compile_glob
+from ..fields.field_types import Count, Glob, Spec, Target
 
 Data = Literal["ddp", "fsdp2"]
 Style = Literal["colwise", "rowwise", "sequence"]
@@ -25,18 +24,16 @@ class LayerStyle(Spec):
         description="colwise (ColwiseParallel), rowwise (RowwiseParallel) or sequence (SequenceParallel)."
     )
     input: Layout | None = Field(
-        None, description="The layout of the input: replicate or shard(DIM). null: that of the class."
+        None, description="Layout of the input: replicate or shard(DIM). null: that of the class."
     )
     output: Layout | None = Field(
-        None, description="The layout of the output: replicate or shard(DIM). null: that of the class."
+        None, description="Layout of the output: replicate or shard(DIM). null: that of the class."
     )
 
     @model_validator(mode="after")
     def _validate_sequence(self) -> Self:
         if self.style == "sequence" and (self.output is not None or self.input == "replicate"):
-            raise ValueError(
-                "a module with style sequence has the same layout before and after: set only input: shard(DIM)"
-            )
+            raise ValueError("style sequence has the same layout before and after: set only input: shard(DIM)")
         return self
 
 
@@ -74,7 +71,7 @@ class ParallelConfig(Spec):
         "ddp", description="What dp does: ddp sums gradients, fsdp2 (fully_shard) also shards parameters."
     )
     plan: dict[
-        str,
+        Glob,
         Annotated[
             LayerStyle | Target, BeforeValidator(_parse_style, json_schema_input_type=Style | LayerStyle | Target)
         ],
@@ -83,7 +80,7 @@ class ParallelConfig(Spec):
         description="For tp: the style of the modules that a glob matches: colwise, rowwise or sequence; a mapping of style, input and "
         "output; or the _target_ of a ParallelStyle.",
     )
-    experts: dict[str, Target] = Field(
+    experts: dict[Glob, Target] = Field(
         default_factory=dict,
         description="For dp: the _target_ of a ParallelStyle that distributes the experts in the modules that a glob matches, and sends "
         "tokens to them and back.",
@@ -105,13 +102,6 @@ class ParallelConfig(Spec):
                 raise ValueError(f"{name!r} is not a dimension of a mesh; allowed: {known}")
         return value and {name: value[name] for name in DIMENSIONS if name in value}
 
-    @field_validator("plan", "experts")
-    @classmethod
-    def _validate_globs(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
-        for pattern in value:
-            compile_glob(pattern)
-        return value
-
     @model_validator(mode="after")
     def _validate_dimensions(self) -> Self:
         for name, key, given in (("tp", "plan", bool(self.plan)), ("pp", "pipeline", self.pipeline is not None)):
@@ -119,18 +109,13 @@ class ParallelConfig(Spec):
                 raise ValueError(f"'{key}' requires the dimension {name} in 'mesh', such as mesh: {{{name}: 2}}")
             if not given and name in self.sizes:
                 raise ValueError(f"the dimension {name} of 'mesh' requires '{key}'")
-        uses_data = [
-            key for key, given in (("data: fsdp2", self.data == "fsdp2"), ("experts", bool(self.experts))) if given
-        ]
-        if uses_data and "dp" not in self.sizes and (self.mesh is not None or self.experts):
-            raise ValueError(f"'{uses_data[-1]}' requires the dimension dp in 'mesh'")
+        uses_data = "experts" if self.experts else "data: fsdp2" if self.mesh and self.data == "fsdp2" else None
+        if uses_data and "dp" not in self.sizes:
+            raise ValueError(f"'{uses_data}' requires the dimension dp in 'mesh'")
         if self.data == "fsdp2" and (self.pipeline is not None or self.experts):
             raise ValueError(f"'data: fsdp2' does not support {'experts' if self.experts else 'pp'}; set data: ddp")
-        if self.pipeline is not None and len(self.pipeline.split) + 1 != self.sizes["pp"]:
-            splits = self.sizes["pp"] - 1
-            raise ValueError(
-                f"pp: {splits + 1} stages require {splits} layers in pipeline.split, got {len(self.pipeline.split)}"
-            )
+        if self.pipeline is not None and (named := len(self.pipeline.split)) != (splits := self.sizes["pp"] - 1):
+            raise ValueError(f"pp: {splits + 1} stages require {splits} layers in pipeline.split, got {named}")
         return self
 
     @property
