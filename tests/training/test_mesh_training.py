@@ -159,7 +159,7 @@ def test_experts_of_several_processes_equal_one_process(tmp_path: Path, processe
 
 
 @pytest.mark.parametrize("name", tiered(["ddp-tp", "fsdp2-tp", "1f1b"], []))
-def test_resumed_run_on_a_mesh_equals_an_uninterrupted_one(tmp_path: Path, name: str) -> None:
+def test_resumed_and_replayed_runs_on_a_mesh_are_equal(tmp_path: Path, name: str) -> None:
     processes, parallel = {**MESHES, **PIPELINES}[name]
     command = [*RUN, f"train.parallel={parallel}", "train.checkpoint={every: 1, keep: null}"]
     whole = train(tmp_path, "whole", *command, processes=processes)
@@ -175,6 +175,11 @@ def test_resumed_run_on_a_mesh_equals_an_uninterrupted_one(tmp_path: Path, name:
     assert expected.equals(resumed.stats)
     for layer, tensor in torch.load(resumed.path / "weights.pt").items():
         assert torch.equal(tensor, weights[layer])
+    replay = ["whole", "--steps", "1", "hydra.run.dir=again"]
+    done = run_processes(tmp_path, *replay, processes=processes, module="instrument.replay")
+    assert done.returncode == 0, done.stderr
+    certificate = json.loads((tmp_path / "again" / "certificate.json").read_text())
+    assert (certificate["begin"], certificate["holds"]) == (1, True)
     loaded = train(tmp_path, "loaded", *RUN, f"init_from={tmp_path / 'whole'}", "train.steps=1")
     assert loaded.info["init_from"]["tensors"] == len(weights)
 
