@@ -2,7 +2,7 @@
 
 The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the
 optimizer state and random states must have equal bits after each step and each evaluation, and so must the outputs of
-evaluations: their fingerprints are compared.
+evaluations: their fingerprints are compared. Under torchrun, those of all processes are compared.
 
 Exit codes: 0, equal; 1, the hooks change a value; 2, the arguments are invalid; 3, two trainings without hooks differ,
 so nothing can be verified.
@@ -21,7 +21,7 @@ from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
 from instrument.commands.job import read_config, report_errors
 from instrument.errors import ConfigError, Problem
-from instrument.training.distributed.torchrun import process_group
+from instrument.training.distributed.torchrun import is_rank_zero, process_group
 
 if TYPE_CHECKING:
     from instrument.training.verification.comparison import Certificate
@@ -42,19 +42,20 @@ def certify(config: DictConfig) -> None:
     """
     with report_errors() as job:
         parsed, _ = read_config(config)
-        if process_group() is not None:
-            fix = "run the same command without torchrun"
-            raise ConfigError(Problem("", "verification requires a single process", fix=fix))
         if parsed.mode != "train":
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
             from instrument.training.verification.comparison import verify
 
-        certificate = verify(parsed)
-        path = Path(job.folder) / "certificate.json"
-        path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
-        print(_summary(certificate, path, is_compiled=parsed.train.compile is not None))
+        processes = process_group()
+        certificate = verify(parsed, processes)
+        if is_rank_zero():
+            path = Path(job.folder) / "certificate.json"
+            path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
+            print(_summary(certificate, path, is_compiled=parsed.train.compile is not None))
+        if processes is not None:
+            processes.close()
         if not certificate.holds:
             raise SystemExit(1 if certificate.unrepeated is None else NOT_REPEATABLE)
 

@@ -101,7 +101,8 @@ class Terminal:
         if config.mode == "forward":
             slices = f"{counts[0]} samples, {describe_forward(config.forward)}"
         if (ranks := experiment.strategy.ranks) is not None:
-            model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
+            of = "rank 0" if experiment.strategy.pipeline is not None else "each"
+            model += f" in {of} of {ranks.world_size} processes ({config.train.parallel})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
         if experiment.weights is not None:
             model += f", weights from {experiment.weights.path}"

@@ -34,7 +34,7 @@ def config(parallel: Any, **train: Any) -> Any:
     [
         ("fsdp", r"train.parallel: must be ddp, fsdp2, or a mapping"),
         ({"mesh": {"dp": 2, "mp": 2}}, r"'mp' is not a dimension of a mesh; allowed: pp \(pipeline\), dp \(data\), tp"),
-        ({"mesh": {"cp": 2}}, r"'cp': PyTorch has context parallel attention for CUDA only"),
+        ({"mesh": {"cp": 2}}, r"'cp': context_parallel of PyTorch has no attention kernel for CPU"),
         ({"mesh": {"dp": 0}}, r"train.parallel.mesh.dp"),
         ({"mesh": {"tp": 2}}, r"the dimension tp of 'mesh' requires 'plan'"),
         ({"mesh": {"dp": 2}, "plan": PLAN}, r"'plan' requires the dimension tp in 'mesh'"),
@@ -70,6 +70,20 @@ def test_mesh_of_another_number_of_processes_is_refused() -> None:
     group: Any = SimpleNamespace(size=3, rank=0, is_rank_zero=True)
     with pytest.raises(ConfigError, match=expected):
         choose_strategy(config({"mesh": {"dp": 2, "tp": 2}, "plan": PLAN}), group)
+
+
+def test_failure_of_one_process_is_exchanged_before_parameters_are_sent() -> None:
+    """Otherwise the other processes would wait for the parameters of that process."""
+
+    def exchange(value: object) -> None:
+        raise RuntimeError("rank 1 failed")
+
+    strategy = object.__new__(DataParallel)  # There is no process group.
+    strategy.parallel = ParallelConfig(mesh={"tp": 2}, plan={"layers.1": "rowwise"})
+    strategy.mesh = {"tp": None}  # type: ignore[assignment]
+    strategy.processes = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="rank 1 failed"):
+        strategy.shard(Model(), lambda: None)
 
 
 class Model(nn.Module):

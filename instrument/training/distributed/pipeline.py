@@ -172,7 +172,6 @@ class Pipeline:
     def _find_owners(self, layers: Layers, trace: _Trace, shared: set[int]) -> dict[int, int]:
         """Return the stage of each parameter, by the `id` of the parameter."""
         owners: dict[int, int] = {}
-        problems = []
         for layer in layers:
             for name, parameter in layer.module._parameters.items():
                 if parameter is None:
@@ -181,22 +180,18 @@ class Pipeline:
                 users = sorted(trace.users.get(id(parameter), set()) | called)
                 label = f"{layer.name}.{name}".removeprefix(".")
                 if len(users) > 1:
-                    message = (
-                        f"parameter {label} is used in stages {', '.join(map(str, users))}, but a process has one stage"
-                    )
-                    problems.append(Problem(WHERE, message, fix="split at another layer, or untie shared parameters"))
-                elif users and users[0] and id(layer.module) in shared:
+                    message = f"parameter {label} is used in stages {', '.join(map(str, users))}"
+                    fix = "split at another layer, or untie shared parameters"
+                    raise ConfigError(Problem(WHERE, message, allowed="one stage", fix=fix))
+                if users and users[0] and id(layer.module) in shared:
                     message = (
                         f"parameter {label} is used in stage {users[0]}, but its module has layers of several stages"
                     )
-                    problems.append(Problem(WHERE, message, fix="move the parameter into a module of its own"))
+                    raise ConfigError(Problem(WHERE, message, fix="move the parameter into a module of its own"))
                 owners[id(parameter)] = users[0] if users else 0
-        if problems:
-            raise ConfigError(*problems[:4])
         if empty := sorted({*range(self.stages)}.difference(*trace.users.values())):
-            raise ConfigError(
-                Problem(WHERE, f"stage {empty[0]} has no trainable parameter", fix="split at other layers")
-            )
+            message = f"stage {empty[0]} has no trainable parameter"
+            raise ConfigError(Problem(WHERE, message, fix="split at other layers"))
         return owners
 
     def _replace(self, module: nn.Module, traced: tuple[int, Any]) -> None:
@@ -284,7 +279,7 @@ class Pipeline:
             self._received = received if self.stage else None
             number = len(outcomes)
             batch = to_device(micro_batches[number].batch, device)
-            outcome, loss = forward(batch, observer.loss if self.is_last else _unchanged)
+            outcome, loss = forward(batch, observer.loss if self.is_last else lambda loss: loss)
             assert loss is not None, "checked with the first batch"
             outcomes.append(outcome)
             losses.append(parts[number](loss))
@@ -297,12 +292,11 @@ class Pipeline:
             given = self._edges[self.stage - 1] if self.stage else torch.empty(1, device=device)
             returned = torch.empty(1, device=device, requires_grad=True) if self.is_last else self._edges[self.stage]
             stage = _Stage(_StageModule(), self.stage, self.stages, device, given, returned, group=self.group)
-            self._schedule = self._schedule_type(stage, len(micro_batches), loss_fn=_loss_of, scale_grads=False)
+            options: Any = {"loss_fn": lambda output, _: output.squeeze(), "scale_grads": False}
+            self._schedule = self._schedule_type(stage, len(micro_batches), **options)
         stage = self._schedule._stage
         stage.submod.run, stage.at = run, at
-        unused = torch.empty(
-            len(micro_batches), device=device
-        )  # one element is the input, or the target, of a micro-batch
+        unused = torch.empty(len(micro_batches), device=device)  # an element is the input or target of a micro-batch
         try:
             self._schedule.step(*() if self.stage else (unused,), target=unused if self.is_last else None)
         except RuntimeError as error:  # the schedule replaces the errors of hooks
@@ -360,11 +354,3 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.at(bwd_chunk_id):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
-def _unchanged(loss: Tensor) -> Tensor:
-    return loss
-
-
-def _loss_of(output: Tensor, _: Any) -> Tensor:
-    return output.squeeze()

@@ -234,19 +234,19 @@ class DataParallel(Strategy):
         return problems + pipeline_problems(config)
 
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:
-        if self.mesh is not None and self.parallel.plan:
-            from .tensor_parallel import parallelize
+        if self.mesh is None:
+            return False
+        for name, key, styles in (("tp", "plan", self.parallel.plan), ("dp", "experts", self.parallel.experts)):
+            if styles:
+                from .tensor_parallel import parallelize
 
-            parallelize(model, self.mesh["tp"], self.parallel.plan, loss)
-        if self.mesh is not None and self.parallel.experts:
-            from .tensor_parallel import parallelize
-
-            parallelize(model, self.mesh["dp"], self.parallel.experts, loss, where=EXPERTS)
-        if self.mesh is not None and self.parallel.pipeline is not None:
+                self.processes.exchange(None)  # A process that failed would not send its parameters.
+                parallelize(model, self.mesh[name], styles, loss, where=f"train.parallel.{key}")
+        if self.parallel.pipeline is not None:
             from .pipeline import Pipeline
 
             self.pipeline = Pipeline(model, self.parallel.pipeline, self.mesh.get_group("pp"), loss)
-        return self.mesh is not None
+        return True
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
         if self.mesh is not None:
@@ -437,35 +437,24 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
     train, parallel = config.train, config.train.parallel
     if parallel is None or parallel.pipeline is None:
         return []
-    stages, micro = parallel.sizes["pp"], "the micro-batches of a step are those of the pipeline"
-    probing = [name for name, spec in config.hooks.items() if spec.schedule.phase == "probe"]
-    cases = [
-        (config.reduce == "global", "reduce", "each stage of a pipeline has its own rows", "global", "none"),
-        (config.mode != "train", "mode", "a pipeline only trains", config.mode, "train"),
-        (
-            train.precision != "fp32",
-            "train.precision",
-            "the stages of a pipeline send float32",
-            train.precision,
-            "fp32",
-        ),
-        (train.compile is not None, "train.compile", "the stages of a pipeline are not compiled", True, "false"),
-        (
-            bool(probing),
-            f"hooks.{''.join(probing[:1])}.phase",
-            "a pipeline has no probe batch",
-            "probe",
-            "train, eval",
-        ),
-        (
-            parallel.pipeline.schedule == "1f1b" and train.accumulate < stages,
-            "train.accumulate",
-            micro,
-            train.accumulate,
-            f"{stages} or more",
-        ),
+    cases = {
+        "reduce": ("each stage of a pipeline has its own rows", config.reduce, "none"),
+        "mode": ("a pipeline only trains", config.mode, "train"),
+        "train.precision": ("the stages of a pipeline send float32", train.precision, "fp32"),
+    }
+    problems = [
+        Problem(where, message, given, only) for where, (message, given, only) in cases.items() if given != only
     ]
-    return [Problem(where, message, given, allowed) for holds, where, message, given, allowed in cases if holds]
+    if train.compile is not None:
+        problems.append(Problem("train.compile", "the stages of a pipeline are not compiled", True, "false"))
+    for name, spec in config.hooks.items():
+        if spec.schedule.phase == "probe":
+            problems.append(Problem(f"hooks.{name}.phase", "a pipeline has no probe batch", "probe", "train, eval"))
+    stages = parallel.sizes["pp"]
+    if parallel.pipeline.schedule == "1f1b" and train.accumulate < stages:
+        message = "the micro-batches of a step are those of the pipeline"
+        problems.append(Problem("train.accumulate", message, train.accumulate, f"{stages} or more"))
+    return problems
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,19 +41,15 @@ _DIVIDED = {  # the attributes of a module that have to be divisible, by style
 }
 
 
-class Effect(NamedTuple):
+class _Effect(NamedTuple):
     """What a model computes for a batch: its loss, and the norm of the gradient of each parameter that the loss depends on."""
 
     loss: float
     norms: Mapping[str, float]
 
 
-def effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> Effect | None:
-    """Return what a model computes in eval mode, with its state restored; None without a loss that has a gradient.
-
-    Args:
-        loss: Computes the loss of the same batch in all processes of the dimension `tp`: a scalar.
-    """
+def _effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> _Effect | None:
+    """Return what a model computes in eval mode, with its state restored; None without a loss that has a gradient."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     with without_side_effects(model, training=False), torch.enable_grad():
         value = loss()
@@ -62,7 +57,7 @@ def effect_of(model: nn.Module, loss: Callable[[], Tensor | None]) -> Effect | N
             return None
         gradients = torch.autograd.grad(value, list(trained.values()), allow_unused=True)
     norms = {name: _norm(each) for name, each in zip(trained, gradients, strict=True) if each is not None}
-    return Effect(float(full_tensor(value.detach())), norms)
+    return _Effect(float(full_tensor(value.detach())), norms)
 
 
 @own_collectives()
@@ -83,7 +78,7 @@ def parallelize(
     Args:
         mesh: The dimension `tp`, or for experts `dp`.
         plan: The style of the modules that each glob matches.
-        loss: As for `effect_of`.
+        loss: Computes the loss of the same batch in all processes of the dimension `tp`: a scalar.
         where: The configuration key of the plan. Gradients are compared for the default only: over `dp`, the gradients of experts
             are sums over all batch shards.
 
@@ -92,11 +87,11 @@ def parallelize(
             divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
     """
     styles = styles_of(Layers.of(model), mesh.size(), plan, where)
-    expected = effect_of(model, loss)
+    expected = _effect_of(model, loss)
     for module, style in styles:
         parallelize_module(module, mesh, style)
     try:
-        found = effect_of(model, loss)
+        found = _effect_of(model, loss)
     except Exception as error:
         message = f"the model fails with this plan: {type(error).__name__}: {error}{user_code_location(error)}"
         fix = "check that a colwise module is followed by a rowwise one, and that the model does not use fixed sizes between them"
@@ -144,10 +139,9 @@ def _style(entry: LayerStyle | Target, where: str) -> ParallelStyle:
 
 
 def _placement(layout: str | None) -> Any:
-    if layout is None:
-        return None
-    number = re.search(r"-?\d+", layout)
-    return Shard(int(number[0])) if number else Replicate()
+    if layout in (None, "replicate"):
+        return layout and Replicate()
+    return Shard(int(layout.removeprefix("shard(").rstrip(")")))
 
 
 def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: str) -> Problem | None:
@@ -165,19 +159,16 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
     attribute = next((name for (of, kind), name in _DIVIDED.items() if of == style and isinstance(module, kind)), None)
     if attribute is None:
         message = f"style {style} does not exist for layer {layer.label} ({layer.type})"
-        return Problem(
-            where, message, style, "Linear, Embedding", fix="give the _target_ of a ParallelStyle of your own"
-        )
+        return Problem(where, message, style, "Linear, Embedding", fix="give the _target_ of your own ParallelStyle")
     number = getattr(module, attribute)
     if number % size:
         message = f"{attribute} of layer {layer.label} ({layer.type}) is not divisible by tp={size}"
-        return Problem(
-            where, message, number, f"a multiple of {size}", fix="change tp, or leave this layer out of the plan"
-        )
+        fix = "change tp, or leave this layer out of the plan"
+        return Problem(where, message, number, f"a multiple of {size}", fix=fix)
     return None
 
 
-def _check_same(expected: Effect, found: Effect, plan: Mapping[str, Any], where: str) -> None:
+def _check_same(expected: _Effect, found: _Effect, plan: Mapping[str, Any], where: str) -> None:
     """Check that a parallelized model has the loss and the gradients of the full model."""
     fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
     if not _is_close(expected.loss, found.loss, abs(expected.loss)):

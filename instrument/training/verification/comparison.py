@@ -9,6 +9,7 @@ from itertools import zip_longest
 from ...config.base import ObservationSpec
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
+from ..distributed.process_group import Processes
 from .fingerprints import Fingerprint, trace
 
 
@@ -69,7 +70,7 @@ class Certificate:
         return self.difference is None and self.unrepeated is None
 
 
-def verify(config: RunConfig) -> Certificate:
+def verify(config: RunConfig, processes: Processes | None = None) -> Certificate:
     """Train an experiment without hooks and with its record hooks, and compare each step and each evaluation.
 
     If they differ, the experiment is trained without hooks a second time. If these two trainings differ as well, the
@@ -77,10 +78,11 @@ def verify(config: RunConfig) -> Certificate:
 
     Args:
         config: The experiment. `train.steps` is the number of compared steps.
+        processes: The processes that train it; all of them call this function and return the same. Default: None, a single process.
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
-    bare, hooked = trace(config, {}), trace(config, recording)
+    bare, hooked = trace(config, {}, processes=processes), trace(config, recording, processes=processes)
     baseline, with_hooks = bare.fingerprints, hooked.fingerprints
     difference = unrepeated = largest = None
     if first_difference(baseline, with_hooks) is not None:
@@ -89,8 +91,9 @@ def verify(config: RunConfig) -> Certificate:
             for name, one in bare.parameters.items()
             if one.numel()
         )
-        unrepeated = first_difference(baseline, trace(config, {}).fingerprints)
-        difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks)
+        largest = largest if processes is None else max(processes.exchange(largest))
+        unrepeated = first_difference(baseline, trace(config, {}, processes=processes).fingerprints)
+        difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks, processes)
     steps = [fingerprint for fingerprint in baseline if fingerprint.phase == "train"]
     tensors = sum(bool(where) for _, where in steps[-1].bits)
     evaluations = len(baseline) - len(steps)
@@ -116,14 +119,18 @@ def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: 
 
 
 def _find_cause(
-    config: RunConfig, hooks: Mapping[str, HookSpec], baseline: list[Fingerprint], with_hooks: list[Fingerprint]
+    config: RunConfig,
+    hooks: Mapping[str, HookSpec],
+    baseline: list[Fingerprint],
+    with_hooks: list[Fingerprint],
+    processes: Processes | None,
 ) -> Difference | None:
     """Attach one hook at a time to find the hook that causes the difference."""
     max_fingerprints = next(
         number for number, pair in enumerate(zip_longest(baseline, with_hooks), 1) if pair[0] != pair[1]
     )
     for name, spec in hooks.items():
-        with_one_hook = trace(config, {name: spec}, max_fingerprints).fingerprints
+        with_one_hook = trace(config, {name: spec}, max_fingerprints, processes=processes).fingerprints
         if (difference := first_difference(baseline[: len(with_one_hook)], with_one_hook, name)) is not None:
             return difference
     return first_difference(baseline, with_hooks, "+".join(hooks))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import new_class
 from typing import Any, NamedTuple
 
@@ -19,8 +19,12 @@ from ...config.hook_specs import HookSpec
 from ...probe.probe import Probe
 from ...stats.fingerprint import fingerprint
 from ...storage.memory import MemorySink
+from ...values.dtensor import local_shard
 from ...values.nested import iter_tensors
 from ..device_and_seed import process_state
+from ..distributed.process_group import Processes
+from ..distributed.strategies import choose_strategy
+from ..distributed.torchrun import synced_errors
 from ..experiment import Experiment, prepare
 from ..loop import Progress, train
 
@@ -50,7 +54,7 @@ class Trace(NamedTuple):
     """What a training gave.
 
     Attributes:
-        parameters: The parameters at the end, by name, on the CPU.
+        parameters: The parameters of this process at the end, by name, on the CPU.
     """
 
     fingerprints: list[Fingerprint]
@@ -63,15 +67,24 @@ class _StopTrainingError(Exception):
     """The required number of fingerprints is reached."""
 
 
-def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: int | None = None) -> Trace:
+def trace(
+    config: RunConfig,
+    hooks: Mapping[str, HookSpec],
+    max_fingerprints: int | None = None,
+    *,
+    processes: Processes | None = None,
+) -> Trace:
     """Train an experiment and compute a fingerprint after each step and each evaluation.
 
     Args:
         hooks: The hooks to attach instead of those in the configuration.
+        processes: The processes of the training; the fingerprints are those of all of them. Default: None, a single process.
     """
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
-        experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}))
+        with synced_errors(processes):
+            strategy = choose_strategy(config, processes)
+            experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
         probe = _OutputProbe(experiment, sink)
 
@@ -84,7 +97,9 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
         with suppress(_StopTrainingError), probe:
             train(experiment, probe, append_fingerprint)
     rows = sum(len(sink.rows[table]) for table in ("stats", "tensors"))
-    parameters = {name: each.detach().cpu() for name, each in experiment.model.named_parameters()}
+    if processes is not None:
+        fingerprints = [joined(each) for each in zip(*processes.exchange(fingerprints), strict=True)]
+    parameters = {name: local_shard(each.detach()).cpu() for name, each in experiment.model.named_parameters()}
     return Trace(fingerprints, len(experiment.plan.sites), rows, parameters)
 
 
@@ -100,6 +115,7 @@ class _OutputProbe(Probe):
             optimizer=experiment.optimizers,
             scaler=experiment.scaler,
             seed=experiment.config.seed,
+            ranks=experiment.strategy.ranks,
             print_line=lambda line: None,
         )
 
@@ -161,6 +177,16 @@ def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[st
     step = progress.step - 1 if progress.phase == "train" else progress.step
     tensors = {key: int(fingerprint(tensor)) for key, tensor in _tensors_of(experiment)}
     return Fingerprint(step, progress.phase, outputs | metrics | tensors | {("the random state", ""): _random_state()})
+
+
+def joined(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
+    """Join the fingerprints of all processes after the same step, quantity by quantity."""
+    bits = sorted(
+        (index, rank, f"{what} of rank {rank}", where, number)
+        for rank, one in enumerate(fingerprints)
+        for index, ((what, where), number) in enumerate(one.bits.items())
+    )
+    return replace(fingerprints[0], bits={(what, where): number for _, _, what, where, number in bits})
 
 
 def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
