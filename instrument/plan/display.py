@@ -73,12 +73,11 @@ def plan_view(
 def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool) -> Text:
     """Return a line about the output of all processes of `train.parallel`."""
     cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=parallel.data == "fsdp2", reduces=reduces)
-    number = "each process" if parallel.size is None else f"{parallel.size} processes"
-    sizes = "".join(f" {name} {size}" for name, size in parallel.sizes.items())
-    text = f"on {number} ({parallel.data if parallel.size is None else sizes.strip()}): {cost.rows:,} rows, "
+    number = "each process" if parallel.size is None else f"{parallel.size} process{'es' * (parallel.size != 1)}"
     collectives = f"{cost.collectives} collective operations in each step with scheduled hooks"
     return Text(
-        f"{text}at most {human_bytes(cost.bytes)}, {collectives if cost.collectives else 'no collective operations'}"
+        f"on {number} ({parallel.label}): {cost.rows:,} rows, at most {human_bytes(cost.bytes)}; "
+        f"hooks add {collectives if cost.collectives else 'no collective operations'}"
     )
 
 

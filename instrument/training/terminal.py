@@ -95,13 +95,14 @@ class Terminal:
             return
         config, source = experiment.config, experiment.data.source
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
-        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
+        stage = " of the first stage" if experiment.strategy.pipeline is not None else ""
+        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters{stage} on {experiment.device}"
         counts = ["a stream of" if n is None else f"{n:,}" for n in (source["train_samples"], source["eval_samples"])]
         slices = f"{counts[0]} training samples, {counts[1]} evaluation samples"
         if config.mode == "forward":
             slices = f"{counts[0]} samples, {describe_forward(config.forward)}"
-        if (ranks := experiment.strategy.ranks) is not None:
-            model += f" in each of {ranks.world_size} processes ({ranks.parallel})"
+        if (ranks := experiment.strategy.ranks) is not None and config.train.parallel is not None:
+            model += f" in {ranks.world_size} processes ({config.train.parallel.label})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
         if experiment.weights is not None:
             model += f", weights from {experiment.weights.path}"

@@ -44,6 +44,10 @@ def config(parallel: Any, **train: Any) -> Any:
         ({"mesh": {"tp": 2}, "plan": {"a": {"style": "colwise", "input": "split(1)"}}}, r"split\(1\)"),
         ({"mesh": {"tp": 2}, "plan": {"a": {"style": "sequence", "output": "shard(1)"}}}, r"same layout before and after"),
         ({"mesh": {"tp": 2}, "plan": {"a..b": "colwise"}}, r"empty segment"),
+        (
+            {"mesh": {"tp": 2}, "plan": {"a.b": {"style": "colwise", "outputs": "replicate"}}},
+            r"train.parallel.plan.a.b: unknown field 'outputs'\n +given .*\n +allowed +style, input, output\n +similar +output",
+        ),
         ({"mesh": {"pp": 2}}, r"the dimension pp of 'mesh' requires 'pipeline'"),
         ({"mesh": {"pp": 3}, "pipeline": PIPELINE}, r"3 stages require 2 layers in pipeline.split, got 1"),
         ({"mesh": {"pp": 2}, "pipeline": {**PIPELINE, "schedule": "zb"}}, r"train.parallel.pipeline.schedule[\s\S]*zb[\s\S]*1f1b"),
@@ -101,7 +105,7 @@ def loss_of(model: nn.Module) -> Callable[[], Tensor]:
         ({"layers.1": "rowwise"}, r"in_features of layer layers.1 \(Linear\) is not divisible"),
         ({"conv": "colwise"}, r"style colwise does not exist for layer conv \(Conv1d\)[\s\S]*Linear, Embedding"),
         ({"layers.3": "colwise"}, r"layer layers.3 \(Linear\) shares a parameter with another layer"),
-        ({"layers.4": "rowwise", "layers.*": "sequence"}, r"layer layers.4 has another style by 'layers.4'"),
+        ({"layers.4": "rowwise", "layers.*": "sequence"}, r"the glob 'layers.4' gives layer layers.4 a style too"),
         ({"layers.4": {"_target_": "torch.nn.ReLU"}}, r"must be a ParallelStyle, but torch.nn.ReLU returned ReLU"),
     ],
 )  # fmt: skip

@@ -188,7 +188,19 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
     ):
         answer = cli(*RUN, f"train.parallel={parallel}", "plan=true").expect(0)
         assert f"{expected}" in " ".join(answer.out.split())
-        assert "no collective operations" in answer.out
+        assert "hooks add no collective operations" in answer.out
+    for parallel, key, given in (
+        ("{mesh: {tp: 2}, plan: {layers.0.o: colwise}}", "plan: this pattern matches no module", "layers.0.o"),
+        ("{mesh: {dp: 2}, experts: {layers.0.o: {_target_: torch.nn.ReLU}}}", "experts: this pattern", "layers.0.o"),
+        (
+            "{mesh: {pp: 2}, pipeline: {split: [layers.9]}}",
+            "pipeline.split: this pattern matches no module",
+            "layers.9",
+        ),
+    ):
+        answer = cli(*RUN, f"train.parallel={parallel}", "train.accumulate=2", "plan=true").expect(2)
+        assert f"train.parallel.{key}" in answer.err
+        assert f"given    {given}" in answer.err
     assert not Path("runs").exists()
     answer = cli(*RUN, f"train.parallel={PIPELINES['1f1b'][1]}", "reduce=global", "plan=true").expect(2)
     assert "reduce" in answer.err

@@ -112,6 +112,18 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     return trace
 
 
+def first_layers(layers: Layers, config: PipelineConfig) -> list[nn.Module]:
+    """Return the first layer of each stage but the first.
+
+    Raises:
+        ConfigError: A layer does not exist.
+    """
+    named = {name: layer.module for layer in layers for name in layer.names}
+    if missing := [name for name in config.split if name not in named]:
+        raise ConfigError(no_such_layer(missing[0], layers, WHERE))
+    return [named[name] for name in config.split]
+
+
 class Pipeline:
     """The stage of this process.
 
@@ -133,10 +145,7 @@ class Pipeline:
         self._received: Tensor | None = None
         self._sent = torch.empty(0)
         layers = Layers.of(model)
-        named = {name: layer.module for layer in layers for name in layer.names}
-        if missing := [name for name in config.split if name not in named]:
-            raise ConfigError(no_such_layer(missing[0], layers, WHERE))
-        starts = [named[name] for name in config.split]
+        starts = first_layers(layers, config)
         trace = _trace(model, starts, loss)
         self._edges = [tensor.detach().contiguous().requires_grad_() for tensor in trace.sent]
         self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}

@@ -91,7 +91,7 @@ def parallelize(
         ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
             divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
     """
-    styles = _styles(Layers.of(model), mesh, plan, where)
+    styles = styles_of(Layers.of(model), mesh.size(), plan, where=where)
     expected = effect_of(model, loss)
     for module, style in styles:
         parallelize_module(module, mesh, style)
@@ -105,24 +105,35 @@ def parallelize(
         _check_same(expected if where == WHERE else expected._replace(norms=found.norms), found, plan, where)
 
 
-def _styles(
-    layers: Layers, mesh: DeviceMesh, plan: Mapping[str, LayerStyle | Target], key: str
+def styles_of(
+    layers: Layers, size: int, plan: Mapping[str, LayerStyle | Target], *, where: str = WHERE
 ) -> list[tuple[nn.Module, ParallelStyle]]:
+    """Return the modules of a plan, each with its style.
+
+    Args:
+        size: The number of processes of the dimension.
+        where: The configuration key of the plan.
+
+    Raises:
+        ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
+            divisible by `size`.
+    """
     problems: list[Problem] = []
     found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
     for pattern, entry in plan.items():
-        where = f"{key}.{pattern}"
+        key = f"{where}.{pattern}"
         matched = [layer for layer in layers if layer.is_named([pattern])]
         if not matched:
-            problems.append(no_such_layer(pattern, layers, key))
+            problems.append(no_such_layer(pattern, layers, where))
             continue
-        style = _style(entry, where)
+        style = _style(entry, key)
         for layer in matched:
             if (other := found.get(id(layer.module))) is not None:
-                problems.append(Problem(where, f"layer {layer.label} has another style by {other[2]!r}", given=pattern))
+                message = f"the glob {other[2]!r} gives layer {layer.label} a style too"
+                problems.append(Problem(key, message, given=pattern, fix="change one of the two globs"))
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
-            problems += [each for layer in matched if (each := _misfit(layer, layers, entry, mesh.size(), where))][:1]
+            problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, key))][:1]
     if problems:
         raise ConfigError(*problems)
     return [(module, style) for module, style, _ in found.values()]
@@ -157,16 +168,14 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
         if id(parameter) in names:
             names[id(parameter)].append(name)
     if tied := next((each for each in names.values() if len(each) > 1), None):
-        message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer, which would end"
+        message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer; with a style, it would have its own"
         return Problem(where, message, tied, fix="untie them in the model, or leave this layer out of the plan")
     if style == "sequence":
         return None
     attribute = next((name for (of, kind), name in _DIVIDED.items() if of == style and isinstance(module, kind)), None)
     if attribute is None:
         message = f"style {style} does not exist for layer {layer.label} ({layer.type})"
-        return Problem(
-            where, message, style, "Linear, Embedding", fix="give the _target_ of a ParallelStyle of your own"
-        )
+        return Problem(where, message, style, "Linear, Embedding", fix="give the _target_ of a custom ParallelStyle")
     number = getattr(module, attribute)
     if number % size:
         message = f"{attribute} of layer {layer.label} ({layer.type}) is not divisible by tp={size}"
