@@ -280,7 +280,7 @@ class AttachedHook(HookCoverage):
         return local_shard(tensor) if self.is_record_hook or not is_awaited(tensor) else tensor.clone()
 
     def note_placement(self, tensor: Tensor, path: str, firing: FiringIndex) -> None:
-        """Note the placement of a tensor whose gradient, or whose change, it will get."""
+        """Store the placement of a tensor, if the hook gets its gradient or its change later."""
         if self.clock.layout is not None:
             self.clock.layout.note(tensor, self.site, path, firing.call)
 

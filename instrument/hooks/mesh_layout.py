@@ -26,6 +26,7 @@ from ..config.base import ObservationSpec
 from ..errors import ConfigError, Problem
 from ..fields.globs import compile_glob, matches
 from ..plan.hook_plan import HookPlan, Site
+from ..plan.layer_selection import no_such_layer
 from ..plan.modules import Layer
 from ..tables.kinds import Kind
 from ..values.dtensor import Shards, is_sharded, own_rank
@@ -48,7 +49,7 @@ _PLACEMENT = re.compile(r"shard\((-?\d+)\)|replicate|partial")
 
 
 class MeshDim(NamedTuple):
-    """One dimension of a mesh: its name, and the processes along it at the coordinates of this one, by rank."""
+    """One dimension of a mesh: its name, and the ranks of the processes that differ from this one only along it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -75,7 +76,7 @@ def mesh_dims(mesh: DeviceMesh) -> list[MeshDim]:
 
 class Style(NamedTuple):
     """What a `ParallelStyle` does with a module: its mesh, the placements of the plain tensors at its inputs and outputs, by path, and
-    whether its parameters are sharded evenly. Otherwise its tensors are too, and their complete shape is unknown.
+    whether its parameters are sharded evenly. If not, its tensors are not either, and their complete shape is unknown.
     """
 
     mesh: DeviceMesh
@@ -154,7 +155,11 @@ class MeshLayout:
                 continue
             matched = [layer for layer in layers if any(matches(pattern, name) for name in layer.names)]
             if not matched:
-                problems.append(Problem(where, "pattern matches no module", pattern))
+                problems.append(no_such_layer(pattern, layers, "placement"))
+            if not isinstance(tensors, Mapping) or not all(isinstance(along, Mapping) for along in tensors.values()):
+                fix = f"write {{{pattern!r}: {{'output': {{{names[-1]!r}: 'replicate'}}}}}}"
+                problems.append(Problem(where, "must be a mapping from tensors to their placements", tensors, fix=fix))
+                continue
             for tensor, along in tensors.items():
                 if unknown := [name for name in along if name not in names]:
                     message = "the mesh has no such dimension"
@@ -269,7 +274,7 @@ class MeshLayout:
         )
 
     def note(self, tensor: Tensor, site: Site, path: str, call: int) -> None:
-        """Note the placement of a tensor whose gradient, or whose change, a hook will get."""
+        """Store the placement of a tensor, for a hook that gets its gradient or its change later."""
         if self.is_model_parallel and not is_sharded(tensor):
             self._of_batch(tensor, site, path, call)
 
@@ -397,6 +402,10 @@ def layout_of(
             message = f"the parameters are on a mesh of {mesh.size()} of {processes} processes"
             fix = "create one mesh of all processes, and pass parts of it, such as mesh['tp']; or set reduce to none"
             raise ConfigError(Problem("reduce", message, given="global", fix=fix))
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(Problem("mesh", "must be a DeviceMesh", mesh, fix="pass mesh=init_device_mesh(...)"))
     layout = MeshLayout(plan.layers, mesh, declared, reduces=reduces)
     if problems := layout.problems(plan):
         raise ConfigError(*problems)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other processes of a run about its folder, in the store of the process group.
+"""The announcement of the folder of a run: rank 0 sends it to the other processes, through the store of the process group.
 
 The processes are on several machines, whose folders of the run may be the same one (a shared file system) or not.
 """
@@ -42,7 +42,7 @@ class RunAnnouncement:
         return host, record
 
     def check_shared(self, folder: Path, host: str) -> bool:
-        """Return whether rank 0 on `host` uses this folder, and tell rank 0 if it does not."""
+        """Return whether rank 0 on `host` uses this folder, and report to rank 0 if it does not."""
         deadline = time.monotonic() + (0.0 if host == socket.gethostname() else VISIBLE_TIMEOUT)
         while not (is_shared := is_locked(folder)) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -73,8 +73,9 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> 
     return (*args[:name], tensor, *args[name + 1 :]), kwargs
 
 
-def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
+def _trace(model: nn.Module, split: Mapping[str, nn.Module], loss: Loss) -> _Trace:
     """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
+    starts = [*split.values()]
     sent: list[Tensor] = []
     stages: dict[int, set[int]] = {}
     outputs: dict[int, tuple[int, Any]] = {}
@@ -97,7 +98,7 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
         value = loss()
         if value is None or len(sent) < len(starts):
             message = "the layers are not called, in this order, with a tensor as first argument"
-            raise ConfigError(Problem(WHERE, message, [type(each).__name__ for each in starts]))
+            raise ConfigError(Problem(WHERE, message, [*split], fix="name layers in the order of their calls"))
         trace = _Trace(value, sent, stages, outputs)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for stage, output in enumerate([*sent, value]):
@@ -146,7 +147,7 @@ class Pipeline:
         self._sent = torch.empty(0)
         layers = Layers.of(model)
         starts = first_layers(layers, config)
-        trace = _trace(model, starts, loss)
+        trace = _trace(model, dict(zip(config.split, starts, strict=True)), loss)
         self._edges = [tensor.detach().contiguous().requires_grad_() for tensor in trace.sent]
         self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}
         shared = {id(parent) for layer in layers if layer.module in starts for parent in layers.parents(layer)}
@@ -193,7 +194,7 @@ class Pipeline:
                     message = (
                         f"parameter {label} is used in stage {users[0]}, but its module has layers of several stages"
                     )
-                    problems.append(Problem(WHERE, message, fix="move the parameter into a module of its own"))
+                    problems.append(Problem(WHERE, message, fix="move the parameter into a separate module"))
                 owners[id(parameter)] = users[0] if users else 0
         if problems:
             raise ConfigError(*problems[:4])
