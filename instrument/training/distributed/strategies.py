@@ -440,7 +440,7 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
     train, parallel = config.train, config.train.parallel
     if parallel is None or parallel.pipeline is None:
         return []
-    stages, micro = parallel.sizes["pp"], "the micro-batches of a step are those of the pipeline"
+    stages, micro = parallel.sizes["pp"], "schedule 1f1b requires a micro-batch for each stage"
     probing = [name for name, spec in config.hooks.items() if spec.schedule.phase == "probe"]
     cases = [
         (config.reduce == "global", "reduce", "each stage of a pipeline has its own rows", "global", "none"),
