@@ -132,6 +132,7 @@ def last_override(value: object) -> str | None:
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
         ([*TINY, "lr=0.1"], ["lr: the configuration does not have this key", "fix      write optimizer.lr"]),
         ([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "similar  tame"]),
+        ([*TINY, "train.parallel={mesh: {tp: 2}, plan: {a: {style: colwise, output: shard(1)}}}"], ["Unknown function", "'shard(...)'"]),
         ([*TINY, "forward.of=logits[:,3]"], ["cannot parse this override", """for Hydra: 'forward.of="logits[:,3]"'"""]),
         (["-m", *TINY, "hooks.nope.every=1,2"], ["hooks.nope: the configuration does not have", "prefix it with a plus: +hooks.nope="]),
         (

@@ -104,6 +104,23 @@ def test_links_lead_to_files(name: str) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_links_lead_to_headings(page: Path) -> None:
+    for link, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        target = (page.parent / link).resolve() if link else page
+        assert target.suffix != ".md" or heading in headings(target), f"{link}#{heading}"
+
+
+@functools.cache
+def headings(page: Path) -> set[str]:
+    """Return the anchors of the headings of a page, as the extension `toc` of Python-Markdown makes them."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles)
+    words = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in plain)
+    return {re.sub(r"[-\s]+", "-", title) for title in words}
+
+
 def test_architecture_page_has_every_package_folder() -> None:
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     folders = [folder.name for folder in (REPOSITORY / "instrument").iterdir() if (folder / "__init__.py").exists()]

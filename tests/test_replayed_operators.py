@@ -46,11 +46,12 @@ def test_a_repeated_step_has_equal_operators(tmp_path: Path, call: Call) -> None
 @pytest.mark.slow
 def test_compiled_code_is_compared_at_its_operators(tmp_path: Path, call: Call) -> None:
     for name, compiled in (("eager", "false"), ("compiled", "true")):
-        finished(tmp_path / name, *SMALL, f"train.compile={compiled}")
+        finished(tmp_path / name, *SMALL, "hooks=activations", "hooks.activations.every=1", f"train.compile={compiled}")
         replay_in(tmp_path, name, *OPS, f"hydra.run.dir={name}_ops").expect(0)
     rows = instrument.load(tmp_path / "compiled_ops").operators
     assert {"aten.addmm.default", "aten.mm.default", "aten.relu.default"} <= {*rows["operator"]}
     assert "aten.mm.out" not in {*rows["operator"]}
+    assert all(name.startswith("aten.") for name in rows["operator"].unique()), "no copies of the order of hooks"
     out = call(main, tmp_path / "eager_ops", tmp_path / "compiled_ops").expect(0).out
     assert "first operator that differs" in out
     operators = instrument.diff(tmp_path / "eager_ops", tmp_path / "compiled_ops").operators

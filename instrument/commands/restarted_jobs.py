@@ -20,7 +20,7 @@ OPENED = (".hydra", "instrument.log")  # written by Hydra before the job begins
 def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the run.json of the previous attempt of a job.
 
-    None if there is none, if it is in progress, or if the run has other overrides: the folder is then refused.
+    None if it does not exist, if the run is in progress, or if the run has other overrides: the folder is then refused.
     """
     if not (folder / "run.json").exists():
         return None

@@ -223,7 +223,12 @@ def _outputs(run: RunTables, step: int) -> pd.DataFrame:
     condition = (ds.field("step") == step) & ds.field("fingerprint").is_valid()
     frames = [*batches(run, "operators", _COLUMNS, condition)]
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=_COLUMNS)
-    names = rows["operator"].astype(str).str.rpartition(".")[0].str.replace(_VARIANT, r"\1.\2", regex=True)
+    names = (
+        rows["operator"]
+        .astype(str)
+        .str.replace(r"\.[^.]*$", "", regex=True)
+        .str.replace(_VARIANT, r"\1.\2", regex=True)
+    )
     return rows.assign(name=names, shape=rows["shape"].map(tuple))
 
 

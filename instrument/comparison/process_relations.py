@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 RELATIONS = (
     "equal in all processes",
     "parts of the batch or of a sharded tensor",
-    "parts of the batch, times the number of processes",  # gradients behind a mean over the samples of a process
+    "parts of the batch, times the number of processes",  # gradients of activations, if the loss is a mean over the samples of a process
     "mean over the processes",
     "sum over the processes",
     "equal in all processes, times their number",  # numbers such as the inverse of the size of a batch

@@ -54,10 +54,14 @@ def _unique_fields(models: Iterable[type[BaseModel]], more: Iterable[str]) -> tu
 
 
 def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
-    """Return the model of a nested section, starting from another model; None if it does not exist."""
-    for part in path:
+    """Return the model of a nested section or of a mapping's value, starting from another model; None if it does not exist."""
+    parts = iter(path)
+    for part in parts:
         field = model.model_fields.get(part)
-        inner = None if field is None else next(_models_in(field.annotation), None)
+        annotation = None if field is None else field.annotation
+        if get_origin(annotation) is dict and next(parts, None) is not None:
+            annotation = get_args(annotation)[1]
+        inner = next(_models_in(annotation), None)
         if inner is None:
             return None
         model = inner

@@ -142,6 +142,11 @@ class ParallelConfig(PlacementConfig):
         """The number of processes; None if any number is allowed."""
         return prod(self.mesh.values()) if self.mesh else None
 
+    @property
+    def label(self) -> str:
+        """The sizes of the mesh, such as `dp 2 tp 2`; the value of `data` without a mesh."""
+        return " ".join(f"{name} {size}" for name, size in self.sizes.items()) or self.data
+
     def __str__(self) -> str:
         if not self.mesh:
             return self.data

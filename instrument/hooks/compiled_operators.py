@@ -14,7 +14,7 @@ a graph has no break. At run time, an operator gets the real tensor and calls th
 The owner of a gradient is the tensor that it belongs to, if a hook needs it.
 
 The token of a hook group is a tensor, and so an input of the graph: modules with the same structure share one graph. A call is a tensor
-too: it tells the operators in the backward pass to which call of the module a gradient belongs. The operators write to the order
+too: it shows the operators in the backward pass to which call of the module a gradient belongs. The operators write to the order
 according to their schema, so that the compiler neither removes nor reorders them. Operators in the backward pass have an order of
 their own, because the compiler would copy one that the forward pass has changed.
 """

@@ -64,7 +64,9 @@ def _record(graph: fx.Graph) -> None:
         schema = operator_schema(_called(made))
         # Parts of operators of the other pass are left out: computed again instead of saved, or earlier.
         is_other = made.meta.get("partitioner_tag") == ("is_forward" if is_backward else "is_backward")
-        if not schema.has_values or schema.name.startswith("instrument.") or is_other:
+        # The copies of arguments that a custom operator changes, such as the order of hooks, have the name `auto_functionalized_v2`.
+        is_copy = schema.name.startswith("auto_functionalized")
+        if not schema.has_values or schema.name.startswith("instrument.") or is_other or is_copy:
             continue
         for output, node in _outputs(nodes, made, returned if is_backward else {}):
             calls.append((node, (schema.name, is_backward, _path(made), _source(made), output, schema.is_random)))

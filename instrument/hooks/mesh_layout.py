@@ -28,6 +28,7 @@ from ..config.record import RecordSpec
 from ..errors import ConfigError, HookError, Problem
 from ..fields.globs import matches
 from ..plan.hook_plan import HookPlan, Site
+from ..plan.layer_selection import no_such_layer
 from ..plan.modules import Layer
 from ..tables.kinds import Kind
 from ..values.dtensor import Shards, is_sharded, own_rank
@@ -52,7 +53,7 @@ _OPERATION = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopySlices")
 
 
 class MeshDim(NamedTuple):
-    """One dimension of a mesh: its name, and the processes along it at the coordinates of this one, by rank."""
+    """One dimension of a mesh: its name, and the ranks of the processes that differ from this one only along it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -79,7 +80,7 @@ def mesh_dims(mesh: DeviceMesh) -> list[MeshDim]:
 
 class Style(NamedTuple):
     """What a `ParallelStyle` does with a module: its mesh, the placements of the plain tensors at its inputs and outputs, by path, and
-    whether its parameters are sharded evenly. Otherwise its tensors are too, and their complete shape is unknown.
+    whether its parameters are sharded evenly. If not, its tensors are not either, and their complete shape is unknown.
     """
 
     mesh: DeviceMesh
@@ -156,7 +157,11 @@ class MeshLayout:
             where = f"placement.{pattern}"
             matched = [layer for layer in layers if any(matches(pattern, name) for name in layer.names)]
             if not matched:
-                problems.append(Problem(where, "pattern matches no module", pattern))
+                problems.append(no_such_layer(pattern, layers, "placement"))
+            if not isinstance(tensors, Mapping) or not all(isinstance(along, Mapping) for along in tensors.values()):
+                fix = f"write {{{pattern!r}: {{'output': {{{names[-1]!r}: 'replicate'}}}}}}"
+                problems.append(Problem(where, "must be a mapping from tensors to their placements", tensors, fix=fix))
+                continue
             for tensor, along in tensors.items():
                 for name in along.keys() - {*names}:
                     problems.append(Problem(f"{where}.{tensor}", "the mesh has no such dimension", name, allowed=names))

@@ -1,4 +1,4 @@
-"""What is known of ATen operators and of the files of code that call them, in eager mode and in graphs of `torch.compile`."""
+"""Properties of ATen operators, and the names of the files that call them, in eager mode and in graphs of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD_OPERATOR: Any = torch.ops.instrument.record_operator.default
 
 
 class OperatorSchema(NamedTuple):
-    """What is known of an operator.
+    """The properties of an operator.
 
     Attributes:
         written: The positions and names of the arguments that it changes.
@@ -48,7 +48,7 @@ class OperatorSchema(NamedTuple):
 
 @cache
 def operator_schema(function: Any) -> OperatorSchema:
-    """Return what is known of an operator."""
+    """Return the properties of an operator."""
     schema = getattr(function, "_schema", None)
     if schema is None:  # a higher-order operator
         return OperatorSchema(str(function), (), (), has_values=True, is_random=False)

@@ -115,7 +115,7 @@ def attach(
             than one process; all processes must then call `attach`. `none` (default): each process writes its own rows.
             `global`: rank 0 writes one row for the shards and batch shards of all processes.
         mesh: The device mesh of the processes that train the model. Default: None, that of its sharded parameters.
-        placement: How modules place tensors that are no DTensors, for those that divide their work themselves, as Megatron-LM's do:
+        placement: How modules place tensors that are not DTensors, for modules that divide their work themselves, as Megatron-LM's do:
             `{"**.up": {"output": {"tp": "shard(-1)"}, "weight": {"tp": "shard(0)"}}}`, by pattern of module names, then `input`,
             `output` or the name of a parameter, then dimension of the mesh: `shard(DIMENSION)`, `replicate` or `partial`.
             Default: None.

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other processes of a run about its folder, in the store of the process group.
+"""The announcement of the folder of a run: rank 0 sends it to the other processes, through the store of the process group.
 
 The processes are on several machines, whose folders of the run may be the same one (a shared file system) or not.
 """

@@ -574,13 +574,13 @@ for _table in (
             dtype | label | | dtype of the tensor; numbers describe this process's shard of a sharded tensor
             shape | list<int32> | elements | shape of the tensor; null for a nested tensor
             random | bool | | whether the operator draws random numbers
-            inputs | int64 | | hash of the bits of all tensors that the operator reads; 0 without any, and without new values; null
-                for operators of compiled code
+            inputs | int64 | | hash of the bits of all tensors that the operator reads; 0 if it reads none or returns no new values;
+                null for operators of compiled code
             nan_inputs | int64 | elements | number of NaN in these tensors; null for operators of compiled code
             fingerprint | int64 | | hash of the bits of all elements and their positions; null without new values: views,
                 uninitialized memory, collectives and tensors that cannot be read
             projection | double | | sum of the elements with pseudo-random signs, which are the same for each tensor of this size; null
-                where `fingerprint` is, and for integers
+                if `fingerprint` is null, and for integers
             """,
             MOMENT,
             *_of_statistics(OPERATOR_STATISTICS),

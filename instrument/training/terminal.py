@@ -95,7 +95,8 @@ class Terminal:
             return
         config, source = experiment.config, experiment.data.source
         trained = sum(p.numel() for p in experiment.model.parameters() if p.requires_grad)
-        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters on {experiment.device}"
+        stage = " of the first stage" if experiment.strategy.pipeline is not None else ""
+        model = f"{config.model.target.rpartition('.')[2]} with {trained:,} trainable parameters{stage} on {experiment.device}"
         counts = ["a stream of" if n is None else f"{n:,}" for n in (source["train_samples"], source["eval_samples"])]
         slices = f"{counts[0]} training samples, {counts[1]} evaluation samples"
         if config.mode == "forward":

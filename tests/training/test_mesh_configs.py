@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from instrument.errors import ConfigError
 from instrument.training.distributed.pipeline import Pipeline
 from instrument.training.distributed.strategies import DataParallel, choose_strategy, pipeline_problems
 from instrument.training.distributed.tensor_parallel import parallelize
+from instrument.training.experiment import prepare
+from instrument.training.terminal import Terminal
 
 PLAN = {"layers.0.0": "colwise", "layers.1": "rowwise"}
 PIPELINE = {"split": ["layers.1"]}
@@ -62,7 +65,31 @@ def test_dimensions_are_sorted_and_short_forms_are_meshes() -> None:
     assert [*parallel.sizes] == ["dp", "tp"]
     assert parallel.size == 6
     assert str(parallel) == "{mesh: {dp: 3, tp: 2}, data: fsdp2}"
+    assert parallel.label == "dp 3 tp 2"
     assert config("fsdp2").train.parallel == ParallelConfig(data="fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "stage", "expected"),
+    [
+        ("fsdp2", None, "trainable parameters on cpu in 2 processes (fsdp2), seed"),
+        ({"mesh": {"tp": 2}, "plan": PLAN}, None, "trainable parameters on cpu in 2 processes (tp 2), seed"),
+        (
+            {"mesh": {"pp": 2}, "pipeline": PIPELINE},
+            "a stage",
+            "trainable parameters of the first stage on cpu in 2 processes (pp 2), seed",
+        ),
+    ],
+)
+def test_terminal_shows_the_mesh(
+    parallel: Any, stage: Any, expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    experiment = prepare(parse_config({**CONFIG, "device": "cpu"}))
+    train = experiment.config.train.model_copy(update={"parallel": config(parallel, accumulate=2).train.parallel})
+    strategy: Any = SimpleNamespace(ranks=SimpleNamespace(world_size=2), pipeline=stage)
+    config_of_mesh = experiment.config.model_copy(update={"train": train})
+    Terminal().begin(replace(experiment, config=config_of_mesh, strategy=strategy), tmp_path)
+    assert expected in " ".join(capsys.readouterr().out.split())
 
 
 def test_mesh_of_another_number_of_processes_is_refused() -> None:
@@ -117,7 +144,7 @@ def loss_of(model: nn.Module) -> Callable[[], Tensor]:
         ({"layers.1": "rowwise"}, r"in_features of layer layers.1 \(Linear\) is not divisible"),
         ({"conv": "colwise"}, r"style colwise does not exist for layer conv \(Conv1d\)[\s\S]*Linear, Embedding"),
         ({"layers.3": "colwise"}, r"layer layers.3 \(Linear\) shares a parameter with another layer"),
-        ({"layers.4": "rowwise", "layers.*": "sequence"}, r"layer layers.4 has another style by 'layers.4'"),
+        ({"layers.4": "rowwise", "layers.*": "sequence"}, r"the glob 'layers.4' gives layer layers.4 a style too"),
         ({"layers.4": {"_target_": "torch.nn.ReLU"}}, r"must be a ParallelStyle, but torch.nn.ReLU returned ReLU"),
     ],
 )  # fmt: skip
@@ -147,7 +174,7 @@ def two_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pipeline]:
     ("split", "skips", "expected"),
     [
         ("layer.1", False, r"train.parallel.pipeline.split: this pattern matches no module[\s\S]*similar +layers.1"),
-        ("conv", False, r"the layers are not called, in this order"),
+        ("conv", False, r"the layers are not called, in this order[\s\S]*given +\['conv'\]"),
         ("layers.0", False, r"stage 0 has no trainable parameter"),
         ("layers.3", True, r"parameter scale is used in stage 1, but its module has layers of several stages"),
     ],
@@ -211,7 +238,7 @@ def test_stage_keeps_its_parameters_only(two_stages: Callable[..., Pipeline], st
         (
             {},
             {},
-            r"train.accumulate: the micro-batches of a step are those of the pipeline[\s\S]*given +1\n[\s\S]*2 or more",
+            r"train.accumulate: schedule 1f1b requires a micro-batch for each stage[\s\S]*given +1\n[\s\S]*2 or more",
         ),
         ({"accumulate": 2, "precision": "bf16"}, {}, r"train.precision: the stages of a pipeline send float32"),
         ({"accumulate": 2, "compile": True}, {}, r"train.compile"),

@@ -73,8 +73,9 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> 
     return (*args[:name], tensor, *args[name + 1 :]), kwargs
 
 
-def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
+def _trace(model: nn.Module, split: Mapping[str, nn.Module], loss: Loss) -> _Trace:
     """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
+    starts = [*split.values()]
     sent: list[Tensor] = []
     stages: dict[int, set[int]] = {}
     outputs: dict[int, tuple[int, Any]] = {}
@@ -97,7 +98,7 @@ def _trace(model: nn.Module, starts: Sequence[nn.Module], loss: Loss) -> _Trace:
         value = loss()
         if value is None or len(sent) < len(starts):
             message = "the layers are not called, in this order, with a tensor as first argument"
-            raise ConfigError(Problem(WHERE, message, [type(each).__name__ for each in starts]))
+            raise ConfigError(Problem(WHERE, message, [*split], fix="name layers in the order of their calls"))
         trace = _Trace(value, sent, stages, outputs)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for stage, output in enumerate([*sent, value]):

@@ -107,15 +107,16 @@ def styles_of(
     problems: list[Problem] = []
     found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
     for pattern, entry in plan.items():
-        where = f"{key}.{pattern}"
+        key = f"{where}.{pattern}"
         matched = [layer for layer in layers if layer.is_named([pattern])]
         if not matched:
-            problems.append(no_such_layer(pattern, layers, key))
+            problems.append(no_such_layer(pattern, layers, where))
             continue
-        style = _style(entry, where)
+        style = _style(entry, key)
         for layer in matched:
             if (other := found.get(id(layer.module))) is not None:
-                problems.append(Problem(where, f"layer {layer.label} has another style by {other[2]!r}", given=pattern))
+                message = f"the glob {other[2]!r} gives layer {layer.label} a style too"
+                problems.append(Problem(key, message, given=pattern, fix="change one of the two globs"))
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
             problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, where))][:1]
@@ -152,7 +153,7 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
         if id(parameter) in names:
             names[id(parameter)].append(name)
     if tied := next((each for each in names.values() if len(each) > 1), None):
-        message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer, which would end"
+        message = f"layer {layer.label} ({layer.type}) shares a parameter with another layer; with a style, it would have its own"
         return Problem(where, message, tied, fix="untie them in the model, or leave this layer out of the plan")
     if style == "sequence":
         return None
