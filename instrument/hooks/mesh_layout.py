@@ -158,10 +158,6 @@ class MeshLayout:
             matched = [layer for layer in layers if any(matches(pattern, name) for name in layer.names)]
             if not matched:
                 problems.append(no_such_layer(pattern, layers, "placement"))
-            if not isinstance(tensors, Mapping) or not all(isinstance(along, Mapping) for along in tensors.values()):
-                fix = f"write {{{pattern!r}: {{'output': {{{names[-1]!r}: 'replicate'}}}}}}"
-                problems.append(Problem(where, "must be a mapping from tensors to their placements", tensors, fix=fix))
-                continue
             for tensor, along in tensors.items():
                 for name in along.keys() - {*names}:
                     problems.append(Problem(f"{where}.{tensor}", "the mesh has no such dimension", name, allowed=names))
@@ -397,6 +393,10 @@ def layout_of(
                 raise ConfigError(Problem("placement", message, fix="pass mesh=init_device_mesh(...)"))
             return None
         mesh = max((each._get_root_mesh() for each in found), key=lambda each: each.size())
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(Problem("mesh", "must be a DeviceMesh", mesh, fix="pass mesh=init_device_mesh(...)"))
     if reduces and mesh.size() < processes:
         message = f"the mesh has {mesh.size()} of {processes} processes"
         fix = "create one mesh of all processes, and parallelize over its parts, such as mesh['tp']; or set reduce to none"

@@ -74,9 +74,8 @@ def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, r
     """Return a line about the output of all processes of `train.parallel`."""
     shards = parallel.data == "fsdp2"
     cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=shards, reduces=reduces)
-    number = "each process" if parallel.size is None else f"{parallel.size} processes"
-    sizes = " ".join(f"{name} {size}" for name, size in parallel.sizes.items()) or parallel.data
-    text = f"on {number} ({sizes}): {cost.rows:,} rows, at most {human_bytes(cost.bytes)}, {cost.collectives or 'no'}"
+    number = "each process" if parallel.size is None else f"{parallel.size} process{'es' * (parallel.size != 1)}"
+    text = f"on {number} ({parallel.label}): {cost.rows:,} rows, at most {human_bytes(cost.bytes)}, {cost.collectives or 'no'}"
     text += " collective operations for rows in each step with scheduled hooks"
     changed = [spec.definition.family for spec in plan.specs.values() if isinstance(spec, InterventionSpec)]
     if changed and ("tp" in parallel.sizes or (shards and {*changed} & {"parameter", "optimizer"})):

@@ -45,7 +45,7 @@ from .apply import apply_specs, build_module
 from .compiled_models import compile_model
 from .data import Data, build_sampler, load_data, loader_options
 from .device_and_seed import choose_device
-from .distributed.strategies import Strategy, check_layers, has_unused_parameters
+from .distributed.strategies import Strategy, has_unused_parameters
 from .hook_trials import HookTrials
 from .initial_weights import InitialWeights
 from .loader import (
@@ -206,8 +206,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
         check_loss_of_parts(config, task, model, data.train, shard, options)
-    if strategy.processes is None and config.train.parallel is not None:
-        check_layers(model, config.train.parallel)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model, lambda: _forward(task, model, first, differentiable=False)[0]):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.

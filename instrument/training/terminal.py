@@ -101,9 +101,8 @@ class Terminal:
         slices = f"{counts[0]} training samples, {counts[1]} evaluation samples"
         if config.mode == "forward":
             slices = f"{counts[0]} samples, {describe_forward(config.forward)}"
-        if (ranks := experiment.strategy.ranks) is not None:
-            of = "rank 0" if experiment.strategy.pipeline is not None else "each"
-            model += f" in {of} of {ranks.world_size} processes ({config.train.parallel})"
+        if (ranks := experiment.strategy.ranks) is not None and config.train.parallel is not None:
+            model += f" in {ranks.world_size} processes ({config.train.parallel.label})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)
         if experiment.weights is not None:
             model += f", weights from {experiment.weights.path}"

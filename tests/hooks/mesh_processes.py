@@ -462,7 +462,6 @@ def on_two(folder: Path) -> dict[str, Any]:
         "dimension": message(model, {}, placement={"**": {"output": {"dp": "replicate"}}}),
         "text": message(model, {}, placement={"**": {"output": {"tp": "shard"}}}),
         "tensor": message(model, {}, placement={"head": {"outptu": {"tp": "replicate"}}}),
-        "type": message(model, {}, placement={"head": {"output": "replicate"}}),
         "layer": message(model, {}, placement={"hed": {"output": {"tp": "replicate"}}}),
         "mesh": message(create(), {}, placement=block),
         "name": message(model, {}, mesh="tp"),

@@ -73,9 +73,8 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> 
     return (*args[:name], tensor, *args[name + 1 :]), kwargs
 
 
-def _trace(model: nn.Module, split: Mapping[str, nn.Module], loss: Loss) -> _Trace:
+def _trace(model: nn.Module, split: Sequence[str], starts: Sequence[nn.Module], loss: Loss) -> _Trace:
     """Run the model once, with the inputs of the first layers of the stages cut from the graph."""
-    starts = [*split.values()]
     sent: list[Tensor] = []
     stages: dict[int, set[int]] = {}
     outputs: dict[int, tuple[int, Any]] = {}
@@ -143,7 +142,7 @@ class Pipeline:
         self._sent = torch.empty(0)
         layers = Layers.of(model)
         starts = starts_of(layers, config.split)
-        trace = _trace(model, starts, loss)
+        trace = _trace(model, config.split, starts, loss)
         self._edges = [tensor.detach().contiguous().requires_grad_() for tensor in trace.sent]
         self._stage_of = {key: max(ends) for key, ends in trace.stages.items()}
         shared = {id(parent) for layer in layers if layer.module in starts for parent in layers.parents(layer)}

@@ -403,24 +403,6 @@ def _strategy_type(parallel: ParallelConfig) -> type[DataParallel]:
     return FullySharded if parallel.data == FullySharded.name else DataParallel
 
 
-def check_layers(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Check the layers that `train.parallel` names, in a single process: the plan of a run with several.
-
-    Raises:
-        ConfigError: A glob or a name matches no module, or a module does not support its style.
-    """
-    layers = Layers.of(model)
-    if parallel.plan or parallel.experts:
-        from .tensor_parallel import styles_of
-
-        styles_of(layers, parallel.sizes.get("tp", 1), parallel.plan)
-        styles_of(layers, parallel.sizes.get("dp", 1), parallel.experts, where="train.parallel.experts")
-    if parallel.pipeline is not None:
-        from .pipeline import first_layers
-
-        first_layers(layers, parallel.pipeline)
-
-
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
     """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
     sample, custom statistics, and fingerprints.
@@ -470,7 +452,7 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
             problems.append(Problem(f"hooks.{name}.phase", "a pipeline has no probe batch", "probe", "train, eval"))
     stages = parallel.sizes["pp"]
     if parallel.pipeline.schedule == "1f1b" and train.accumulate < stages:
-        message = "the micro-batches of a step are those of the pipeline"
+        message = "schedule 1f1b requires a micro-batch for each stage"
         problems.append(Problem("train.accumulate", message, train.accumulate, f"{stages} or more"))
     return problems
 

@@ -107,16 +107,16 @@ def styles_of(
     problems: list[Problem] = []
     found: dict[int, tuple[nn.Module, ParallelStyle, str]] = {}
     for pattern, entry in plan.items():
-        key = f"{where}.{pattern}"
+        where = f"{key}.{pattern}"
         matched = [layer for layer in layers if layer.is_named([pattern])]
         if not matched:
-            problems.append(no_such_layer(pattern, layers, where))
+            problems.append(no_such_layer(pattern, layers, key))
             continue
-        style = _style(entry, key)
+        style = _style(entry, where)
         for layer in matched:
             if (other := found.get(id(layer.module))) is not None:
                 message = f"the glob {other[2]!r} gives layer {layer.label} a style too"
-                problems.append(Problem(key, message, given=pattern, fix="change one of the two globs"))
+                problems.append(Problem(where, message, given=pattern, fix="change one of the two globs"))
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
             problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, where))][:1]
