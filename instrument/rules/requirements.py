@@ -12,6 +12,7 @@ from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
 from ..tables.statistics import STATISTICS
+from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
 from .rule import CatalogueRule, LocatedRule
@@ -38,7 +39,7 @@ def check_rules(
 
     Raises:
         ConfigError: A rule names a hook that does not exist, or any hook although it reads none, watches a statistic that no hook
-            records, or requires more steps or evaluations than the run has.
+            records, watches only hooks that it turns on itself, or requires more steps or evaluations than the run has.
     """
     problems = [problem for name, rule in rules.items() for problem in _name_problems(f"rules.{name}", rule, hooks)]
     problems += [
@@ -52,8 +53,11 @@ def check_rules(
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
-        problems += _count_problems(f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations)
+        problems += _count_problems(
+            f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations, steps=steps
+        )
         problems += _record_problems(f"rules.{name}", rule, hooks, read[name], steps)
+    problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
     if problems:
         raise ConfigError(*problems)
 
@@ -160,7 +164,9 @@ def _candidates(rule: CatalogueRule[RuleBase], hooks: Mapping[str, HookSpec]) ->
     }
 
 
-def _count_problems(where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None) -> Iterator[Problem]:
+def _count_problems(
+    where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None, steps: int | None
+) -> Iterator[Problem]:
     source = RULES[str(rule.rule)].source if hasattr(rule, "rule") else "steps"
     if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
@@ -169,6 +175,9 @@ def _count_problems(where: str, rule: RuleBase, *, has_targets: bool, evaluation
     if isinstance(rule, PersistentRule) and count is not None and count < rule.for_:
         message = f"cannot be reached: the run has {evaluations} evaluations"
         yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
+    if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:
+        message = f"cannot be reached: the run has {steps} steps"
+        yield Problem(f"{where}.after", message, rule.after, fix="reduce 'after'")
 
 
 def _record_problems(
@@ -213,3 +222,22 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
     else:
         fix = f"add a hook that records {made.requires}"
     return Problem(where, message, fix=fix)
+
+
+def _cycle_problems(
+    rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
+) -> Iterator[Problem]:
+    """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
+    waiting = {name: names for name, names in read.items() if {*names} <= turned_on_by_rules(rules, hooks)}
+    while waiting:
+        others = {name: rule for name, rule in rules.items() if name not in waiting}
+        ready = [name for name, names in waiting.items() if {*names} & turned_on_by_rules(others, hooks)]
+        if not ready:
+            break
+        for name in ready:
+            del waiting[name]
+    for name, names in waiting.items():
+        message = "can never fire: it reads only hooks that are off until it fires"
+        yield Problem(
+            f"rules.{name}", message, names, fix="read another hook, or remove 'enable' or 'when' of these hooks"
+        )

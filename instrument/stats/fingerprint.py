@@ -63,6 +63,8 @@ def projection(tensor: Tensor) -> Tensor | None:
         return None
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    if flat._is_zerotensor():
+        flat = torch.zeros_like(flat)
     count = len(flat) // TILE
     bits = _mixed(torch.arange(1, TILE + count + 1, device=flat.device)) < 0
     signs = torch.where(bits, -1.0, 1.0).to(flat.dtype)

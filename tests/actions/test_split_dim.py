@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import instrument
 from instrument.config.parse import parse_hooks
 from instrument.errors import HookError
-from instrument.hooks.attached_hook import AttachedHook
 from instrument.stats.measure import measure_statistics
 from instrument.training.distributed.strategies import reduce_problems
 
@@ -188,14 +187,7 @@ def test_dimension_that_a_later_tensor_lacks_is_an_error() -> None:
 
 
 def test_shard_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = AttachedHook.context
-
-    def shard(*arguments: Any, **keywords: Any) -> Any:
-        found = context(*arguments, **keywords)
-        found.scope = "shard"
-        return found
-
-    monkeypatch.setattr(AttachedHook, "context", shard)
+    monkeypatch.setattr("instrument.hooks.attached_hook.scope_of", lambda *_: "shard")
     with pytest.raises(HookError, match="split_dim requires the complete tensor"):
         run_step(identity(), {"h": record("forward", split_dim=0)}, torch.ones(2))
 

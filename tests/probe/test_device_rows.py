@@ -226,7 +226,7 @@ def ranks() -> Iterator[Ranks]:
     """The ranks of a process group with one process, with `reduce: global`."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        yield Ranks("ddp", reduces=True)
+        yield Ranks("ddp", reduces=True, batches=2)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 import instrument
 from instrument.integrations.clipping import before_clipping
 from instrument.integrations.trainer_callback import TrainerCallbackBase
-from instrument.storage import journal, run_announcement, table_writer
+from instrument.storage import journal, table_writer
 from instrument.storage.lock import is_locked
 
 RECORD = {"layers": "*", "kind": "forward", "action": "record"}
@@ -368,7 +368,8 @@ def test_interrupt_ends_the_wait_for_rank_0(monkeypatch: pytest.MonkeyPatch, tmp
         signal.raise_signal(signal.SIGINT)
         return False
 
-    monkeypatch.setattr(run_announcement, "_default_store", lambda: SimpleNamespace(check=interrupted_check))
+    store = SimpleNamespace(check=interrupted_check)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     with pytest.raises(KeyboardInterrupt), instrument.attach(network()[0], {}, out=tmp_path / "run"):
         pass
     assert len(checked) == 1

@@ -92,6 +92,7 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
             {"watch": "seen", "stat": "std", "below": 1, "for": 4},
             ["rules.r.for: cannot be reached: 'seen' record at 3 of the 30 steps", "fix      reduce 'for', or 'every'"],
         ),
+        ({"rule": "loss_spike", "after": 30}, ["rules.r.after: cannot be reached: the run has 30 steps"]),
         ({"rule": "overfit"}, ["rules.r.for: cannot be reached: the run has 1 evaluations", "train.eval_every"]),
         ({"rule": "class_imbalance"}, ["rules.r: no targets of samples are recorded", "data.ids=all"]),
     ],

@@ -244,7 +244,7 @@ def change_checkpoint(change: Callable[[dict[str, Any]], object]) -> Callable[[P
         (lambda path: path.write_bytes(b""), "the checkpoint cannot be loaded with weights_only=True"),
         (lambda path: path.write_bytes(b"no checkpoint"), "the checkpoint cannot be loaded with weights_only=True"),
         (lambda path: torch.save({"version": 1, "bomb": Bomb()}, path), "cannot be loaded with weights_only=True"),
-        (change_checkpoint(lambda state: state.update(version=2)), "must have version 6, but has version 2"),
+        (change_checkpoint(lambda state: state.update(version=2)), "must have version 7, but has version 2"),
         (change_checkpoint(lambda state: state["probe"].pop("phases")), "does not match this experiment"),
         (change_checkpoint(lambda state: state["probe"]["hooks"].pop()), "does not match this experiment"),
     ],
