@@ -95,11 +95,25 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ({"rule": "loss_spike", "after": 30}, ["rules.r.after: cannot be reached: the run has 30 steps"]),
         ({"rule": "overfit"}, ["rules.r.for: cannot be reached: the run has 1 evaluations", "train.eval_every"]),
         ({"rule": "class_imbalance"}, ["rules.r: no targets of samples are recorded", "data.ids=all"]),
+        (
+            {"watch": "seen", "stat": "std", "below": 1, "then": {"enable": "seen"}},
+            ["rules.r: can never fire: it reads only hooks that are off until it fires", "seen"],
+        ),
     ],
 )
 def test_error_names_the_rule_and_the_fix(rule: dict[str, Any], parts: list[str]) -> None:
     text = problems_of({"r": rule}, has_targets=False, evaluations=1, steps=30)
     assert [part for part in parts if part not in text] == [], text
+
+
+def test_cycle_of_two_rules_is_reported_and_a_chain_is_not() -> None:
+    below = {"stat": "l2", "below": 1.0}
+    one = {"watch": "seen", **below, "then": {"enable": "norms"}}
+    two = {"watch": "norms", **below, "then": {"enable": "seen"}}
+    text = problems_of({"one": one, "two": two})
+    assert "rules.one: can never fire" in text
+    assert "rules.two: can never fire" in text
+    check_rules(parse_rules({"one": one, "two": {**two, "then": "stop"}}), HOOKS)
 
 
 @pytest.mark.parametrize("name", ["coverage", "control"])
