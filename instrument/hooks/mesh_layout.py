@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -88,6 +88,11 @@ class Style(NamedTuple):
     outputs: Mapping[str, Placement]
     is_even: bool
 
+    @property
+    def has_layouts(self) -> bool:
+        """Whether it tells the placement of any input or output."""
+        return bool(self.inputs or self.outputs)
+
 
 class MeshLayout:
     """How the tensors of a model are placed.
@@ -97,6 +102,7 @@ class MeshLayout:
         mesh: The mesh of its processes.
         declared: The placements of tensors by module. Later patterns replace those of earlier ones. Mesh dimensions that an entry
             does not name replicate.
+        data: The dimensions of the mesh along which the processes are known to have other samples, also if experts are divided there.
         reduces: Whether the rows of all processes are merged.
 
     Raises:
@@ -109,24 +115,37 @@ class MeshLayout:
     """
 
     def __init__(
-        self, layers: Iterable[Layer], mesh: DeviceMesh, declared: Declared | None = None, *, reduces: bool = False
+        self,
+        layers: Iterable[Layer],
+        mesh: DeviceMesh,
+        declared: Declared | None = None,
+        *,
+        data: Collection[str] = (),
+        reduces: bool = False,
     ) -> None:
         from torch.distributed.tensor import Replicate
 
         self.reduces = reduces
         self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
-        self._styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
+        styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
+        self._styles = {module: style for module, style in styles.items() if style.has_layouts or not style.is_even}
         self._declared = self._read(layers, declared or {})
         parsed = [each for entries in self._declared.values() for each in entries.values()]
-        meshes = {id(style.mesh): style.mesh for style in self._styles.values()}
+        meshes = {id(style.mesh): style.mesh for style in styles.values()}
         groups = [{*each.mesh.flatten().tolist()} for each in meshes.values()]
+        known = [{*style.mesh.mesh.flatten().tolist()} for style in self._styles.values()]
         names = {name for entry in parsed for name in entry}
         self._model = [
             dim
             for dim in self._dims
-            if dim.name in names or (len(dim.ranks) > 1 and any({*dim.ranks} <= group for group in groups))
+            if dim.name in names
+            or (dim.name not in data and len(dim.ranks) > 1 and any({*dim.ranks} <= group for group in groups))
         ]
+        # A style without layouts, such as that of experts, does not tell whether the processes have the same samples.
+        self._has_unknown_dims = any(
+            dim.name not in names and not any({*dim.ranks} <= group for group in known) for dim in self._model
+        )
         self.is_model_parallel = bool(self._model)
         self._replicate = Replicate()
         self._replicated = tuple(self._replicate for _ in self._model)
@@ -265,6 +284,8 @@ class MeshLayout:
         side = "input" if role.endswith("input") else "output"
         if (declared := self._of_entry(site, side, tensor.dim())) is not None:
             return declared
+        if self._has_unknown_dims:
+            return None
         style = self._styles.get(module)
         if style is not None and not site.spec.definition.of_functions:
             of_path = style.inputs if side == "input" else style.outputs
@@ -367,6 +388,7 @@ def layout_of(
     mesh: DeviceMesh | None,
     declared: Declared,
     *,
+    data: Collection[str],
     processes: int,
     reduces: bool,
     is_sampled: bool,
@@ -376,7 +398,7 @@ def layout_of(
     Args:
         plan: The hooks of the model.
         mesh: The mesh of the processes that train it. None for that of its parameters, or the mesh that it is a part of.
-        declared: See `MeshLayout`.
+        declared, data: See `MeshLayout`.
         processes: The number of processes.
         reduces: Whether their rows are merged.
         is_sampled: Whether a budget pauses record hooks in some steps.
@@ -401,7 +423,7 @@ def layout_of(
         message = f"the mesh has {mesh.size()} of {processes} processes"
         fix = "create one mesh of all processes, and parallelize over its parts, such as mesh['tp']; or set reduce to none"
         raise ConfigError(Problem("reduce", message, given="global", fix=fix))
-    layout = MeshLayout(plan.layers, mesh, declared, reduces=reduces)
+    layout = MeshLayout(plan.layers, mesh, declared, data=data, reduces=reduces)
     if problems := layout.problems(plan, is_sampled=is_sampled):
         raise ConfigError(*problems)
     return layout

@@ -91,7 +91,7 @@ class Ranks:
         control: A gloo group of all processes. Default: None, a new one if required.
         batches: The number of batch shards. Default: None, one for each process.
         mesh: The device mesh of the processes. Default: that of the model's parameters.
-        placement: The placements of tensors, by module; see `instrument.hooks.mesh_layout.MeshLayout`.
+        placement, data: See `instrument.hooks.mesh_layout.MeshLayout`.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
         sums_gradients: Whether gradients are summed over the processes. Default: they are averaged.
 
@@ -115,8 +115,9 @@ class Ranks:
         batches: int | None = None,
         mesh: DeviceMesh | None = None,
         placement: Declared | None = None,
+        data: Sequence[str] = (),
     ) -> None:
-        self.mesh, self.placement = mesh, placement or {}
+        self.mesh, self.placement, self.data = mesh, placement or {}, data
         self.parallel = parallel
         self.reduces = reduces
         self.merged_metrics = merged_metrics

@@ -137,7 +137,7 @@ class Probe(OwnedByProcess):
         layout = None
         if ranks is not None:
             given: dict[str, Any] = {"processes": ranks.world_size, "reduces": ranks.reduces, "is_sampled": is_sampled}
-            layout = layout_of(plan, ranks.mesh, ranks.placement, **given)
+            layout = layout_of(plan, ranks.mesh, ranks.placement, data=ranks.data, **given)
             if ranks.batches == 1 and layout is None:  # a stage of a pipeline: each tensor is complete in one process
                 parallel = None
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank(), layout=layout)

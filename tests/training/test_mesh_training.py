@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import own_experts
 import own_pipeline
 import pytest
 import torch
@@ -101,7 +102,7 @@ def assert_same_rows(one: Any, other: Any) -> None:
         assert ((both[name] - both[f"{name}_there"]).abs() <= 1e-5 * scale + 1e-9).all(), name
 
 
-@pytest.mark.parametrize("name", tiered(MESHES, ["tp"]))
+@pytest.mark.parametrize("name", tiered(MESHES, ["ddp-tp"]))
 def test_training_on_a_mesh_equals_a_single_process(
     one: instrument.Run, planned: tuple[Forecast, HookPlan], tmp_path: Path, name: str
 ) -> None:
@@ -142,7 +143,7 @@ def test_pipeline_equals_a_single_process(
         assert all(rows["micro_step"].tolist() == [0, 1, 2] * 3 for rows in seen)
 
 
-@pytest.mark.parametrize("processes", tiered([2, 4], []))
+@pytest.mark.parametrize("processes", tiered([2, 4], [2]))
 def test_experts_of_several_processes_equal_one_process(tmp_path: Path, processes: int) -> None:
     command = [each for each in RUN if not each.startswith(("model", "+hooks.back", "+hooks.tests"))]
     command.append("model={_target_: distributed_models.MixtureOfExperts}")
@@ -156,6 +157,9 @@ def test_experts_of_several_processes_equal_one_process(tmp_path: Path, processe
     sums = shards.assign(squares=shards["l2"] ** 2).groupby("step")["squares"].sum().pow(0.5)
     expected = one.stats.query("hook == 'used' and layer == 'experts'")["l2"]
     assert sums.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    seen = run.stats.query("hook == 'seen'")
+    assert {*seen["placement"]} == {"shard(0)"}
+    assert {*seen["rank"]} == {*range(processes)}
 
 
 @pytest.mark.parametrize("name", tiered(["ddp-tp", "fsdp2-tp", "1f1b"], []))
@@ -264,3 +268,17 @@ def test_stages_of_a_custom_loop_equal_a_single_process(tmp_path: Path, schedule
     assert_same_rows(probe, run)
     assert run.coverage.eval("fired == expected").all()
     assert run.stats.groupby("layer")["rank"].agg(set).to_dict() == {"0": {0}, "1": {0}, "2": {1}, "3": {1}, "4": {1}}
+
+
+def test_experts_of_a_custom_loop_equal_a_single_process(tmp_path: Path) -> None:
+    done = run_processes(tmp_path, processes=2, module=Path(own_experts.__file__))
+    assert done.returncode == 0, done.stderr
+    unknown, declared = (instrument.load(tmp_path / "runs" / name) for name in ("unknown", "declared"))
+    one = own_experts.train(own_experts.create(), own_experts.batch())
+    assert_same_rows(one, declared)
+    assert "placement" not in {*declared.events["rule"]}
+    # A style of experts does not tell whether the processes have the same samples.
+    rows = unknown.stats.query("kind == 'forward'")
+    assert {*rows["placement"]} == {"unknown"}
+    assert {*rows["rank"]} == {0, 1}
+    assert (unknown.events["rule"] == "placement").any()

@@ -208,6 +208,7 @@ class DataParallel(Strategy):
             control=processes.control,
             mesh=self._mesh_of_tensors,
             placement=parallel.placement,
+            data=("dp",),
             batches=len(data_ranks),
         )
 
