@@ -58,7 +58,8 @@ def _override_problem(error: OverrideParseException) -> Problem:
     key, _, value = error.override.partition("=")
     needs_quotes = (key.lstrip("+") == OBJECTIVE_KEY and "(" in value) or key.lstrip("+") == "forward.of"
     fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if needs_quotes else ""
-    if function := re.search(r"Unknown function '(\w+)'", str(error)):
+    function = re.search(r"Unknown function '(\w+)'", str(error))
+    if function and not needs_quotes:
         fix = f"quote the value for Hydra, inside the quotes of the shell: '{function[1]}(...)'"
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 

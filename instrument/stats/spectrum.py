@@ -75,7 +75,7 @@ class Spectrum:
         return largest if is_known else None, norm, *ranks, None if shape is None else list(shape)
 
     def part(self, tensor: Tensor, shards: Shards) -> Callable[[], Tensor]:
-        """Return a function that computes the triangular factor of a part, and its number of rows and columns.
+        """Return a function that computes the triangular factor of a part; see `_triangle`.
 
         The factors of all shards along the dimension of the units, one above the other, have the singular values of the full tensor.
         Other parts are columns of the matrix, whose order does not matter: it is transposed. If a tensor is sharded along the
@@ -90,21 +90,23 @@ class Spectrum:
         if self.units in dims and (len(dims) > 1 or (self.is_of_batch and shards.batches > 1)):
             dims = () if self.is_of_batch else (self.units,)
             tensor, is_counted = joined_shards(tensor, shards, None if self.is_of_batch else self.units)
-        matrix = self._matrix(tensor)
+        matrix, numel = self._matrix(tensor), 0 if self.is_of_batch else math.prod(shards.shape)
         if self.units in dims or not (dims or self.is_of_batch):
-            factor = partial(_triangle, matrix, largest[self.units] if dims else len(matrix))
+            factor = partial(_triangle, matrix, largest[self.units] if dims else len(matrix), numel)
         else:
             sizes = (size for dim, size in enumerate(largest) if dim != self.units)
             most_columns = math.prod(sizes) if dims and not self.is_of_batch else len(matrix)
-            factor = partial(_triangle, matrix.mT, most_columns)
+            factor = partial(_triangle, matrix.mT, most_columns, numel)
         return factor if is_counted else lambda: torch.full_like(factor(), math.nan)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""
-        parts = parts[~np.isnan(parts[:, -2])]
-        factors, rows, columns = torch.from_numpy(parts[:, :-2]), parts[:, -2], np.nanmax(parts[:, -1], initial=1.0)
-        singular = _singular_values(factors.reshape(-1, int(columns)))
-        return self.cells(self._of(singular[: int(np.nansum(rows))]).tolist(), None)
+        parts = parts[~np.isnan(parts[:, -1])]
+        rows, columns, numel = parts[:, -3:].T
+        singular = _singular_values(torch.from_numpy(parts[:, :-3]).reshape(-1, int(columns.max(initial=1.0))))
+        is_complete = rows @ columns >= numel.max(initial=0.0)  # no process has missed its shard
+        values = self._of(singular[: int(rows.sum())] if is_complete else singular.new_full((self.spectrum,), math.nan))
+        return self.cells(values.tolist(), None)
 
 
 def _wide(matrix: Tensor) -> Tensor:
@@ -118,16 +120,17 @@ def _singular_values(matrix: Tensor) -> Tensor:
     return torch.where(finite, torch.linalg.svdvals(torch.where(finite, matrix, 0.0)), math.nan)
 
 
-def _triangle(matrix: Tensor, most_rows: int) -> Tensor:
-    """Return the triangular factor, with rows of zeros, and the number of rows and columns of a real matrix.
+def _triangle(matrix: Tensor, most_rows: int, numel: int) -> Tensor:
+    """Return the triangular factor of a real matrix, with rows of zeros, its numbers of rows and columns, and `numel`.
 
-    float64 [min(most_rows, columns) * columns + 2]. The factor is NaN if an element is not finite.
+    float64 [min(most_rows, columns) * columns + 3]. The factor is NaN if an element is not finite. `numel` is the number of elements
+    of all shards; 0 if each process has other samples.
     """
     matrix = _wide(matrix)
     rows, columns = matrix.shape
     finite = matrix.isfinite().all()
     factor = torch.linalg.qr(torch.where(finite, matrix, 0.0), mode="r").R
     full = torch.nn.functional.pad(factor, (0, 0, 0, min(most_rows, columns) - len(factor)))
-    return torch.cat([torch.where(finite, full, math.nan).flatten(), full.new_tensor([rows, columns])]).to(
+    return torch.cat([torch.where(finite, full, math.nan).flatten(), full.new_tensor([rows, columns, numel])]).to(
         torch.float64
     )
