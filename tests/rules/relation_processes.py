@@ -227,7 +227,7 @@ def main() -> None:
         "past_the_wrapper": train(is_wrapped=False, is_inside=True),
         "by_hand": train(by_hand=True),
         "corrupted": train(by_hand=True, corrupted_from=2),
-        "swapped_elements": train(swapped_at=4),
+        "swapped_elements": train(swapped_at=2),
         "other_starts": train(by_hand=True, seeds=(0, 1)),
         "independent": train(by_hand=True, is_wrapped=False, seeds=(0, 1)),
         "without_loss": train(by_hand=True, is_wrapped=False, seeds=(0, 1), factor=0.0),
