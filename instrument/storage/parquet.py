@@ -192,8 +192,14 @@ class ParquetSink:
         """Reserve a little disk space, which is released to report a full disk."""
         if not self._has_reserve:
             self._folder_stat = os.stat(self.folder)
-            self._reserve.parent.mkdir(exist_ok=True)
-            self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
+            for is_last in (False, False, True):
+                self._reserve.parent.mkdir(exist_ok=True)
+                try:
+                    self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
+                    break
+                except FileNotFoundError:  # another process that ends removes the empty folder
+                    if is_last:
+                        raise
             self._has_reserve = True
 
     def _describe_saved(self) -> str:

@@ -327,3 +327,23 @@ def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None
     write_steps(tmp_path, ({"metrics": [{"step": step, "phase": "train"}]} for step in range(12)), parts=range(12))
     assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
     assert list(instrument.load(tmp_path).metrics.step) == list(range(12))
+
+
+def test_process_that_ends_may_remove_the_empty_folder_of_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, removed = os.urandom, []
+
+    def end_another_process(count: int) -> bytes:
+        if not removed:
+            (tmp_path / parts.JOURNALS).rmdir()
+            removed.append(count)
+        return random(count)
+
+    monkeypatch.setattr(os, "urandom", end_another_process)
+    sink = ParquetSink(tmp_path)
+    sink.write("stats", [row("stats")])
+    sink.end_step()
+    sink.close()
+    assert removed
+    assert pq.read_table(tmp_path / "stats").num_rows == 1
