@@ -303,7 +303,7 @@ class MeshLayout:
         return self._found[key]
 
     def _of_entry(self, site: Site, name: str, dims: int) -> tuple[Placement, ...] | None:
-        """Return the declared placement of a tensor with this number of dimensions; None if there is none."""
+        """Return the declared placement of a tensor with this number of dimensions; None without a declaration."""
         entry = self._declared.get(site.layer.module, {}).get(name)
         if entry is None:
             return None
