@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
 from ..config.schedule import Evaluations, common
 
 
@@ -116,7 +115,7 @@ def mesh_cost(
     tensor_parallel, data_parallel = sizes.get("tp", 1), sizes.get("dp", 1)
     processes = data_parallel * tensor_parallel
     rows = size = 0
-    merged: list[HookSpec] = []  # whose rows are summed over the processes
+    are_merged = False  # over the processes
     for name, spec in specs.items():
         cost, family = forecast.cost[name], spec.definition.family
         is_parameter = family in ("parameter", "optimizer") and spec.tensor_role != "buffer"
@@ -129,10 +128,9 @@ def mesh_cost(
         tensor_copies = tensor_parallel if family == "module" else processes
         rows += (cost.rows - cost.tensor_rows) * copies + cost.tensor_rows * processes
         size += (cost.bytes - cost.tensor_bytes) * copies + cost.tensor_bytes * tensor_copies
-        merged += [spec] * is_part
-    # The processes agree on the rows. Then they reduce maxima and sums, and gather the rest.
-    gathers = any(isinstance(spec, RecordSpec) and (spec.tables or spec._uses_units) for spec in merged)
-    return MeshCost(rows, size, (3 + gathers if merged else 1) if reduces and specs else 0)
+        are_merged |= is_part
+    # The processes check that they have the same rows. The maxima are sent with that, and the rest by another operation.
+    return MeshCost(rows, size, 1 + are_merged if reduces and specs else 0)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """The processes that train together, and their collective operations on statistics.
 
 With `reduce: global`, each process contributes the statistics of its part of a tensor, and rank 0 writes the row. At the
-end of a step, this requires a check that all have the same rows, one maximum and one sum over all tensors, and one gathering
-for quantiles, histograms, spectra and dead units. Hooked tensors are never sent.
+end of a step, this requires two collective operations for all tensors: a maximum, which also checks that all have the same rows, and
+a sum. Quantiles, histograms, spectra and dead units are sent with the sum. Hooked tensors are never sent.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Sequence
-from math import nan
+from math import inf, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ from ..tables.sink_interface import Row
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+KEPT_LENGTHS = 64  # steps; the message of a step has room for the maxima of each of them
+MAX_GATHERED = 2**23  # numbers that rank 0 gathers to save a collective operation: 64 MiB
+_CHECKED = 3  # the numbers of a message that precede the maxima
 
 
 class Piece(NamedTuple):
@@ -69,13 +74,9 @@ class LocalReducer:
     is_rank_zero, world_size = True, 1
     device = None  # each number is merged on its own device
 
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the numbers."""
-        return numbers
-
-    def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Return the numbers."""
-        return numbers
+    def agree(self, pieces: Sequence[Piece], other: object, ends: Tensor) -> tuple[bool, None]:  # noqa: ARG002
+        """Return that the rows are the same, and no maxima."""
+        return True, None
 
     def gather(self, numbers: Tensor) -> Tensor | None:
         """Return the numbers, [1, numbers]."""
@@ -128,6 +129,7 @@ class Ranks:
         self.batches = self.world_size if batches is None else batches
         self.bytes_sent = 0
         self.device = torch.device("cpu")
+        self._lengths = deque([0], maxlen=KEPT_LENGTHS)
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
@@ -144,14 +146,16 @@ class Ranks:
         """Return the maximum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
-    @own_collectives()
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Return for each flag whether it is set in any process."""
-        if self._control is None:
-            self._control = dist.new_group(backend="gloo")
-        merged = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
-        return [bool(flag) for flag in merged.tolist()]
+    def should_gather(self, numbers: Tensor, own: Tensor, maxima: Tensor | None) -> bool:
+        """Return whether rank 0 gathers the numbers of all processes and merges them, instead of reductions over all processes.
+
+        A reduction is a sum in which each process has a place for its own numbers. If the maxima are unknown, another one precedes it.
+
+        Args:
+            own: Those of the numbers that are not summed.
+        """
+        is_small = self.world_size * len(numbers) <= MAX_GATHERED
+        return 2 * len(own) > len(numbers) or (maxima is None and is_small)
 
     @own_collectives()
     def gather(self, numbers: Tensor) -> Tensor | None:
@@ -162,11 +166,19 @@ class Ranks:
         return None if parts is None else torch.stack(parts)
 
     @own_collectives()
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set in any process."""
+        if self._control is None:
+            self._control = dist.new_group(backend="gloo")
+        merged = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
+        return [bool(flag) for flag in merged.tolist()]
+
+    @own_collectives()
     def _reduce(self, numbers: Tensor, operation: Any) -> Tensor:
-        result = numbers.clone()
-        dist.all_reduce(result, operation, group=self._group(result))
-        self.bytes_sent += 2 * result.nbytes
-        return result
+        dist.all_reduce(numbers, operation, group=self._group(numbers))
+        self.bytes_sent += 2 * numbers.nbytes
+        return numbers
 
     def _group(self, numbers: Tensor) -> Any:
         return self._control if numbers.is_cpu else None
@@ -179,21 +191,33 @@ class Ranks:
         """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
-    @own_collectives()
-    def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
-        """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
+    def agree(self, pieces: Sequence[Piece], other: object, ends: Tensor) -> tuple[bool, Tensor | None]:
+        """Return whether all processes have the same pieces in the same order, and the maxima of `ends` over all of them.
+
+        This is one collective operation. The maxima are None if the numbers are on a device, or more than in each of the last steps:
+        its message then has no room for them. Sets the device on which the numbers are merged.
 
         Args:
             other: What else has to be the same, by its `repr`.
-            on_device: Whether any numbers besides those of the pieces are on a device.
+            ends: float64 [numbers]. Their number is the same in all processes that have the same pieces and the same `other`.
         """
         moment = pieces[0].key[:4] if pieces else ()
         fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces], other))
-        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
-        summary = torch.tensor([digest, -digest, on_device or any(piece.is_on_device for piece in pieces)])
-        dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
-        return bool(summary[0] == -summary[1])
+        # 48 bits are exact in float64.
+        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=6).digest(), "little")
+        message = torch.full((_CHECKED + max(self._lengths),), -inf, dtype=torch.float64)
+        message[:_CHECKED] = torch.tensor([digest, -digest, not ends.is_cpu])
+        maxima = message[_CHECKED : _CHECKED + len(ends)]
+        has_room = ends.is_cpu and len(maxima) == len(ends)
+        if has_room:
+            maxima.copy_(ends)
+        highest, lowest, any_on_device = self._reduce(message, dist.ReduceOp.MAX)[:_CHECKED].tolist()
+        self.device = torch.device("cuda", torch.cuda.current_device()) if any_on_device else torch.device("cpu")
+        if highest != -lowest:
+            return False, None
+        if not any_on_device:
+            self._lengths.append(len(ends))
+        return True, None if any_on_device or not has_room else maxima
 
     @own_collectives()
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:

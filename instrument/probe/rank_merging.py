@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -225,10 +225,13 @@ class RowMerger:
         pieces = [
             piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
         ]
-        key, on_device = (None, False) if block is None else (block.key, block.device is not None)
-        if not local_only and not self.ranks.agree(pieces, key, on_device=on_device):
+        reducer = LocalReducer() if local_only else self.ranks
+        parts = Parts.of(pieces, block)
+        are_same, maxima = reducer.agree(pieces, None if block is None else block.key, parts.ends)
+        if not are_same:
             pieces, block = self.ranks.align([*pieces, *(() if block is None else block.pieces())]), None
-        merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks, block, self._slots)
+            parts = Parts.of(pieces, None)
+        merged_rows = merge(pieces, reducer, block, parts.to(reducer.device), maxima, self._slots)
         self._pieces, self._block = [], None  # not cleared earlier, since other processes may fail
         return merged_rows
 
@@ -268,16 +271,119 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
 
 
+@dataclass
+class Parts:
+    """This process's numbers of the rows of a step, on one device.
+
+    Attributes:
+        sums: Those of the rows of the table `stats`, float64 [rows, COLUMNS]; the rows of the block come first.
+        effects: float64 [rows, EFFECT].
+        gathered: The numbers that are gathered, those of all pieces concatenated; float64 [numbers].
+    """
+
+    sums: Tensor
+    effects: Tensor
+    gathered: Tensor
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], block: Block | None) -> Parts:
+        """Stack the numbers of pieces and of a block."""
+        device = next((_device(piece) for piece in pieces if piece.is_on_device), None)
+        if device is None and block is not None:
+            device = block.device
+        stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
+        sums = _stacked(stats, len(COLUMNS), device)
+        if block is not None:
+            sums = torch.cat([block.matrix(device), sums])
+        gathered = torch.cat([_NOTHING.to(device), *(piece.gathered.to(device) for piece in pieces)])
+        return cls(sums, _stacked(effects, len(EFFECT), device), gathered)
+
+    def to(self, device: torch.device | None) -> Parts:
+        """Return the numbers on a device; None keeps theirs."""
+        return Parts(*(each.to(device) for each in self._all))
+
+    @property
+    def _all(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.sums, self.effects, self.gathered
+
+    @property
+    def flat(self) -> Tensor:
+        """All numbers, float64 [numbers]."""
+        return torch.cat([each.flatten() for each in self._all])
+
+    def of_process(self, flat: Tensor) -> Parts:
+        """Return the numbers of another process, given its `flat`."""
+        numbers = flat.split([each.numel() for each in self._all])
+        return Parts(*(own.view_as(each) for own, each in zip(numbers, self._all, strict=True)))
+
+    @property
+    def ends(self) -> Tensor:
+        """The numbers of which the maximum over all processes is computed, float64 [numbers]."""
+        factors = self.effects[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+        held = self.effects[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
+        of_effects = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)
+        return torch.cat([of_effects.flatten(), extremes(self.sums).flatten()])
+
+    def totals(self, maxima: Tensor) -> Tensor:
+        """Return the numbers of which the sum over all processes is computed, float64 [numbers], given the maxima of `ends`."""
+        counts = torch.cat([self.effects[:, :2], self.effects[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
+        return torch.cat([counts.flatten(), totals(self.sums, self._split(maxima, 3)[1]).flatten()])
+
+    def merged(self, maxima: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sums and effects of all processes, given the maxima of `ends` and the sum of `totals`.
+
+        The factor of an effect is NaN if it differs between processes. A condition held if it held in any process.
+        """
+        (ends, maxima), (counts, total) = self._split(maxima, 3), self._split(total, 4)
+        factor = torch.where(ends[:, 0] == -ends[:, 1], ends[:, 0], math.nan)
+        held = torch.where(ends[:, 2:] == _UNCONDITIONAL, math.nan, ends[:, 2:])
+        return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], held], dim=1)
+
+    def _split(self, numbers: Tensor, of_effect: int) -> tuple[Tensor, Tensor]:
+        """Divide numbers into those of effects, [effects, of_effect], and those of sums, [rows, ...]."""
+        count, rows = len(self.effects) * of_effect, len(self.sums)
+        of_sums = numbers[count:]
+        return numbers[:count].view(-1, of_effect), of_sums.view(rows, len(of_sums) // max(rows, 1))
+
+
 def merge(
-    pieces: Sequence[Piece], reducer: LocalReducer | Ranks, block: Block | None, slots: Slots
+    pieces: Sequence[Piece],
+    reducer: LocalReducer | Ranks,
+    block: Block | None,
+    parts: Parts,
+    maxima: Tensor | None,
+    slots: Slots,
 ) -> MergedRows | None:
-    """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows."""
-    stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
-    has_numbers = stats or effects or block is not None
-    sums, changed = _numbers(stats, effects, block, reducer) if has_numbers else (_NOTHING, _NOTHING)
-    gathered = _gathered(pieces, reducer)
-    if not reducer.is_rank_zero or not (pieces or has_numbers):
+    """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows.
+
+    This is one collective operation, or two; see `Ranks.should_gather`.
+
+    Args:
+        parts: The numbers of the pieces and of the block.
+        maxima: Those of `parts.ends` over all processes; None if they are unknown.
+    """
+    if not pieces and block is None:
         return None
+    numbers, own = parts.flat, parts.gathered
+    if isinstance(reducer, LocalReducer) or reducer.should_gather(numbers, own, maxima):
+        received = reducer.gather(numbers)
+        if received is None:
+            return None
+        of_processes = [parts.of_process(each) for each in received]
+        maxima = torch.stack([each.ends for each in of_processes]).amax(0)
+        total = torch.stack([each.totals(maxima) for each in of_processes]).sum(0)
+        gathered = torch.stack([each.gathered for each in of_processes])
+    else:
+        maxima = reducer.all_reduce_max(parts.ends) if maxima is None else maxima
+        places = own.new_zeros((reducer.world_size, len(own)))
+        places[reducer.rank] = own
+        totals_of_rank = parts.totals(maxima)
+        total = reducer.all_reduce_sum(torch.cat([totals_of_rank, places.flatten()]))
+        if not reducer.is_rank_zero:
+            return None
+        gathered = total[len(totals_of_rank) :].view(places.shape)
+        total = total[: len(totals_of_rank)]
+    sums, effects = parts.merged(maxima, total)
     is_local = isinstance(reducer, LocalReducer)
     identities = [
         (*key[:_RANK_AT], own_rank() if is_local else 0, *key[_RANK_AT:-1], key[-1] if is_local else "global")
@@ -288,45 +394,14 @@ def merge(
         for piece, identity in zip(pieces, identities, strict=True)
         if piece.table in ("stats", "effects")
     ]
-    copies = HostCopy(sums), HostCopy(changed), HostCopy(gathered)
+    copies = HostCopy(sums), HostCopy(effects), HostCopy(gathered)
     merged_block = None if block is None else block.merged(slots, is_local=is_local)
     return MergedRows(pieces, identities, rows, copies, reducer.world_size, merged_block)
-
-
-def _numbers(
-    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: LocalReducer | Ranks
-) -> tuple[Tensor, Tensor]:
-    """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all parts.
-
-    The sums of the block come first. The factor is NaN if it differs between processes. A condition held if it held in any process.
-    """
-    device = reducer.device or next((_device(piece) for piece in (*stats, *effects) if piece.is_on_device), None)
-    if device is None and block is not None:
-        device = block.device
-    stat_parts, effect_parts = _stacked(stats, len(COLUMNS), device), _stacked(effects, len(EFFECT), device)
-    if block is not None:
-        stat_parts = torch.cat([block.matrix(device), stat_parts])
-    factors = effect_parts[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
-    held = effect_parts[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
-    factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)
-    maxima, factor_ends = _reduce_two(reducer.all_reduce_max, extremes(stat_parts), factor_ends)
-    counts = torch.cat([effect_parts[:, :2], effect_parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
-    total, counts = _reduce_two(reducer.all_reduce_sum, totals(stat_parts, maxima), counts)
-    factor = torch.where(factor_ends[:, 0] == -factor_ends[:, 1], factor_ends[:, 0], math.nan)
-    held = torch.where(factor_ends[:, 2:] == _UNCONDITIONAL, math.nan, factor_ends[:, 2:])
-    return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], held], dim=1)
 
 
 def _device(piece: Piece) -> torch.device | None:
     part = piece.part.on_device if isinstance(piece.part, Measured) else piece.part
     return part.device if isinstance(part, Tensor) else None if part is None else part.row.device  # type: ignore[union-attr]
-
-
-def _reduce_two(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce two tensors in one collective operation."""
-    reduced = reduce(torch.cat([one.flatten(), other.flatten()]))
-    first, second = reduced.split([one.numel(), other.numel()])
-    return first.view_as(one), second.view_as(other)
 
 
 def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
@@ -343,13 +418,3 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     if on_device:
         matrix[[*on_device]] = torch.stack([*on_device.values()]).to(matrix)
     return matrix
-
-
-def _gathered(pieces: Sequence[Piece], reducer: LocalReducer | Ranks) -> Tensor:
-    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers]; empty if another process receives them."""
-    parts = [piece.gathered for piece in pieces if len(piece.gathered)]
-    if not parts:
-        return _NOTHING
-    device = reducer.device or parts[0].device
-    gathered = reducer.gather(torch.cat([part.to(device) for part in parts]))
-    return _NOTHING if gathered is None else gathered

@@ -375,15 +375,15 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 
 
-def collectives(model: nn.Module) -> dict[str, int]:
-    """Return by how many collective operations a step with scheduled hooks exceeds a step without, as the profiler counts them."""
+def collectives(model: nn.Module) -> dict[str, list[int]]:
+    """Return by how many collective operations the first and second scheduled step exceed a step without, as the profiler counts them."""
     found = {}
     for name, hooks in COUNTED.items():
         counts = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         scheduled = {hook: {**spec, "start": 2, "every": 2} for hook, spec in hooks.items()}
         with instrument.attach(model, scheduled, optimizer=optimizer, reduce="global") as probe:
-            for step in range(4):
+            for step in range(6):
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                     loss = F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).flatten())
                     loss.backward()
@@ -391,7 +391,8 @@ def collectives(model: nn.Module) -> dict[str, int]:
                     probe.end_step(loss=loss)
                 events = profiler.key_averages()
                 counts.append(sum(event.count for event in events if event.key.startswith("c10d::")))
-        found[name] = counts[2] - counts[3]  # in its second step, DistributedDataParallel changes its buckets
+        # In its second step, DistributedDataParallel changes its buckets.
+        found[name] = [counts[2] - counts[3], counts[4] - counts[5]]
     return found
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import instrument
 import instrument.storage.run_folder
+from instrument.probe import collectives
 
 RECORD: dict[str, Any] = {"layers": "**", "kind": "forward", "action": "record"}
 HOOKS = {
@@ -70,7 +71,7 @@ def data(step: int) -> Tensor:
 
 
 def train(model: nn.Module, folder: Path, reduce: str, fail_at: int = -1, die_at: int = -1) -> dict[str, float]:
-    hooks = HOOKS
+    hooks = HOOKS if collectives.MAX_GATHERED else {"seen": RECORD}
     if isinstance(model, LayerOnRank0):
         hooks = {"seen": HOOKS["seen"], "plain": RECORD}
     optimizer = OPTIMIZER(model.parameters())
@@ -129,6 +130,8 @@ if __name__ == "__main__":
         train(DistributedDataParallel(create_model()), folder / "failed", "global", fail_at=1)
     except ValueError:
         results["failed"] = {}
+    collectives.MAX_GATHERED = 0
+    train(DistributedDataParallel(create_model()), folder / "reduced", "global")
     instrument.storage.run_folder.RANK_0_TIMEOUT = 0.5
     micro = {"h": {"layers": "0", "kind": "parameter_grad_micro", "action": "record"}}
     problems = {

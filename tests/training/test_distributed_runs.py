@@ -329,6 +329,11 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
     total = apart.groupby(["step", "layer"])
     assert (total["numel"].sum() == global_rows["numel"].sort_index()).all()
     assert (total["max"].max() == global_rows["max"].sort_index()).all()
+    # Numbers that are too many to be gathered: a maximum and a sum.
+    reduced = instrument.load(tmp_path / "reduced").stats.set_index(["step", "layer"])
+    numbers = reduced.select_dtypes("number").dropna(axis=1).columns.drop("position")
+    assert {"numel", "mean", "std", "l2", "min", "max"} <= {*numbers}
+    pd.testing.assert_frame_equal(reduced[numbers], global_rows[numbers], rtol=1e-12, check_like=True)
     assert len(none.metrics) == 6  # each rank has its own loss
     assert merged.stats.query("hook == 'grads'")["rank"].unique().tolist() == [0]
     # One row for values that are equal on all ranks.

@@ -78,7 +78,7 @@ def assert_planned(planned: tuple[Forecast, HookPlan], parallel: str, run: instr
     forecast, plan = planned
     cost = mesh_cost(forecast, plan.specs, given.sizes, shards=given.data == "fsdp2", reduces=reduces)
     assert cost.rows == len(run.stats)
-    assert cost.collectives == (4 if reduces else 0)  # one gathers the dead units
+    assert cost.collectives == (2 if reduces else 0)
 
 
 def assert_same_training(one: instrument.Run, other: instrument.Run) -> None:
@@ -204,7 +204,7 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
         assert "that hooks change" not in answer.out
     change = "+hooks.half={layers: '**', kind: parameter_grad, action: scale, factor: 0.5}"
     answer = cli(*RUN, change, "train.parallel=fsdp2", "reduce=global", "plan=true").expect(0)
-    expected = "4 collective operations for rows in each step with scheduled hooks, and others for each shard that hooks change"
+    expected = "2 collective operations for rows in each step with scheduled hooks, and others for each shard that hooks change"
     assert expected in " ".join(answer.out.split())
     assert not Path("runs").exists()
     answer = cli(*RUN, f"train.parallel={PIPELINES['1f1b'][1]}", "reduce=global", "plan=true").expect(2)
