@@ -19,7 +19,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from instrument.commands.verbs import parser_of, wide_console
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console
 from instrument.comparison.diff import diff
 from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
@@ -56,6 +56,7 @@ def command_line() -> argparse.ArgumentParser:
         help="read folders as tensors that other programs wrote, also if they contain a run",
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
+    add_json(parser)
     return parser
 
 
@@ -76,8 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return 2
-    print(difference)
-    if not difference.is_identical and len(difference.layers):
+    if args.json:
+        names = ("is_identical", "is_within_tolerance", "suspect")
+        values = {name: value for name, value in vars(difference).items() if name != "infos"}
+        print_json({**{name: getattr(difference, name) for name in names}, "summary": str(difference), **values})
+    else:
+        print(difference)
+    if not args.json and not difference.is_identical and len(difference.layers):
         _print_tables(difference)
     if args.html is not None and not _write(difference, args.html):
         return 2

@@ -8,18 +8,17 @@ Exit codes: 0, explained; 2, nothing has this name.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
 
 from instrument import errors
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.base import HookBase
@@ -245,7 +244,7 @@ class Entry:
 def command_line() -> Any:
     parser = parser_of("explain")
     parser.add_argument("keys", metavar="KEY", nargs="*", help="a key or a name; none lists all")
-    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    add_json(parser)
     return parser
 
 
@@ -255,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = list(entries())
     found = [entry for key in args.keys for entry in explain(key, known)] if args.keys else known
     if args.json:
-        print(json.dumps([asdict(entry) for entry in found], indent=1))
+        print_json(found)
     elif args.keys:
         print("\n\n".join(map(str, found)))
     else:

@@ -17,7 +17,7 @@ from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
 from instrument.analysis.findings import findings, layers_of, recorded_events
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.errors import ConfigError, Problem
@@ -29,6 +29,7 @@ FIRED = 4
 def command_line() -> argparse.ArgumentParser:
     parser = parser_of("findings")
     parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
+    add_json(parser)
     return parser
 
 
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     run = load(args.run)
     fired = check(run)
+    if args.json:
+        print_json([*fired, *_others(run)])
+        return FIRED if fired else 0
     return print_findings(fired, run)
 
 
@@ -46,15 +50,19 @@ def print_findings(fired: Sequence[Finding], run: Run) -> int:
         _print(diagnosis.lead)
         for finding in diagnosis.consequences:
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
-    for finding in findings(run):
-        if finding.severity != "info" and not finding.rule:
-            _print(finding)
+    for finding in _others(run):
+        _print(finding)
     print(
         f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {run.path}"
         if fired
         else f"no rule fired in {run.path}"
     )
     return FIRED if fired else 0
+
+
+def _others(run: Run) -> list[Finding]:
+    """Return warnings about a run that are not those of rules."""
+    return [finding for finding in findings(run) if finding.severity != "info" and not finding.rule]
 
 
 def _print(finding: Finding) -> None:

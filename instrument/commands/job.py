@@ -36,6 +36,7 @@ from ..training.sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .import_without_gc import importing
 from .restarted_jobs import previous_attempt, restarted
+from .verbs import print_json
 
 STOPPED_CODE = 3
 """The exit code of a run that a rule stopped."""
@@ -237,6 +238,7 @@ def _plugin_of(error: Exception) -> str | None:
 def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder; None for no folder."""
     with importing():
+        from ..plan.display import plan_data
         from ..training.device_and_seed import process_state
         from ..training.dry_run import dry_run
         from ..training.experiment import prepare
@@ -244,7 +246,11 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
         experiment = prepare(config)
-        Terminal().plan(experiment, dry_run(experiment), folder)
+        forecast = dry_run(experiment)
+        if config.plan == "json":
+            print_json(plan_data(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps))
+        else:
+            Terminal().plan(experiment, forecast, folder)
 
 
 def print_error(error: Exception) -> int:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instrument.commands.job import as_instrument_error
-from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
 from instrument.errors import InstrumentError
 from instrument.storage.remote_folder import check_is_local, is_address
 from instrument.training.sweeps.jobs import (
@@ -40,6 +40,7 @@ def command_line() -> argparse.ArgumentParser:
     parser = parser_of("sweep")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
     parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
+    add_json(parser)
     return parser
 
 
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     if args.rerun:
         _rerun(args.folder)
-    return _show(args.folder)
+    return _show(args.folder, as_json=args.json)
 
 
 def _rerun(written: str) -> None:
@@ -69,9 +70,13 @@ def _rerun(written: str) -> None:
     print(f"\n{count} jobs rerun" if count else "no jobs to rerun")
 
 
-def _show(folder: str) -> int:
+def _show(folder: str, *, as_json: bool) -> int:
     sweep = jobs_in(folder)
     jobs = sweep.jobs()
+    left = [job for job in jobs if job.status != DONE]
+    if as_json:
+        print_json(jobs)
+        return 1 if left or not jobs else 0
     table = Table(box=None, pad_edge=False)
     for name in ("job", "status", "overrides", "error"):
         table.add_column(name, overflow="fold")
@@ -79,7 +84,6 @@ def _show(folder: str) -> int:
         status = Text(job.status, style=COLOURS.get(job.status, ""))
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
     wide_console().print(table)
-    left = [job for job in jobs if job.status != DONE]
     more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
     print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
     for name, text in more.items():

@@ -7,14 +7,17 @@ arguments are those of `run`.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
@@ -80,6 +83,32 @@ _verb: list[str] = []
 """The verb of the command line; empty without one."""
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON. Dataclasses become objects, and data frames lists of objects. NaN and infinity become null."""
+    print(json.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict("records"))
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # of NumPy
+        return _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
 def wide_console() -> Console:
     """Return a console for tables. Without a terminal, it has a fixed width."""
     from rich.console import Console
@@ -124,9 +153,12 @@ def run_verb() -> None:
         sys.exit()
     if verb == "run":
         sys.argv[1:] = arguments
-    elif verb == "plan":  # next to the first override, because Hydra reads no overrides on both sides of an option
+    elif verb == "plan":
+        plan = f"plan={'json' if '--json' in arguments else 'true'}"
+        arguments = [each for each in arguments if each != "--json"]
+        # Next to the first override, because Hydra reads no overrides on both sides of an option.
         at = next((at for at, each in enumerate(arguments) if re.match(r"[^-].*=|[+~]", each)), len(arguments))
-        sys.argv[1:] = [*arguments[:at], "plan=true", *arguments[at:]]
+        sys.argv[1:] = [*arguments[:at], plan, *arguments[at:]]
     elif verb in ALL:
         module = import_module(f"{__package__}.{verb}")
         if verb == "verify" and not {"-h", "--help"}.isdisjoint(arguments):

@@ -11,7 +11,9 @@ so nothing can be verified.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +33,12 @@ NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
 def main() -> None:
     """Run the command line and end the process."""
-    command(certify)
+    as_json = "--json" in sys.argv
+    sys.argv[:] = [each for each in sys.argv if each != "--json"]
+    command(partial(certify, as_json=as_json))
 
 
-def certify(config: DictConfig) -> None:
+def certify(config: DictConfig, *, as_json: bool = False) -> None:
     """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
 
     Raises:
@@ -52,8 +56,9 @@ def certify(config: DictConfig) -> None:
         certificate = verify(parsed, processes)
         if is_rank_zero():
             path = Path(job.folder) / "certificate.json"
-            path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
-            print(_summary(certificate, path, is_compiled=parsed.train.compile is not None))
+            content = json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2)
+            path.write_text(f"{content}\n")
+            print(content if as_json else _summary(certificate, path, is_compiled=parsed.train.compile is not None))
         if processes is not None:
             processes.close()
         if not certificate.holds:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
 from instrument.errors import InstrumentError
 from instrument.fields.pip_extras import pip_command
 from instrument.storage.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
@@ -51,6 +51,7 @@ def command_line() -> argparse.ArgumentParser:
         "--port", type=port_number, default=0, help="the port of --web on this machine (default: a free one)"
     )
     parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
+    add_json(parser)
     return parser
 
 
@@ -60,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.control and not args.web:
         parser.error("--control requires --web")
+    if args.json and not args.once:
+        parser.error("--json requires --once")
     interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
     console = wide_console()
     try:
@@ -68,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         live, frame = open_view(args.run)
         if args.once:
             live.refresh()
-            console.print(frame())
+            if args.json:
+                print_json(live.state)
+            else:
+                console.print(frame())
         else:
             _follow(live, frame, console, interval)
         return 0 if live.is_successful else 1

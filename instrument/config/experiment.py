@@ -381,7 +381,9 @@ class RunConfig(Spec):
         default_factory=InitFromConfig,
         description="Weights to load before the first step: the path of a file with a state dict, or the folder of a run.",
     )
-    plan: bool = Field(False, description="Dry run: print the matching hooks and the predicted cost; do not train.")
+    plan: bool | Literal["json"] = Field(
+        False, description="Dry run: print the matching hooks and the predicted cost, or as JSON; do not train."
+    )
     resume: str | None = Field(None, description="The folder of a stopped run to resume from its latest checkpoint.")
     objective: str = Field(
         "loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -68,6 +69,39 @@ def plan_view(
             *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
         ]
     return Group(*parts)
+
+
+def plan_data(
+    plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls], forecast: Forecast, steps: int
+) -> dict[str, Any]:
+    """Return the plan as plain values: one entry for each spec with its places and cost, the totals, and the notes.
+
+    The time of a spec is a fraction of that of a step without hooks; null outside of steps.
+    """
+    hooks = [
+        {
+            "name": name,
+            "kind": spec.kind,
+            "action": describe_action(spec),
+            "at": [site.label for site in plan.of(name)],
+            "when": f"{spec.schedule}{_condition(spec)}",
+            "rows": forecast.cost[name].rows,
+            "bytes": forecast.cost[name].bytes,
+            "time": forecast.share(name, steps) if spec.phase in STEP_PHASES else None,
+            "tables": _tables_of(spec),
+        }
+        for name, spec in plan.specs.items()
+    ]
+    costs = forecast.cost.values()
+    return {
+        "steps": steps,
+        "hooks": hooks,
+        "rows": sum(each.rows for each in costs),
+        "bytes": sum(each.bytes for each in costs),
+        "time": forecast.slowdown,
+        "seconds_per_step": {"without_hooks": forecast.baseline_seconds, "with_hooks": forecast.hooked_seconds},
+        "notes": [*plan_notes(plan, inferred_by_phase)],
+    }
 
 
 def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool) -> Text:

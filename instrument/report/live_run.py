@@ -76,6 +76,16 @@ class LiveRun(RunHistory):
         """The number of completed steps, and of all steps if it is known."""
         return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """What `watch --once --json` prints: status, steps, the last metrics by phase, and findings."""
+        last = {
+            phase: {name: float(history.last(name)[0]) for name in history.statistics}
+            for phase, history in self.metrics.items()
+        }
+        names = {"folder": self.folder, "status": self.info["status"], "error": self.info.get("error")}
+        return {**names, "step": self.step, "steps": self.steps, "metrics": last, "findings": self.findings()}
+
     def findings(self) -> list[Finding]:
         """Return the findings of rules, as in a report, and the other warnings and errors, the most severe ones first."""
         rules = (self.info.get("config") or {}).get("rules") or {}

@@ -48,6 +48,14 @@ class LiveSweep:
         """Whether no job has failed so far."""
         return all(job.status in (DONE, RUNNING, MISSING) for job in self.jobs)
 
+    @property
+    def state(self) -> list[dict[str, Any]]:
+        """What `watch --once --json` prints: the jobs, with the steps and last metrics of those that have started."""
+        return [
+            vars(job) | ({"step": live.step, "steps": live.steps, "metrics": last_metrics(live)} if live else {})
+            for job, live in ((job, self.runs.get(job.folder)) for job in self.jobs)
+        ]
+
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Read the status of all jobs, and the new metrics of those that have not finished.
 

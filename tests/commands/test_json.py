@@ -1,0 +1,101 @@
+"""The option `--json` of the verbs that print."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import Answer, Call, _run_in, run_in
+
+import instrument
+from instrument.commands import diff, findings, sweep, verbs, watch
+
+MODEL = ("model=mlp", "data=digits", "data.slice.stop=64", "quiet=true", "hooks=activations")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs, `runs/0` with a non-finite loss, and `runs/1`: the jobs of a sweep."""
+    folder = tmp_path_factory.mktemp("json")
+    rates = "optimizer.lr=1e30,0.05"
+    run_in(folder, "-m", *MODEL, "train.steps=4", rates, "rules=default", "hydra.sweep.dir=runs").expect(0)
+    return folder
+
+
+def read(answer: Answer) -> Any:
+    """Return what a verb printed."""
+    return json.loads(answer.out)
+
+
+def test_findings(folder: Path, call: Call) -> None:
+    found = read(call(findings.main, folder / "runs/0", "--json").expect(4))
+    assert found[0]["rule"] == "non_finite"
+    assert found[0]["when"] in (1, 2)
+    assert found[0]["severity"] == "error"
+    assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []
+
+
+def test_diff(folder: Path, call: Call) -> None:
+    a, b = folder / "runs/0", folder / "runs/1"
+    compared = read(call(diff.main, a, b, "--json").expect(1))
+    expected = instrument.diff(a, b)
+    assert compared["summary"] == str(expected)
+    assert (compared["is_identical"], compared["is_within_tolerance"]) == (False, False)
+    assert [row["layer"] for row in compared["layers"]] == expected.layers["layer"].tolist()
+    assert {row["metric"] for row in compared["metrics"]} == {*expected.metrics["metric"]}
+
+
+def test_sweep(folder: Path, call: Call) -> None:
+    jobs = read(call(sweep.main, folder / "runs", "--json").expect(0))
+    assert [(job["name"], job["status"]) for job in jobs] == [("0", "done"), ("1", "done")]
+    assert "optimizer.lr=1e30" in jobs[0]["overrides"] or "optimizer.lr=1e+30" in jobs[0]["overrides"]
+
+
+def test_watch(folder: Path, call: Call) -> None:
+    run = instrument.load(folder / "runs/1")
+    state = read(call(watch.main, folder / "runs/1", "--once", "--json").expect(0))
+    assert (state["status"], state["step"], state["steps"]) == ("done", 4, 4)
+    assert state["metrics"]["train"]["loss"] == run.metrics.query("phase == 'train'")["loss"].iloc[-1]
+    jobs = read(call(watch.main, folder / "runs", "--once", "--json").expect(0))
+    assert [(job["name"], job["step"]) for job in jobs] == [("0", 4), ("1", 4)]
+    with pytest.raises(SystemExit):
+        watch.main([str(folder), "--json"])
+
+
+def test_plan_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_repeats: None) -> None:
+    assert few_repeats is None
+    monkeypatch.setattr("sys.argv", ["instrument", "plan", "--json", "+exp=a"])
+    verbs.run_verb()
+    assert sys.argv == ["instrument", "plan=json", "+exp=a"]
+    planned = read(run_in(tmp_path, *MODEL, "train.steps=4", "plan=json").expect(0))
+    (hook,) = planned["hooks"]
+    assert hook["at"] == [".", "layers", *(f"layers.{at}" for at in ("0", "0.0", "0.1", "1", "1.0", "1.1", "2"))]
+    assert planned["rows"] == hook["rows"] == len(hook["at"])  # every 10 steps
+    assert hook["tables"] == ["stats"]
+    verified = read(_run_in(tmp_path, "instrument.commands.verify", [*MODEL, "train.steps=2", "--json"]).expect(0))
+    assert (verified["holds"], verified["steps"], verified["hooks"]) == (True, 2, ["activations"])
+
+
+def test_values_become_plain() -> None:
+    frame = pd.DataFrame({"a": [1, 2], "b": [0.5, math.nan]})
+    values = {
+        "frame": frame,
+        "path": Path("a/b"),
+        "array": np.array([1.0, math.inf]),
+        "number": np.int64(3),
+        5: (True,),
+    }
+    expected = {
+        "frame": [{"a": 1, "b": 0.5}, {"a": 2, "b": None}],
+        "path": "a/b",
+        "array": [1.0, None],
+        "number": 3,
+        "5": [True],
+    }
+    assert verbs._plain(values) == expected
