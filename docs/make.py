@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from instrument.commands.explain import (
     HOOKS,
     RULE_EXAMPLES,
     SECTIONS,
+    entries,
     sentences,
     sentences_of_section,
     type_text,
     value_text,
 )
+from instrument.commands.verbs import ALL
 from instrument.config import schema
 from instrument.config.apply import ACTIONS, ApplyBase
 from instrument.config.base import HookBase
@@ -84,6 +86,49 @@ def _column_rows(columns: Sequence[Column]) -> str:
         for c in columns
     ]
     return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
+
+
+def verbs() -> str:
+    """Return the table of the verbs."""
+    rows = [f"| `{verb}` | {_cell(text)} |" for verb, text in ALL.items()]
+    return "\n".join(["| verb | meaning |", "|---|---|", *rows])
+
+
+def exceptions() -> str:
+    """Return the table of the exceptions."""
+    rows = [
+        f"| `{entry.key}` | {entry.what.rpartition(' ')[2]} | {_cell(entry.meaning)} |"
+        for entry in entries()
+        if entry.what.startswith("error")
+    ]
+    return "\n".join(["| error | exit code | meaning |", "|---|---|---|", *rows])
+
+
+def pages_for_assistants() -> str:
+    """Return the list of all pages with their first sentences, in the format of https://llmstxt.org."""
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())
+    parts = [f"# {site['site_name']}", f"> {site['site_description']}"]
+    parts += [
+        "`AGENTS.md` in the repository has recipes, verbs and errors. `instrument explain KEY` describes each name."
+    ]
+    groups = {"Pages": [each for each in site["nav"] if isinstance(next(iter(each.values())), str)]}
+    groups |= {name: pages for each in site["nav"] for name, pages in each.items() if not isinstance(pages, str)}
+    for name, pages in groups.items():
+        parts.append("\n".join([f"## {name}\n", *_links(pages)]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _links(pages: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for title, page in (item for each in pages for item in each.items()):
+        if isinstance(page, str):
+            text = re.sub(r"<!--.*?-->", "", (REPOSITORY / "docs" / page).read_text(), flags=re.S)
+            text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+            paragraphs = [each.strip() for each in re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.S))]
+            first = next((" ".join(each.split()) for each in paragraphs if re.match(r"[\w`]", each)), "")
+            sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", first, maxsplit=1)[0].rstrip(":")
+            yield f"- [{title}]({page}): {sentence}"
+        else:
+            yield from _links(page)
 
 
 def config_page() -> str:
@@ -258,11 +303,13 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/rules.md": rules_page,
     "conf/rules/default.yaml": default_rules_file,
     "docs/reference/tasks.md": tasks_page,
+    "docs/llms.txt": pages_for_assistants,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hooks.md": {"kinds": kinds},
     "docs/tables.md": {"tables": tables},
     "docs/guides/custom.md": {"context": context},
+    "AGENTS.md": {"verbs": verbs, "errors": exceptions},
 }
 
 

@@ -21,6 +21,7 @@ OWN_TESTS = (
     "torchtitan",
 )  # guides whose code needs other packages; each has a test of its own
 PAGES = [
+    REPOSITORY / "AGENTS.md",
     *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
     *sorted(page for page in (DOCS / "guides").glob("*.md") if page.stem not in OWN_TESTS),
     *sorted((DOCS / "gallery").glob("*.md")),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Answer
+from conftest import REPOSITORY, Answer
 from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
 
 
@@ -17,7 +17,9 @@ from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=str(page.relative_to(DOCS)), marks=pytest.mark.slow if page.parent != DOCS else ())
+        pytest.param(
+            page, id=str(page.relative_to(REPOSITORY)), marks=pytest.mark.slow if page.parent.parent == DOCS else ()
+        )
         for page in PAGES
         if page not in SERIES
     ],
