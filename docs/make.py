@@ -148,7 +148,8 @@ def actions_page() -> str:
     shared = HookBase.model_fields
     parts = [
         f"{NOTICE}\n# Actions and their fields",
-        "All actions of hooks and of `apply`, with their fields. A hook spec selects modules, names a hook kind, and names an action: `record`, `print`, `call`, `clip`, `scale` or `modify`. "
+        "All actions of hooks and of `apply`, with their fields. "
+        "A hook spec selects modules, names a hook kind, and names an action: `record`, `print`, `call`, `clip`, `scale` or `modify`. "
         "`modify` takes a function `fn`. The [hook kinds](../hooks.md) say which tensors an action can change.",
         "## Fields of every hook",
         _fields(HookBase),
@@ -182,7 +183,8 @@ def rules_page() -> str:
     shared = {*RuleBase.model_fields, "rule"}
     parts = [
         f"{NOTICE}\n# Rules",
-        "All rules, with their fields, defaults and sources. A rule reads the rows of every step. [Act on problems](../guides/rules.md) describes how to use rules. All rules of this page "
+        "All rules, with their fields, defaults and sources. "
+        "A rule reads the rows of every step. [Act on problems](../guides/rules.md) describes how to use rules. All rules of this page "
         "are in `rules=default`, except `reference`. SageMaker Debugger is the list of its built-in rules "
         "(https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-rules.html), CS231n is "
         "https://cs231n.github.io/neural-networks-3/. A threshold without a source is a decision of this package.",
@@ -218,7 +220,8 @@ def statistics_page() -> str:
         "\n\n".join(
             [
                 f"{NOTICE}\n# Statistics",
-                "All statistics, with their formulas. Statistics are computed over the n finite values x of a tensor. NaN and infinities are counted separately. Counts, "
+                "All statistics, with their formulas. "
+                "Statistics are computed over the n finite values x of a tensor. NaN and infinities are counted separately. Counts, "
                 "minimum and maximum are exact. The other statistics agree with a float64 computation to 1e-5, for every dtype. If a "
                 "tensor has no finite value, every statistic except the counts and the fingerprint is null.",
                 statistics(),
@@ -236,7 +239,8 @@ def tasks_page() -> str:
     """Return the page of the tasks and datasets in `conf`."""
     parts = [
         f"{NOTICE}\n# Tasks and datasets",
-        "All tasks and datasets of the package, with their arguments. `task=NAME` and `data=NAME` select one of these. An argument is overridden as in `task.smoothing=0.2` or "
+        "All tasks and datasets of the package, with their arguments. "
+        "`task=NAME` and `data=NAME` select one of these. An argument is overridden as in `task.smoothing=0.2` or "
         "`data.dataset.size=28`; a new one needs a plus. [Custom functions](../guides/custom.md) describes your own tasks and datasets.",
     ]
     for group in ("task", "data"):

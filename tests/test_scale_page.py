@@ -62,7 +62,7 @@ def test_rows_of_1000_gpus_follow_from_the_formula_of_a_plan() -> None:
     def rows(sizes: dict[str, int], micro_batches: int, steps: int, *, reduces: bool) -> tuple[str, int]:
         rows_of_step = {"outputs": 1000 * micro_batches, "flow": 1000 * micro_batches, "gradients": 1500}
         costs = {name: Cost(steps, number * steps, 50 * number * steps, 0.0) for name, number in rows_of_step.items()}
-        cost = mesh_cost(Forecast(costs, 1.0, 1.0), specs, sizes, shards=False, reduces=reduces)
+        cost = mesh_cost(Forecast(costs, 1.0, 1.0), specs, sizes, shards=False, reduces=reduces, on_gpu=True)
         assert cost.bytes == 50 * cost.rows
         return f"{cost.rows:.1e}".replace("e+0", "e").replace("e+", "e"), cost.collectives
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from ..config.hook_specs import HookSpec
 from ..config.schedule import Evaluations, common
+from ..stats.merge import MAX_GATHERED
+from ..stats.sums import COLUMNS
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,13 @@ class MeshCost(NamedTuple):
 
 
 def mesh_cost(
-    forecast: Forecast, specs: Mapping[str, HookSpec], sizes: Mapping[str, int], *, shards: bool, reduces: bool
+    forecast: Forecast,
+    specs: Mapping[str, HookSpec],
+    sizes: Mapping[str, int],
+    *,
+    shards: bool,
+    reduces: bool,
+    on_gpu: bool = False,
 ) -> MeshCost:
     """Estimate the output of all processes of a mesh from that of a single one, which has the same batches.
 
@@ -115,7 +123,7 @@ def mesh_cost(
     tensor_parallel, data_parallel = sizes.get("tp", 1), sizes.get("dp", 1)
     processes = data_parallel * tensor_parallel
     rows = size = 0
-    are_merged = False  # over the processes
+    merged = 0.0  # rows of a step that are merged over the processes
     for name, spec in specs.items():
         cost, family = forecast.cost[name], spec.definition.family
         is_parameter = family in ("parameter", "optimizer") and spec.tensor_role != "buffer"
@@ -128,9 +136,11 @@ def mesh_cost(
         tensor_copies = tensor_parallel if family == "module" else processes
         rows += (cost.rows - cost.tensor_rows) * copies + cost.tensor_rows * processes
         size += (cost.bytes - cost.tensor_bytes) * copies + cost.tensor_bytes * tensor_copies
-        are_merged |= is_part
-    # The processes check that they have the same rows. The maxima are sent with that, and the rest by another operation.
-    return MeshCost(rows, size, 1 + are_merged if reduces and specs else 0)
+        merged += is_part * cost.rows / max(cost.firings, 1)
+    # The processes check that they have the same rows, and send the rest by another operation. The check contains the maxima, unless
+    # these are on a GPU: then rank 0 gathers the numbers, or there is a third operation.
+    is_large = on_gpu and processes * merged * len(COLUMNS) > MAX_GATHERED
+    return MeshCost(rows, size, 1 + (merged > 0) + is_large if reduces and specs else 0)
 
 
 @dataclass(frozen=True)

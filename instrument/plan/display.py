@@ -104,10 +104,10 @@ def plan_data(
     }
 
 
-def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool) -> Text:
+def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, reduces: bool, on_gpu: bool) -> Text:
     """Return a line about the output of all processes of `train.parallel`."""
     shards = parallel.data == "fsdp2"
-    cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=shards, reduces=reduces)
+    cost = mesh_cost(forecast, plan.specs, parallel.sizes, shards=shards, reduces=reduces, on_gpu=on_gpu)
     number = "each process" if parallel.size is None else f"{parallel.size} process{'es' * (parallel.size != 1)}"
     text = f"on {number} ({parallel.label}): {cost.rows:,} rows, at most {human_bytes(cost.bytes)}, {cost.collectives or 'no'}"
     text += " collective operations for rows in each step with scheduled hooks"

@@ -22,13 +22,13 @@ from ..hooks.distributed_scope import Parallel
 from ..runtime.own_collectives import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured
+from ..stats.merge import MAX_GATHERED
 from ..tables.sink_interface import Row
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 KEPT_LENGTHS = 64  # steps; the message of a step has room for the maxima of each of them
-MAX_GATHERED = 2**23  # numbers that rank 0 gathers to save a collective operation: 64 MiB
 _CHECKED = 3  # the numbers of a message that precede the maxima
 
 

@@ -20,6 +20,7 @@ from .measure import measure, sums_on_device
 from .sums import INDEX
 
 LEVELS = 257
+MAX_GATHERED = 2**23  # numbers that rank 0 gathers to save a collective operation: 64 MiB
 PACKED = 48  # units per number: a float64 represents integers up to 2^53 exactly
 
 _SKETCHED = tuple(i / (LEVELS - 1) for i in range(LEVELS))

@@ -153,7 +153,9 @@ class Terminal:
         self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
         parallel, reduce = experiment.config.train.parallel, experiment.config.reduce
         if parallel is not None:
-            self.console.print(mesh_view(experiment.plan, forecast, parallel, reduces=reduce == "global"))
+            on_gpu = experiment.device.type != "cpu"
+            view = mesh_view(experiment.plan, forecast, parallel, reduces=reduce == "global", on_gpu=on_gpu)
+            self.console.print(view)
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:
             self.console.print("The estimate ignores the budget. Hooks over budget are sampled less often.")
