@@ -51,11 +51,11 @@ class Piece(NamedTuple):
     gathered: Any
 
     @property
-    def is_on_device(self) -> bool:
-        """Whether any numbers are on a device."""
+    def device(self) -> torch.device | None:
+        """The device of any numbers; None if all are on the host."""
         part = self.part.on_device if isinstance(self.part, Measured) else self.part
         tensors = (part.row if isinstance(part, DeviceSums) else part, self.gathered)
-        return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
+        return next((each.device for each in tensors if isinstance(each, Tensor) and not each.is_cpu), None)
 
 
 def without_numbers(piece: Piece) -> Piece:

@@ -206,7 +206,7 @@ class RowMerger:
     @property
     def statistics_on_device(self) -> int:
         """The number of pieces of the table `stats` whose sums are on a device."""
-        return sum(piece.table == "stats" and piece.is_on_device for piece in self._pieces)
+        return sum(piece.table == "stats" and piece.device is not None for piece in self._pieces)
 
     def add_rows(self, taken: Taken, layout: Layout) -> None:
         """Add this process's parts of the rows of a slab."""
@@ -288,9 +288,8 @@ class Parts:
     @classmethod
     def of(cls, pieces: Sequence[Piece], block: Block | None) -> Parts:
         """Stack the numbers of pieces and of a block."""
-        device = next((_device(piece) for piece in pieces if piece.is_on_device), None)
-        if device is None and block is not None:
-            device = block.device
+        parts = (*pieces, *(() if block is None else (block,)))
+        device = next((device for part in parts if (device := part.device) is not None), None)
         stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
         sums = _stacked(stats, len(COLUMNS), device)
         if block is not None:
@@ -397,11 +396,6 @@ def merge(
     copies = HostCopy(sums), HostCopy(effects), HostCopy(gathered)
     merged_block = None if block is None else block.merged(slots, is_local=is_local)
     return MergedRows(pieces, identities, rows, copies, reducer.world_size, merged_block)
-
-
-def _device(piece: Piece) -> torch.device | None:
-    part = piece.part.on_device if isinstance(piece.part, Measured) else piece.part
-    return part.device if isinstance(part, Tensor) else None if part is None else part.row.device  # type: ignore[union-attr]
 
 
 def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
