@@ -242,8 +242,8 @@ static uint64_t (*number_of_words)(const char *memory, size_t at, size_t size) =
             const VECTOR first = product_##TAG(memory + i, at + i, &x);                                               \
             if (i + step < size)                                                                                      \
                 second = product_##TAG(memory + i + step, at + i + step, &other);                                     \
-            sums->products = XOR_##TAG(sums->products, first, second);                                                \
-            sums->words = XOR_##TAG(sums->words, x, other);                                                           \
+            sums->products = XOR_##TAG(sums->products, second, first);                                                \
+            sums->words = XOR_##TAG(sums->words, other, x);                                                           \
         }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
@@ -299,7 +299,8 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
                 Words_##TAG words = {0};                                                                              \
                 UNROLL                                                                                                \
                 for (size_t i = tile; i < stop; i += LANES) {                                                         \
-                    PREFETCH(chunk + i + AHEAD);                                                                      \
+                    for (size_t line = 0; line < step_size; line += 64)                                               \
+                        PREFETCH((const char *)(chunk + i + AHEAD) + line);                                           \
                     for (int j = 0; j < LANES; j++) {                                                                 \
                         const VALUE value = READ(chunk[i + j]);                                                       \
                         const double moved = (double)value - (WITH ? 0.0 : shift);                                    \
