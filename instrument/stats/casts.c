@@ -1,6 +1,7 @@
 /* What a cast to a narrow format loses, in one pass over memory. `instrument.stats.casts` documents the numbers. */
 
 #include "native.h"
+#include <float.h>
 #include <math.h>
 
 #define LANES 16
@@ -72,7 +73,13 @@ static INLINE float amax_of(const float *x, size_t count) {
     return float_of(largest);
 }
 
-/* Returns `count` elements, at most TILE, as float32, with zeros up to a multiple of LANES. */
+/* Finite numbers other than zero stay finite and not zero. */
+static inline float from_float64(double value) {
+    const double magnitude = fabs(value), above = magnitude > 0x1p-149 ? magnitude : 0x1p-149, in_range = above < FLT_MAX ? above : FLT_MAX;
+    return (float)(magnitude > 0.0 && magnitude < INFINITY ? in_range : magnitude);
+}
+
+/* Returns `count` elements, at most TILE, as float32, with zeros up to a multiple of LANES. The signs of float64 are lost. */
 static INLINE const float *tile_of(const void *memory, size_t at, size_t count, int kind, float *tile) {
     if (kind == FLOAT32 && count % LANES == 0)
         return (const float *)memory + at;
@@ -81,6 +88,9 @@ static INLINE const float *tile_of(const void *memory, size_t at, size_t count, 
     else if (kind == BFLOAT16)
         for (size_t i = 0; i < count; i++)
             tile[i] = from_bfloat16(((const uint16_t *)memory)[at + i]);
+    else if (kind == FLOAT64)
+        for (size_t i = 0; i < count; i++)
+            tile[i] = from_float64(((const double *)memory)[at + i]);
     else
         for (size_t i = 0; i < count; i++)
             tile[i] = from_float16(((const uint16_t *)memory)[at + i]);
@@ -114,13 +124,14 @@ FOR_EACH_PROCESSOR
 void add_to_cast(Cast *cast, const void *memory, size_t end) {
     float tile[TILE];
     double inverse = 1.0 / (double)cast->scale;
+    const int is_half = cast->kind == BFLOAT16 || cast->kind == FLOAT16;
     while (cast->at < end) {
         const size_t left = cast->length - cast->at % cast->length;
         size_t count = end - cast->at < left ? end - cast->at : left;
         count = count < TILE ? count : TILE;
         if (count < left && !(count -= count % cast->block))
             return;
-        for (size_t i = 0; cast->kind != FLOAT32 && i < count; i += LINE) /* which are widened next, in the next chunk */
+        for (size_t i = 0; is_half && i < count; i += LINE) /* which are widened next, in the next chunk */
             PREFETCH((const uint16_t *)memory + cast->at + CHUNK + i);
         const float *x = tile_of(memory, cast->at, count, cast->kind, tile);
         for (size_t at = 0; at < count; at += cast->block) {
@@ -152,9 +163,9 @@ int read_cast(PyObject *tuple, int kind, Cast *cast) {
     if (!PyArg_ParseTuple(tuple, "ndKKiidni", &length, &scale, &numbers, &errors, &mantissa, &least, &largest, &block, &cast->scales))
         return 0;
     const int is_block = block > 0 && block % LANES == 0 && TILE % block == 0;
-    if (kind < FLOAT32 || kind > FLOAT16 || kind == FLOAT64 || length < 1 || mantissa < 1 || mantissa > 22 ||
+    if (kind < FLOAT32 || kind > FLOAT16 || length < 1 || mantissa < 1 || mantissa > 22 ||
         (cast->scales ? !is_block : block != 0)) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 3, length 1 or more, mantissa 1 to 22, and block 16 or 32");
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, length 1 or more, mantissa 1 to 22, and block 16 or 32");
         return 0;
     }
     cast->format = format_of(mantissa, least, largest);

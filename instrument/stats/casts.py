@@ -9,7 +9,9 @@ Blocks are consecutive elements of the last dimension, in convolutions of the ch
 over which the product of the forward pass sums. The last block of a row may be smaller.
 
 The compiled kernel casts each chunk of a CPU tensor behind its sums, so that memory is read once. With the scale `amax`, it reads the
-tensor again, because the scale follows from the sums.
+tensor again, because the scale follows from the sums. Tensors whose elements are converted or moved first are read again, too.
+
+The first scale of `previous` is 1, as in NVIDIA's TransformerEngine (`DelayedScalingRecipeState` of `transformer_engine.pytorch`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 from ..tables.formats import FORMATS, Cast, Format
 from ..tables.kinds import KINDS
 from ..values.dtensor import Shards
-from .cpu_kernel import KernelCast, lost_by_cast
+from .cpu_kernel import DTYPE_OF_KIND, KernelCast, lost_by_cast
 from .flatten import stored_elements
 from .measure import Measured, measure
 from .merge import Array
@@ -134,21 +136,18 @@ class Casts:
 
     @property
     def _known_scale(self) -> Tensor | float | None:
-        """The scale if it does not depend on the tensor, float32 or a given number; None also without a previous tensor."""
+        """The scale if it does not depend on the tensor, float32 or a given number."""
         if not isinstance(self._scale, str):
             return self._scale
-        previous = self.amaxes.get(self.key) if self._scale == "previous" else None
-        return None if previous is None else scale_of(previous, self.format)
+        return scale_of(self.amaxes.get(self.key, 0.0), self.format) if self._scale == "previous" else None
 
     def _measure(self, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the numbers of a tensor, NaN for an unknown scale, and the errors of its blocks [blocks]; None without blocks."""
-        form, scale, zeros, measured = self.format, self._known_scale, 0, self.measured
+        """Return the numbers of a tensor, and the errors of its blocks [blocks]; None without blocks."""
+        form, known, zeros, measured = self.format, self._known_scale, 0, self.measured
         if isinstance(self._scale, str):
             measured = measured or measure(tensor, cast=self.known(tensor))
-            if self._scale == "amax":
-                scale = scale_of(measured.amax, form)
-            else:
-                self.amaxes[self.key] = measured.amax
+            self.amaxes[self.key] = measured.amax
+        scale = scale_of(self.amaxes[self.key], form) if known is None else known
         if measured is not None and measured.lost is not None:
             (numbers, errors), measured.lost = measured.lost, None  # the errors of many blocks need memory
         else:
@@ -156,20 +155,19 @@ class Casts:
                 x = self._rows(tensor)
             else:
                 vector, zeros = stored_elements(tensor)
-                x = _float32(vector)[None]
-            known = 1.0 if scale is None else scale
-            numbers, errors = lost_by_cast(x, form, known) or lost_by_operations(x, form, known)
+                x = _castable(vector)[None]
+            numbers, errors = lost_by_cast(x, form, scale) or lost_by_operations(x, form, scale)
         numbers[FINITE] += zeros
-        numbers[SCALE] = math.nan if scale is None else scale
+        numbers[SCALE] = scale
         return numbers, errors if form.block else None
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """Return the elements as rows that are divided into blocks, of a dtype that the kernel casts, contiguous [rows, length]."""
         x = tensor.detach().resolve_neg()
         if x.is_nested:
-            x = torch.nested.to_padded_tensor(_float32(x), math.nan)
+            x = torch.nested.to_padded_tensor(_castable(x), math.nan)
         x = x.to_dense()
-        x = _float32(x.to(torch.complex128).abs() if x.is_complex() else x)
+        x = _castable(x.to(torch.complex128).abs() if x.is_complex() else x)
         return self._along_last(x).flatten(0, -2).contiguous()
 
     def _along_last(self, x: Tensor) -> Tensor:
@@ -177,13 +175,9 @@ class Casts:
         return x.movedim(self.along, -1) if x.dim() >= max(2, -self.along) else x.reshape(1, -1)
 
 
-def _float32(x: Tensor) -> Tensor:
-    """Return float32, bfloat16 or float16. Finite numbers of float64 other than zero stay finite and not zero: they count."""
-    if x.dtype == torch.float64:
-        magnitudes = x.abs()
-        in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)
-        x = torch.where((magnitudes > 0) & (magnitudes < math.inf), in_range, magnitudes)
-    return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.to(torch.float32)
+def _castable(x: Tensor) -> Tensor:
+    """Return a dtype that the kernel casts."""
+    return x if x.dtype in DTYPE_OF_KIND.values() else x.to(torch.float32)
 
 
 def scale_of(amax: float | Tensor, form: Format) -> float | Tensor:
@@ -198,7 +192,7 @@ def lost_by_operations(x: Tensor, form: Format, scale: Tensor | float) -> tuple[
     """Return what a cast loses by operations on any device, without waiting for it. Same computation as `casts.c`.
 
     Args:
-        x: float32, bfloat16 or float16, [rows, length].
+        x: float64, float32, bfloat16 or float16, [rows, length].
         form: The format.
         scale: The scale of the tensor.
 
@@ -231,8 +225,12 @@ def _lost(part: Tensor, form: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _magnitudes(part: Tensor) -> Tensor:
-    """Return the magnitudes as float32, 0 for NaN and infinity."""
-    magnitudes = part.to(torch.float32).abs()
+    """Return the magnitudes as float32, 0 for NaN and infinity. Finite numbers of float64 other than zero stay finite and not zero."""
+    magnitudes = part.abs()
+    if part.dtype == torch.float64:
+        in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)
+        magnitudes = torch.where((magnitudes > 0) & (magnitudes < math.inf), in_range, magnitudes)
+    magnitudes = magnitudes.to(torch.float32)
     return torch.where(magnitudes < math.inf, magnitudes, 0.0)
 
 

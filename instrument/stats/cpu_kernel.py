@@ -26,7 +26,6 @@ KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
-_FLOAT64 = _KINDS[torch.float64]  # not cast
 _FLOAT16 = _KINDS[torch.float16]  # on the CPU, only its sums are computed
 DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
 """The dtypes by their number in the kernel."""
@@ -219,7 +218,7 @@ class KernelCast:
 
     def arguments(self, kind: int | None) -> tuple[tuple[float, ...], ...]:
         """Return the last arguments of the kernel, which then computes `lost`; none if it does not cast elements of this kind."""
-        if kind in (None, _FLOAT64):
+        if kind is None:
             return ()
         self.lost = self._results
         return (self._given,)
@@ -233,7 +232,7 @@ def kernel_sums(
     Args:
         flat: The tensor.
         further: See `Slab.add`.
-        cast: A cast to compute in the same read, piece by piece; not for float64. The sums do not depend on it.
+        cast: A cast to compute in the same read, piece by piece. The sums do not depend on it.
 
     Returns:
         float64, without the form, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,

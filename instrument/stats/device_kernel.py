@@ -191,7 +191,9 @@ def _bits_of_tile(stored, block):
     low, high = tl.split(tl.reshape(halves, [halves.shape[0] // 2, 2]))
     keys = _mixed(_mixed((tl.arange(0, low.shape[0]) + 1).to(tl.int64)) + 1)
     x = ((low.to(tl.int64) & _LOW_HALF) | (high.to(tl.int64) << 32)) ^ keys
-    number = tl.sum(x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), 0)
+    products = tl.xor_sum((x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), 0)
+    words = tl.xor_sum(x, 0)
+    number = products ^ _rotated(words, 11) ^ _rotated(words, 27) ^ _rotated(words, 43)
     return _mixed(number ^ ((block.to(tl.int64) + 1) * _FACTOR))
 
 
@@ -199,6 +201,11 @@ def _bits_of_tile(stored, block):
 def _mixed(number):
     product = number * _SECOND_FACTOR
     return (product ^ ((product >> 32) & _LOW_HALF)) * _FACTOR
+
+
+@triton.jit
+def _rotated(number, count: tl.constexpr):
+    return (number << count) | ((number >> (64 - count)) & ((1 << count) - 1))
 
 
 @triton.jit

@@ -2,11 +2,13 @@
 
 The elements are read in row-major order, as 64-bit words w of tiles of 1024 elements. The last tile is padded with zeros. With x = w ^ key,
 where the key of a word is a mixed number of its position in the tile (multiples of the position would give a 4 in one place and a 2 in
-another one equal sums), the number of a tile is the sum of low(x) * high(x) + x, which is
-(low(x) + 2^32) * (high(x) + 1) - 2^32: products of 32-bit halves, as in NH (Black et al., "UMAC", CRYPTO 1999). The numbers are mixed with
-the indices of their tiles, one to one, and added modulo 2^64. So the order in which tiles are read does not matter, and a change of one
-bit always changes the sum: by 2^b times a number below 2^33 that is not 0. Other changes are missed with a probability of about 2^-32 or
-less. It is not a cryptographic hash.
+another one equal products), the number of a tile is p ^ r(s): p is the XOR of all low(x) * high(x), products of 32-bit halves as in NH
+(Black et al., "UMAC", CRYPTO 1999), s is that of all x, and r(s), the XOR of s rotated by 11, 27 and 43 bits, is one to one. The numbers
+are mixed with the indices of their tiles, one to one, and added modulo 2^64. So the order in which tiles are read does not matter.
+
+A change of one bit always changes the sum. Bit b of a half changes p by 2^b times a number below 2^32: no bit below b changes, and those
+from bit b + 32 on only by a carry, without a gap. In r(s), for bits of both halves, a bit below b changes, or one above b + 32 and not bit
+b + 32. Other changes are missed with a probability of about 2^-32 or less. It is not a cryptographic hash.
 
 A fingerprint is this sum, plus a number of 52 bits for dtype and shape times an odd constant (`Sums.fingerprint`). `native.c`, the Triton
 kernel and PyTorch operations give equal results. Both kernels compute it with the other sums from one read of the elements.
@@ -109,12 +111,18 @@ def portable_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
     words = TILE * stored.element_size() // 8
     total = torch.zeros((), dtype=torch.int64, device=stored.device)
     keys = _mixed(_mixed(torch.arange(1, words + 1, device=stored.device)) + 1)
+    rotations = torch.arange(11, 44, 16, device=stored.device)[:, None]
     for start in range(0, len(stored), TILE * _TILES):
         part = stored[start : start + TILE * _TILES]
         memory = torch.zeros(-(-len(part) // TILE) * words, dtype=torch.int64, device=stored.device)
         memory.view(torch.uint8)[: len(part) * stored.element_size()] = part.view(torch.uint8)
         x = memory.view(-1, words) ^ keys
-        numbers = (x + (x & _LOW_HALF) * ((x >> 32) & _LOW_HALF)).sum(1)
+        both = torch.stack([(x & _LOW_HALF) * ((x >> 32) & _LOW_HALF), x])
+        while (half := both.shape[-1] // 2) > 0:  # the number of words is a power of two
+            both = both[..., :half].bitwise_xor_(both[..., half:])
+        products, x = both[..., 0]
+        rotated = (x << rotations) | ((x >> (64 - rotations)) & ((1 << rotations) - 1))
+        numbers = products ^ rotated[0] ^ rotated[1] ^ rotated[2]
         indices = torch.arange(1, len(x) + 1, device=stored.device) + start // TILE
         total += _mixed(numbers ^ indices * FACTOR).sum()
     low, high = total & _LOW_HALF, (total >> 32) & _LOW_HALF

@@ -52,6 +52,12 @@ enum { WITH_MAGNITUDES = 1, WITH_BITS = 2 };
 #define ALIGNED
 #endif
 
+#if defined(__GNUC__) && !defined(__clang__)
+#define UNROLL _Pragma("GCC unroll 2")
+#else
+#define UNROLL
+#endif
+
 typedef struct {
     int64_t n, nan, inf, zeros;
     double low, high, sum, squares, l1;
@@ -158,7 +164,7 @@ KERNEL(of_float64, double, double, AS_IT_IS, uint64_t, bits_of_float64, 0x7ff000
 static const int item_sizes[] = {4, 2, 8, 2};                                                /* by kind */
 static const uint32_t dtype_numbers[] = {0xd8ca9648u, 0x45c68b70u, 0x4cdec738u, 0xed9130d3u}; /* the CRC-32 of their names */
 static uint64_t keys_of_words[WORDS] ALIGNED;
-static uint64_t sums_of_zeros[WORDS * 8 / PIECE + 1]; /* over the words before a piece of a tile of zeros */
+static uint64_t numbers_of_zeros[WORDS * 8 / PIECE + 1]; /* of the words before a piece of a tile of zeros */
 
 #define LOW_HALF 0xffffffffu
 
@@ -170,75 +176,92 @@ static uint64_t mixed(uint64_t number) {
 /* The number of a tile, mixed with its index. */
 static uint64_t of_tile(uint64_t number, size_t tile) { return mixed(number ^ ((uint64_t)tile + 1) * FACTOR); }
 
-/* The sum of x + low(x) * high(x) over words, with x = word ^ key: (low + 2^32) * (high + 1), less a constant. `at` is the position of
-   the first word in its tile, in bytes. */
+static uint64_t rotated(uint64_t x, int count) { return x << count | x >> (64 - count); }
+
+/* The XOR of low(x) * high(x) and of x over words, with x = word ^ key. `at` is the position of the first word in its tile, in bytes. */
 typedef struct {
-    uint64_t sum;
+    uint64_t products, words;
 } Words_plain;
 
-static inline void add_words_plain(Words_plain *words, const char *memory, size_t at, size_t size) {
+static inline void add_words_plain(Words_plain *sums, const char *memory, size_t at, size_t size) {
     for (size_t i = 0; i < size / 8; i++) {
         uint64_t x;
         memcpy(&x, memory + 8 * i, sizeof x);
         x ^= keys_of_words[at / 8 + i];
-        words->sum += x + (x & LOW_HALF) * (x >> 32);
+        sums->products ^= (x & LOW_HALF) * (x >> 32);
+        sums->words ^= x;
     }
 }
 
-static inline uint64_t total_of_plain(const Words_plain *words) { return words->sum; }
+static inline uint64_t number_of_plain(const Words_plain *sums) {
+    return sums->products ^ rotated(sums->words, 11) ^ rotated(sums->words, 27) ^ rotated(sums->words, 43);
+}
 
 /* Adds a condition to a count. Which form takes fewer instructions depends on the processor. */
 #define ADD_plain(n, is_one) (n) += (is_one)
 #define ADD_avx2 ADD_plain
 #define ADD_avx512(n, is_one) (n) = (is_one) ? (n) + 1 : (n)
 
-#define SUM_OF_WORDS(TAG, PROCESSOR)                                                                                  \
-    PROCESSOR static uint64_t sum_##TAG(const char *memory, size_t at, size_t size) {                                 \
-        Words_##TAG words = {0};                                                                                      \
+#define NUMBER_OF_WORDS(TAG, PROCESSOR)                                                                               \
+    PROCESSOR static uint64_t number_##TAG(const char *memory, size_t at, size_t size) {                              \
+        Words_##TAG sums = {0};                                                                                       \
         for (size_t i = 0; i < size; i += PIECE)                                                                      \
-            add_words_##TAG(&words, memory + i, at + i, PIECE);                                                       \
-        return total_of_##TAG(&words);                                                                                \
+            add_words_##TAG(&sums, memory + i, at + i, PIECE);                                                        \
+        return number_of_##TAG(&sums);                                                                                \
     }
 
-SUM_OF_WORDS(plain, )
+NUMBER_OF_WORDS(plain, )
 
-/* The sum over the words of pieces; see `add_words_plain`. */
-static uint64_t (*sum_of_words)(const char *memory, size_t at, size_t size) = sum_plain;
+/* The number of the words of pieces. That of several pieces is the XOR of theirs. */
+static uint64_t (*number_of_words)(const char *memory, size_t at, size_t size) = number_plain;
 
 #ifdef HAS_VECTORS
 #define FOR_AVX2 __attribute__((target("avx2")))
 #define FOR_AVX512 __attribute__((target("avx512f")))
+#define XOR_avx2(a, b, c) _mm256_xor_si256(_mm256_xor_si256(a, b), c)
+#define XOR_avx512(a, b, c) _mm512_ternarylogic_epi64(a, b, c, 0x96)
 
-/* GCC does not find the instruction that multiplies 32-bit numbers. SUM_COUNT is the fastest in the loop of SUMS_OF. */
-#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE, SUM_COUNT)                                                     \
+/* GCC does not find the instructions that multiply 32-bit numbers, and that combine three numbers. */
+#define WORDS_OF(TAG, PROCESSOR, VECTOR, PREFIX, SIZE)                                                                \
     typedef struct {                                                                                                  \
-        VECTOR sums[SUM_COUNT];                                                                                       \
+        VECTOR products, words;                                                                                       \
     } Words_##TAG;                                                                                                    \
                                                                                                                       \
     PROCESSOR                                                                                                         \
-    static inline void add_words_##TAG(Words_##TAG *words, const char *memory, size_t at, size_t size) {              \
-        for (size_t i = 0; i < size; i += sizeof(VECTOR)) {                                                           \
-            const VECTOR word = PREFIX##_loadu_##SIZE((const VECTOR *)(memory + i));                                  \
-            const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at + i));          \
-            const VECTOR x = PREFIX##_xor_##SIZE(word, key);                                                          \
-            const VECTOR products = PREFIX##_mul_epu32(x, PREFIX##_srli_epi64(x, 32));                                \
-            VECTOR *sum = words->sums + i / sizeof(VECTOR) % SUM_COUNT;                                               \
-            *sum = PREFIX##_add_epi64(*sum, PREFIX##_add_epi64(x, products));                                         \
+    static inline VECTOR product_##TAG(const char *memory, size_t at, VECTOR *x) {                                    \
+        const VECTOR key = PREFIX##_load_##SIZE((const VECTOR *)((const char *)keys_of_words + at));                  \
+        *x = PREFIX##_xor_##SIZE(PREFIX##_loadu_##SIZE((const VECTOR *)memory), key);                                 \
+        return PREFIX##_mul_epu32(*x, PREFIX##_shuffle_epi32(*x, 0xf5));                                              \
+    }                                                                                                                 \
+                                                                                                                      \
+    PROCESSOR                                                                                                         \
+    static inline void add_words_##TAG(Words_##TAG *sums, const char *memory, size_t at, size_t size) {               \
+        const size_t step = sizeof(VECTOR);                                                                           \
+        for (size_t i = 0; i < size; i += 2 * step) {                                                                 \
+            VECTOR x, second = PREFIX##_setzero_##SIZE(), other = second;                                             \
+            const VECTOR first = product_##TAG(memory + i, at + i, &x);                                               \
+            if (i + step < size)                                                                                      \
+                second = product_##TAG(memory + i + step, at + i + step, &other);                                     \
+            sums->products = XOR_##TAG(sums->products, second, first);                                                \
+            sums->words = XOR_##TAG(sums->words, other, x);                                                           \
         }                                                                                                             \
     }                                                                                                                 \
                                                                                                                       \
-    static inline uint64_t total_of_##TAG(const Words_##TAG *words) {                                                 \
-        uint64_t lanes[sizeof *words / 8], total = 0;                                                                 \
-        memcpy(lanes, words, sizeof lanes);                                                                           \
-        for (size_t i = 0; i < sizeof lanes / sizeof *lanes; i++)                                                     \
-            total += lanes[i];                                                                                        \
-        return total;                                                                                                 \
+    static inline uint64_t number_of_##TAG(const Words_##TAG *sums) {                                                 \
+        uint64_t lanes[2][sizeof(VECTOR) / 8];                                                                        \
+        Words_plain total = {0};                                                                                      \
+        memcpy(lanes, sums, sizeof lanes);                                                                            \
+        for (size_t i = 0; i < sizeof(VECTOR) / 8; i++) {                                                             \
+            total.products ^= lanes[0][i];                                                                            \
+            total.words ^= lanes[1][i];                                                                               \
+        }                                                                                                             \
+        return number_of_plain(&total);                                                                               \
     }                                                                                                                 \
                                                                                                                       \
-    SUM_OF_WORDS(TAG, PROCESSOR)
+    NUMBER_OF_WORDS(TAG, PROCESSOR)
 
-WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512, 1)
-WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256, 2)
+WORDS_OF(avx512, FOR_AVX512, __m512i, _mm512, si512)
+WORDS_OF(avx2, FOR_AVX2, __m256i, _mm256, si256)
 #endif
 
 /* The sum over the tiles of consecutive elements, whose first one has the index `tile`. The last one is padded with zeros. */
@@ -247,11 +270,11 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
     uint64_t sum = 0;
     for (size_t start = 0; start < size; start += tile_size) {
         const size_t left = size - start < tile_size ? size - start : tile_size, whole = left - left % PIECE;
-        uint64_t number = sum_of_words(memory + start, 0, whole);
+        uint64_t number = number_of_words(memory + start, 0, whole);
         if (left < tile_size) {
             char padded[PIECE] = {0};
             memcpy(padded, memory + start + whole, left - whole);
-            number += sum_of_words(padded, whole, PIECE) + sums_of_zeros[tile_size / PIECE] - sums_of_zeros[whole / PIECE + 1];
+            number ^= number_of_words(padded, whole, PIECE) ^ numbers_of_zeros[tile_size / PIECE] ^ numbers_of_zeros[whole / PIECE + 1];
         }
         sum += of_tile(number, tile++);
     }
@@ -274,8 +297,10 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
             for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
                 const size_t stop = whole - tile < step ? whole : tile + step;                                        \
                 Words_##TAG words = {0};                                                                              \
+                UNROLL                                                                                                \
                 for (size_t i = tile; i < stop; i += LANES) {                                                         \
-                    PREFETCH(chunk + i + AHEAD);                                                                      \
+                    for (size_t line = 0; line < step_size; line += 64)                                               \
+                        PREFETCH((const char *)(chunk + i + AHEAD) + line);                                           \
                     for (int j = 0; j < LANES; j++) {                                                                 \
                         const VALUE value = READ(chunk[i + j]);                                                       \
                         const double moved = (double)value - (WITH ? 0.0 : shift);                                    \
@@ -289,7 +314,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
                         add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
                 }                                                                                                     \
                 if (WITH && stop - tile == TILE)                                                                      \
-                    *bits += of_tile(total_of_##TAG(&words), (start + tile) / TILE);                                  \
+                    *bits += of_tile(number_of_##TAG(&words), (start + tile) / TILE);                                 \
             }                                                                                                         \
             if (with_l1)                                                                                              \
                 for (size_t i = 0; i < whole; i += LANES)                                                             \
@@ -338,16 +363,16 @@ static void choose_kernels(void) {
         keys_of_words[i] = mixed(mixed(i + 1) + 1);
 #ifdef HAS_VECTORS
     if (__builtin_cpu_supports("avx512f")) {
-        sum_of_words = sum_avx512;
+        number_of_words = number_avx512;
         kernels = kernels_avx512;
     } else if (__builtin_cpu_supports("avx2")) {
-        sum_of_words = sum_avx2;
+        number_of_words = number_avx2;
         kernels = kernels_avx2;
     }
 #endif
     const char zeros[PIECE] = {0};
     for (size_t i = 0; i < WORDS * 8; i += PIECE)
-        sums_of_zeros[i / PIECE + 1] = sums_of_zeros[i / PIECE] + sum_of_words(zeros, i, PIECE);
+        numbers_of_zeros[i / PIECE + 1] = numbers_of_zeros[i / PIECE] ^ number_of_words(zeros, i, PIECE);
 }
 
 /* A number of 52 bits for a dtype and a shape. */

@@ -66,9 +66,9 @@ class Cast(Spec):
     scale: _Scale | None = Field(
         None,
         description="The factor of the elements before the cast: a number; amax, which scales the largest magnitude to the largest number "
-        "of the format; or previous, the same with the largest magnitude of the previous recorded tensor (delayed scaling). The default "
-        "is amax for nvfp4, otherwise 1. MX formats have only the scales of their blocks. With amax, a tensor is read twice, first for its "
-        "largest magnitude.",
+        "of the format; or previous, the same with the largest magnitude of the previous recorded tensor (delayed scaling), and 1 for the "
+        "first one. The default is amax for nvfp4, otherwise 1. MX formats have only the scales of their blocks. With amax, a tensor is "
+        "read twice, first for its largest magnitude.",
     )
 
     @model_validator(mode="after")

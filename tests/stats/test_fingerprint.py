@@ -58,8 +58,10 @@ def expected(tensor: Tensor) -> int:
         number = 0
         for at, word in enumerate(words):
             x = word ^ KEYS[at]
-            number += x + x % 2**32 * (x >> 32)
-        total += mixed(number % WORD ^ (tile + 1) * GOLDEN % WORD)
+            number ^= x % 2**32 * (x >> 32)
+            for bits in (11, 27, 43):
+                number ^= (x << bits | x >> 64 - bits) % WORD
+        total += mixed(number ^ (tile + 1) * GOLDEN % WORD)
     form = zlib.crc32(str(tensor.dtype).encode())
     for length in (tensor.dim(), *tensor.shape):
         form = (form ^ length) * SECOND % WORD
@@ -152,28 +154,31 @@ def test_fingerprint_of_sparse_and_nested_tensors() -> None:
 
 
 def changed_numbers(words: Words, at: np.ndarray[Any, Any], new: Words) -> Words:
-    """Return how much the number of the first tile changes if one word changes, uint64 [changes]."""
+    """Return which bits of the number of the first tile change if one word changes, uint64 [changes]."""
     keys = np.array(KEYS, np.uint64)[at]
 
     def term(word: Words) -> Words:
         x: Words = word ^ keys
-        return x + (x & np.uint64(2**32 - 1)) * (x >> np.uint64(32))
+        rotated = [x << np.uint64(bits) | x >> np.uint64(64 - bits) for bits in (11, 27, 43)]
+        return (x & np.uint64(2**32 - 1)) * (x >> np.uint64(32)) ^ rotated[0] ^ rotated[1] ^ rotated[2]
 
-    return term(new) - term(words[at])
+    return term(new) ^ term(words[at])
 
 
-@pytest.mark.parametrize("words", ["random", "zeros", "keys"])
+@pytest.mark.parametrize("words", ["random", "zeros", "keys", "factors"])
 def test_a_million_flips_of_one_bit_and_swaps_change_the_fingerprint(words: str) -> None:
     random = np.random.default_rng(0)
     count, tile = 1_000_000, 512
     keys = np.array(KEYS[:tile], np.uint64)
+    halves = random.choice([0, 1, 2, 3, 2**31, 2**31 - 1, 2**32 - 1, 2**32 - 2], (2, tile)).astype(np.uint64)
+    factors = keys ^ (halves[0] | halves[1] << np.uint64(32))  # factors that hide others, or only shift them
     content = {"random": random.integers(0, 2**64, tile, np.uint64), "zeros": np.zeros(tile, np.uint64), "keys": keys}
-    memory = content[words]
+    memory = content.get(words, factors)
     at, bit = random.integers(0, tile, count), random.integers(0, 64, count).astype(np.uint64)
     assert changed_numbers(memory, at, memory[at] ^ np.uint64(1) << bit).all()
     if words == "random":  # two words that change places
         other = random.integers(0, tile, count)
-        swapped = changed_numbers(memory, at, memory[other]) + changed_numbers(memory, other, memory[at])
+        swapped = changed_numbers(memory, at, memory[other]) ^ changed_numbers(memory, other, memory[at])
         assert swapped[at != other].all()
     # The arithmetic above is that of the kernel: a change in one tile changes the fingerprint one to one.
     tensor = torch.from_numpy(memory.astype(np.int64))
