@@ -241,11 +241,17 @@ class ForwardConfig(Spec):
         description="Compute gradients of this part of the model's output, summed over its elements, instead of the loss: "
         "'logits[:, 3]', or '[:, 3]' if the output is a tensor.",
     )
+    from_sample: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Index of the clean sample of each batch, for attribution patching; the other samples are corrupted.",
+    )
 
     @model_validator(mode="after")
     def _validate_of(self) -> ForwardConfig:
         if self.of is not None and not self.grad:
             raise ValueError("'of' requires 'grad: true', since no gradients are computed otherwise")
+        if self.from_sample is not None and not self.grad:
+            raise ValueError("'from_sample' requires 'grad: true', since attribution patching uses gradients")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Panels of a report: attention probabilities of one sample, and the effect of an intervention by location."""
+"""Panels of a report: attention probabilities of one sample, attributions, and the effect of an intervention by location."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
 from ..report.numbers import rounded
 from ..report.panels import Panel, as_svg
+from .attribution import attribute
 from .patching import intervention_grid, patching
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
@@ -95,3 +96,12 @@ def by_location(run: Run) -> Panel | None:
             if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
                 figures.append(as_svg(patching(run, name)))
     return Panel("".join(figures), title="Effect of an intervention by location") if figures else None
+
+
+def attribution(run: Run) -> Panel | None:
+    """Return the attributions of the layers of a run in `mode: forward` that recorded their values and gradients, otherwise None."""
+    if not ((run.info.get("config") or {}).get("forward") or {}).get("grad"):
+        return None
+    with suppress(InstrumentError):  # no such tensors, or their shapes differ
+        return Panel(as_svg(patching(attribute(run))))
+    return None
