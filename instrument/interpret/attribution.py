@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pandas as pd
 
 from ..analysis.features import Array
 from ..analysis.load import Run
@@ -27,8 +26,7 @@ from .attribution_result import (
     Attribution,
     Location,
     Parts,
-    grid_of,
-    labels_of,
+    make_attribution,
     parts_of,
 )
 from .recorded_layers import recorded_indices, recorded_specs
@@ -36,8 +34,6 @@ from .recorded_layers import recorded_indices, recorded_specs
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-Columns = Literal["positions", "heads", "units"]
-Method = Literal["gradient_x_input", "integrated_gradients", "attribution_patching"]
 _KEYS = ["phase", "step", "micro_step", "rank", "path", "call"]
 _FORWARD, _BACKWARD = ["forward", "forward_pre"], ["full_backward_pre", "full_backward", "tensor"]  # kinds
 _RECORD = (
@@ -52,10 +48,10 @@ def attribute(
     *,
     of: str | Callable[[Any], Tensor] | None = None,
     layers: str | Sequence[str] | None = None,
-    method: Method | None = None,
+    method: Literal["gradient_x_input", "integrated_gradients", "attribution_patching"] | None = None,
     baseline: Any = None,
     steps: int = 50,
-    columns: Columns = "positions",
+    columns: Literal["positions", "units"] = "positions",
     heads: int | None = None,
     exact: bool = False,
     role: Literal["output", "input"] = "output",
@@ -84,13 +80,11 @@ def attribute(
         of: The number: a part of the model's output, as in `forward.of`; or a function of the output. It is summed over
             its elements. For a run, it is `forward.of` or the loss.
         layers: Patterns of names. Default: the inputs of the model; for a run, all recorded layers.
-        method: Default: `gradient_x_input`; for a run with `from_sample` or `baseline`, `attribution_patching`.
-        baseline: The inputs to compare with, such as a corrupted prompt. Default for integrated gradients: zeros. For a
-            run: the run of the corrupted inputs, in the same batches, with the gradients.
+        method: Default: `gradient_x_input`; for a run with `from_sample`, `attribution_patching`.
+        baseline: The inputs to compare with, such as a corrupted prompt. Default for integrated gradients: zeros.
         steps: Number of points of the integral.
-        columns: The columns of the grid: `positions` of tensors [N, positions, features], otherwise one column; `heads`,
-            which are side by side in the last dimension; or `units`.
-        heads: Number of heads, with `columns="heads"`.
+        columns: The columns of the grid: the `positions` of tensors [N, positions, features], otherwise one column; or `units`.
+        heads: Number of heads, which are side by side in the last dimension and are the columns instead.
         exact: Whether to compute `exact` too, with one forward pass per cell: the change of the number if x replaces b in the
             cell for attribution patching; otherwise, what the number loses if b, or zero, replaces x.
         role: `output`, or `input` for the inputs of the layers.
@@ -102,92 +96,73 @@ def attribute(
     Raises:
         InstrumentError: A pattern matches no layer, an argument does not fit to the others, or the run has no such tensors.
     """
-    choices = (("columns", columns, ("positions", "heads", "units")), ("role", role, ("output", "input")))
+    choices = (("columns", columns, ("positions", "units")), ("role", role, ("output", "input")))
     for name, word, options in (*choices, ("method", method or GRADIENT, METHODS)):
         check_choice(word, options, name, "unknown value")
-    if (columns == "heads") != (heads is not None):
-        raise InstrumentError(Problem("heads", "columns='heads' requires the number of heads, and only this", heads))
-    parts = partial(parts_of, columns, heads)
     is_run = isinstance(source, RunTables)
-    of_model, of_runs = {"inputs": inputs, "of": of, "exact": exact or None}, {"phase": phase, "step": step}
-    of_other = of_model if is_run else {**of_runs, "from_sample": from_sample}
-    for name, value in of_other.items():
+    of_model = {"inputs": inputs, "of": of, "baseline": baseline, "exact": exact or None}
+    of_runs = {"phase": phase, "step": step, "from_sample": from_sample}
+    for name, value in (of_model if is_run else of_runs).items():
         if value is not None:
             message = f"does not apply to a {'run' if is_run else 'model'}"
-            raise InstrumentError(Problem(name, message, str(value)[:40], fix="leave it out"))
+            raise InstrumentError(Problem(name, message, type(value).__name__, fix="leave it out"))
+    parts = partial(parts_of, columns if heads is None else "heads", heads)
     if isinstance(source, RunTables):
-        where = {name: value for name, value in {**of_runs, "path": path}.items() if value is not None}
-        return _of_run(source, baseline, from_sample, method, layers, role, where, parts)
-    kind = "forward" if layers and role == "output" else "forward_pre"
-    hook = {"layers": layers or ".", "kind": kind, "path": path, "action": "modify"}
+        where = {
+            name: value for name, value in {"phase": phase, "step": step, "path": path}.items() if value is not None
+        }
+        return _of_run(source, from_sample, method, layers, {**where, "role": [role, f"grad_{role}"]}, parts)
     from .model_attribution import attribution_of_model
 
+    kind = "forward" if layers and role == "output" else "forward_pre"
+    hook = {"layers": layers or ".", "kind": kind, "path": path, "action": "modify"}
     return attribution_of_model(source, inputs, baseline, of, method or GRADIENT, hook, steps, parts, exact=exact)
 
 
-def _of_run(  # noqa: PLR0917
+def _of_run(
     run: Run,
-    baseline: Any,
     from_sample: int | None,
     method: str | None,
     layers: str | Sequence[str] | None,
-    role: str,
     where: Mapping[str, Any],
     parts: Parts,
 ) -> Attribution:
     forward = (run.info.get("config") or {}).get("forward") or {}
-    if from_sample is None and baseline is None and method != GRADIENT:
+    if from_sample is None and method != GRADIENT:
         from_sample = forward.get("from_sample")
-    has_clean = (from_sample is not None) + (baseline is not None)
-    method = method or (PATCHING if has_clean else GRADIENT)
-    if method == INTEGRATED or has_clean != (method == PATCHING):
-        needed = {
-            INTEGRATED: "a model",
-            GRADIENT: "neither baseline nor from_sample",
-            PATCHING: "baseline or from_sample",
-        }
-        raise InstrumentError(Problem("method", f"for a run, it requires {needed[method]}", method))
-    if len(run.folders) > 1 or not isinstance(baseline, RunTables | None):
-        raise InstrumentError(Problem("run" if baseline is None else "baseline", "must be one run", fix="load one run"))
-    corrupted = run if baseline is None else baseline
-    roles = [role, f"grad_{role}"]
+    method = method or (GRADIENT if from_sample is None else PATCHING)
+    if method == INTEGRATED or (from_sample is None) != (method == GRADIENT):
+        needed = {INTEGRATED: "a model", GRADIENT: "no from_sample", PATCHING: "from_sample"}[method]
+        raise InstrumentError(Problem("method", f"for a run, it requires {needed}", method))
+    if len(run.folders) > 1:
+        raise InstrumentError(Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them"))
     order = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
     found: dict[Location, list[Array]] = {}
-    cells: dict[Location, dict[str, float]] = {}
-    for layer in _layers(order, layers, (run, _FORWARD, roles), (corrupted, _BACKWARD, roles)):
-        rows = _calls(run, layer, _FORWARD, roles, where)
-        for name, kinds in (("_baseline", _FORWARD), ("_gradient", _BACKWARD)):
-            further = _calls(corrupted, layer, kinds, roles, where)[[*_KEYS, "values"]]
-            rows = rows.merge(further, on=_KEYS, suffixes=("", name))
+    taken = {}
+    steps: set[tuple[int, int]] = set()
+    for layer in _layers(run, order, layers, where["role"]):
+        values, gradients = (
+            run.tensors(layer=layer, kind=kinds, recompute=False, backward=0, **where).drop_duplicates(_KEYS)
+            for kinds in (_FORWARD, _BACKWARD)
+        )
+        rows = values.merge(gradients[[*_KEYS, "values"]], on=_KEYS, suffixes=("", "_gradient"))
         if rows["phase"].nunique() != 1:
-            message = (
-                "the tensors are of several phases" if len(rows) else "the values and gradients are of other steps"
-            )
+            message = "several phases have tensors" if len(rows) else "the values and the gradients are of other steps"
             raise InstrumentError(Problem("phase", message, layer or ".", fix="pass phase= or step="))
-        batches = len(rows[["step", "micro_step"]].drop_duplicates())
+        steps.update(zip(rows["step"], rows["micro_step"], strict=True))
         for _, row in rows.iterrows():
-            value, at = _attributed(row, method, from_sample), Location(layer, row["path"], row["call"])
-            found.setdefault(at, []).append(value)
-            taken = recorded_indices(recorded_specs(run).get(row["hook"]), row["shape"], row["source_shape"])
-            of_location = cells.setdefault(at, {})
-            for name, part in parts(value.shape, taken).items():
-                of_location[name] = of_location.get(name, 0.0) + float(value[part].sum()) / batches
-    labels = labels_of(found, order)
-    if several := [labels[at] for at, each in found.items() if len({value.shape[1:] for value in each}) > 1]:
-        message = "the tensors of this layer differ in shape between batches"
-        raise InstrumentError(Problem("layers", message, several[0], fix="pass step="))
-    values = {label: np.concatenate(found[at]) for at, label in labels.items()}
-    return Attribution(method, forward.get("of") or "loss", values, grid_of(cells, labels, parts.args[0]))
+            at = Location(layer, row["path"], row["call"])
+            found.setdefault(at, []).append(_attributed(row, from_sample))
+            spec = recorded_specs(run).get(row["hook"])
+            taken[at] = recorded_indices(spec, tuple(row["shape"]), tuple(row["source_shape"]))
+    return make_attribution(method, forward.get("of") or "loss", found, order, parts, batches=len(steps), taken=taken)
 
 
-def _layers(
-    order: Sequence[str], layers: str | Sequence[str] | None, *sources: tuple[RunTables, list[str], list[str]]
-) -> list[str]:
+def _layers(run: Run, order: Sequence[str], layers: str | Sequence[str] | None, roles: list[str]) -> list[str]:
     """Return the selected layers whose values and gradients were recorded."""
-    known = []
-    for run, kinds, roles in sources:
-        rows = run.read("tensors", ["layer", "kind", "role"])
-        known.append(set(rows[rows["kind"].isin(kinds) & rows["role"].isin(roles)]["layer"]))
+    rows = run.read("tensors", ["layer", "kind", "role"])
+    rows = rows[rows["role"].isin(roles)]
+    known = [set(rows[rows["kind"].isin(kinds)]["layer"]) for kinds in (_FORWARD, _BACKWARD)]
     both = sorted(set.intersection(*known), key=rank_in(order))
     patterns = [layers] if isinstance(layers, str) else layers or ["**"]
     for pattern in patterns:
@@ -198,22 +173,17 @@ def _layers(
     return [name for name in both if any(matches(pattern, name) for pattern in patterns)]
 
 
-def _calls(run: RunTables, layer: str, kinds: list[str], roles: list[str], where: Mapping[str, Any]) -> pd.DataFrame:
-    """Return the recorded tensors of a layer: one row for each tensor and call, from the first hook that recorded it."""
-    rows = run.tensors(layer=layer, kind=kinds, role=roles, recompute=False, backward=0, **where)
-    return rows.drop_duplicates(_KEYS)
-
-
-def _attributed(row: Any, method: str, from_sample: int | None) -> Array:
+def _attributed(row: Any, from_sample: int | None) -> Array:
     """Return the attributions of the samples of a recorded tensor, float64."""
-    names = ("values", "values_baseline", "values_gradient")
-    value, baseline, gradient = (np.asarray(row[name], np.float64) for name in names)
-    if value.shape != baseline.shape or value.shape != gradient.shape:
-        message = "the values, those of the baseline and the gradients differ in shape"
-        given = ", ".join(str([*each.shape]) for each in (value, baseline, gradient))
-        raise InstrumentError(Problem("layers", message, f"{row['layer'] or '.'}: {given}"))
+    value, gradient = (np.asarray(row[name], np.float64) for name in ("values", "values_gradient"))
+    if value.shape != gradient.shape:
+        given, message = (
+            f"{[*gradient.shape]}, not {[*value.shape]}",
+            "the gradients have another shape than the values",
+        )
+        raise InstrumentError(Problem("layers", message, given, fix="use the same selection in both hooks"))
     if from_sample is None:
-        return np.asarray((value if method == GRADIENT else value - baseline) * gradient)
+        return np.asarray(value * gradient)
     size = len(value) if value.ndim else 0
     if not 0 <= from_sample < size or size < 2:
         message = "a batch has no such clean sample with corrupted ones"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from ..analysis.features import Array
@@ -93,19 +95,42 @@ def parts_of(
     return {str(name): (*[slice(None)] * dim, at) for at, name in enumerate(names)}
 
 
-def labels_of(locations: Iterable[Location], order: Sequence[str]) -> dict[Location, str]:
-    """Return the label of each location, in the order of the layers."""
-    known, labels = list(locations), {}
-    for each in sorted(known, key=lambda each: rank_in(order)(each.layer)):
-        paths, calls = ({other[at] for other in known if other.layer == each.layer} for at in (1, 2))
-        name = location_name(each.layer, each.path if len(paths) > 1 else "", "forward")
-        labels[each] = name + (f" call {each.call}" if len(calls) > 1 else "")
-    return labels
+def make_attribution(
+    method: str,
+    of: str,
+    found: Mapping[Location, Sequence[Array]],
+    order: Sequence[str],
+    parts: Parts,
+    *,
+    batches: int = 1,
+    taken: Mapping[Location, Any] = MappingProxyType({}),
+    **further: Any,
+) -> Attribution:
+    """Return the result for the attributions of each location, one array [samples, ...] per batch.
+
+    Args:
+        order: The names of the layers in their order.
+        parts: Returns the cells of a location; see `parts_of`.
+        batches: The number of batches.
+        taken: The recorded indices of each location.
+        further: `change` and `exact`; the latter as numbers by location and column.
+    """
+    values, cells, labels = {}, {}, {}
+    for at in sorted(found, key=lambda each: rank_in(order)(each.layer)):
+        paths, calls = ({other[field] for other in found if other.layer == at.layer} for field in (1, 2))
+        label = location_name(at.layer, at.path if len(paths) > 1 else "", "forward")
+        labels[at] = label = label + (f" call {at.call}" if len(calls) > 1 else "")
+        if len({each.shape[1:] for each in found[at]}) > 1:
+            message = "the tensors of this layer differ in shape between batches"
+            raise InstrumentError(Problem("layers", message, label, fix="pass step="))
+        values[label] = joined = np.concatenate([*map(np.atleast_1d, found[at])])
+        of_parts = parts(joined.shape, taken.get(at))
+        cells[label] = {name: float(joined[part].sum()) / batches for name, part in of_parts.items()}
+    if effects := further.get("exact"):
+        further["exact"] = _grid({labels[at]: effects[at] for at in labels}, parts)
+    return Attribution(method, of, values, _grid(cells, parts), **further)
 
 
-def grid_of(
-    cells: Mapping[Location, Mapping[str, float]], labels: Mapping[Location, str], columns: str
-) -> pd.DataFrame:
-    """Return the numbers of the cells of each location as a grid."""
-    grid = pd.DataFrame([cells[at] for at in labels], [*labels.values()], dtype="float64")
-    return grid.rename_axis("layers").rename_axis(columns, axis=1)
+def _grid(cells: Mapping[str, Mapping[str, float]], parts: Parts) -> pd.DataFrame:
+    grid = pd.DataFrame([*cells.values()], [*cells], dtype="float64")
+    return grid.rename_axis("layers").rename_axis(parts.args[0], axis=1)

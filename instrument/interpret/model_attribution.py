@@ -18,7 +18,7 @@ from ..integrations.observe import call_model, errors_of_arguments
 from ..plan.shape_inference import without_side_effects
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
-from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, Parts, grid_of, labels_of
+from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, Parts, make_attribution
 
 Tensors = dict[Location, Tensor]
 
@@ -65,19 +65,13 @@ def attribution_of_model(  # noqa: PLR0917
         effects = passes.effects(start, others, parts) if exact else {}
     found = {}
     for at, value in values.items():
-        found[at] = (sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()
-    cells = {
-        at: {name: float(each[part].sum()) for name, part in parts(each.shape).items()} for at, each in found.items()
+        found[at] = [(sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()]
+    name = of if isinstance(of, str) else getattr(of, "__name__", type(of).__name__)
+    exact_effects = {
+        at: {column: sign * (number - new) + 0.0 for column, new in each.items()} for at, each in effects.items()
     }
-    labels = labels_of(found, [name for name, _ in model.named_modules()])
-    return Attribution(
-        method,
-        of if isinstance(of, str) else getattr(of, "__name__", type(of).__name__),
-        {label: found[at] for at, label in labels.items()},
-        grid_of(cells, labels, parts.args[0]),
-        change,
-        sign * (number - grid_of(effects, labels, parts.args[0])) + 0.0 if exact else None,
-    )
+    order = [layer for layer, _ in model.named_modules()]
+    return make_attribution(method, name, found, order, parts, change=change, exact=exact_effects or None)
 
 
 class _Passes:
