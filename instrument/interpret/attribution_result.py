@@ -59,6 +59,9 @@ class Attribution:
         Args:
             exact: A grid, such as the result of `instrument.interpret.patch_grid`. Default: `self.exact`.
 
+        Returns:
+            -1 to 1; NaN if all values of one of the grids are equal.
+
         Raises:
             InstrumentError: There are no exact effects, or fewer than two common cells.
         """

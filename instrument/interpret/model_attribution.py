@@ -36,6 +36,8 @@ def attribution_of_model(  # noqa: PLR0917
     exact: bool,
 ) -> Attribution:
     """Compute attributions of a model; see `instrument.interpret.attribute`. `hook` has the fields that select the tensors."""
+    if not isinstance(model, nn.Module):
+        raise InstrumentError(Problem("source", "must be a model or a run", type(model).__name__))
     if method == INTEGRATED and baseline is None:
         baseline = _zeros(inputs)
     if (baseline is None) != (method == GRADIENT):
@@ -111,7 +113,7 @@ class _Passes:
         if torch.is_grad_enabled():
             if not self.kept or not number.requires_grad:
                 message = "the number does not depend on a floating-point tensor of these layers, or is detached from the graph"
-                raise InstrumentError(Problem("layers", message, fix="select other layers, or another number"))
+                raise InstrumentError(Problem("layers", message, fix="select other layers, such as an embedding"))
             tensors = {at: self.kept[at] for at in wanted or self.kept}
             found = torch.autograd.grad(number, [*tensors.values()], allow_unused=True, materialize_grads=True)
             gradients = dict(zip(tensors, found, strict=True))
