@@ -245,13 +245,21 @@ class ForwardConfig(Spec):
         None,
         description="Index of the clean sample of each batch, for attribution patching; the other samples are corrupted.",
     )
+    integrate: bool = Field(
+        False,
+        description="Multiply the floating-point inputs by one of `passes` points between 0 and 1 in each pass, for integrated "
+        "gradients with a baseline of zeros.",
+    )
 
     @model_validator(mode="after")
     def _validate_of(self) -> ForwardConfig:
         if self.of is not None and not self.grad:
             raise ValueError("'of' requires 'grad: true', since no gradients are computed otherwise")
-        if self.from_sample is not None and not self.grad:
-            raise ValueError("'from_sample' requires 'grad: true', since attribution patching uses gradients")
+        for name, is_set in (("from_sample", self.from_sample is not None), ("integrate", self.integrate)):
+            if is_set and not self.grad:
+                raise ValueError(f"{name!r} requires 'grad: true', since attributions use gradients")
+        if self.integrate and self.from_sample is not None:
+            raise ValueError("'integrate' and 'from_sample' are parts of different methods; remove one of them")
         return self
 
 

@@ -80,7 +80,8 @@ def attribute(
         of: The number: a part of the model's output, as in `forward.of`; or a function of the output. It is summed over
             its elements. For a run, it is `forward.of` or the loss.
         layers: Patterns of names. Default: the inputs of the model; for a run, all recorded layers.
-        method: Default: `gradient_x_input`; for a run with `from_sample`, `attribution_patching`.
+        method: Default: `gradient_x_input`. For a run with `from_sample`, `attribution_patching`; for one with
+            `forward.integrate`, the `integrated_gradients` of the inputs.
         baseline: The inputs to compare with, such as a corrupted prompt. Default for integrated gradients: zeros.
         steps: Number of points of the integral.
         columns: The columns of the grid: the `positions` of tensors [N, positions, features], otherwise one column; or `units`.
@@ -130,10 +131,18 @@ def _of_run(
     forward = (run.info.get("config") or {}).get("forward") or {}
     if from_sample is None and method != GRADIENT:
         from_sample = forward.get("from_sample")
-    method = method or (GRADIENT if from_sample is None else PATCHING)
-    if method == INTEGRATED or (from_sample is None) != (method == GRADIENT):
-        needed = {INTEGRATED: "a model", GRADIENT: "no from_sample", PATCHING: "from_sample"}[method]
-        raise InstrumentError(Problem("method", f"for a run, it requires {needed}", method))
+    passes = forward["passes"] if forward.get("integrate") else 0
+    method = method or (INTEGRATED if passes else GRADIENT if from_sample is None else PATCHING)
+    if bool(passes) != (method == INTEGRATED) or (from_sample is None) != (method != PATCHING):
+        needed = {INTEGRATED: "forward.integrate=true", GRADIENT: "neither", PATCHING: "from_sample"}[method]
+        message = f"of from_sample and forward.integrate, it requires {needed} in this run"
+        raise InstrumentError(Problem("method", message, method))
+    points, weights = np.polynomial.legendre.leggauss(max(passes, 1))  # on [-1, 1]
+    if passes:
+        if layers not in (None, "."):
+            message = "the inputs of the model are on the line from zero, and not those of its layers"
+            raise InstrumentError(Problem("layers", message, layers, "."))
+        layers, where = ".", {**where, "role": ["input", "grad_input"]}
     if len(run.folders) > 1:
         raise InstrumentError(Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them"))
     order = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
@@ -145,17 +154,25 @@ def _of_run(
             run.tensors(layer=layer, kind=kinds, recompute=False, backward=0, **where).drop_duplicates(_KEYS)
             for kinds in (_FORWARD, _BACKWARD)
         )
-        rows = values.merge(gradients[[*_KEYS, "values"]], on=_KEYS, suffixes=("", "_gradient"))
+        rows = values.merge(gradients[[*_KEYS, "values"]], on=_KEYS, suffixes=("", "_gradient")).sort_values("step")
         if rows["phase"].nunique() != 1:
             message = "several phases have tensors" if len(rows) else "the values and the gradients are of other steps"
             raise InstrumentError(Problem("phase", message, layer or ".", fix="pass phase= or step="))
         steps.update(zip(rows["step"], rows["micro_step"], strict=True))
         for _, row in rows.iterrows():
-            at = Location(layer, row["path"], row["call"])
-            found.setdefault(at, []).append(_attributed(row, from_sample))
+            at, value = Location(layer, row["path"], row["call"]), _attributed(row, from_sample)
+            if passes:  # the recorded input is that of the run times a point
+                value *= weights[row["epoch"]] / (points[row["epoch"]] + 1)
+            found.setdefault(at, []).append(value)
             spec = recorded_specs(run).get(row["hook"])
             taken[at] = recorded_indices(spec, tuple(row["shape"]), tuple(row["source_shape"]))
-    return make_attribution(method, forward.get("of") or "loss", found, order, parts, batches=len(steps), taken=taken)
+    if passes and len(steps) % passes:
+        message = f"{len(steps)} batches were recorded, not the same number in each of {passes} passes"
+        raise InstrumentError(Problem("run", message, fix="record all batches, without step="))
+    batches = len(steps) // max(passes, 1)
+    if passes:
+        found = {at: [np.sum(each[i::batches], 0) for i in range(batches)] for at, each in found.items()}
+    return make_attribution(method, forward.get("of") or "loss", found, order, parts, batches=batches, taken=taken)
 
 
 def _layers(run: Run, order: Sequence[str], layers: str | Sequence[str] | None, roles: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ from instrument import InstrumentError, analysis
 from instrument.interpret import Attribution, attribute, patch_grid
 from instrument.plot import patching
 from instrument.report import make
+from instrument.training.apply import build_module
 
 RECORD = {"action": "record", "stats": "none", "tensors": True}
 PARTS = ["tokens", "blocks.*.heads.*", "blocks.*.mlp"]
@@ -292,6 +293,34 @@ def test_yaml_gives_the_estimates_of_the_exact_patches(pairs: instrument.Run, tm
     assert found.rank_correlation(exact) > 0.9
 
 
+def test_yaml_gives_integrated_gradients_of_the_inputs(tmp_path: Path) -> None:
+    """The passes are the points of the integral: the same values as those of the trained model itself."""
+    trained = ["model=mlp", "data=digits", "train.batch_size=8", "data.slice.stop=16", "train.steps=2"]
+    weights = train_here(tmp_path / "trained", *trained, "train.save=true")
+    options = [
+        "mode=forward",
+        f"init_from={weights.path}",
+        "forward={grad: true, of: '[:, 3]', passes: 6, integrate: true}",
+    ]
+    record = "{layers: ., kind: %s, action: record, tensors: true}"
+    hooks = [f"+hooks.{name}={record % kind}" for name, kind in (("x", "forward_pre"), ("g", "full_backward"))]
+    run = train_here(tmp_path / "run", *trained, *options, *hooks)
+    found = attribute(run)
+    assert (found.method, found.of) == ("integrated_gradients", "[:, 3]")
+    config = compose(*trained, *options)[0]
+    model = build_module(config.model, "model")
+    model.load_state_dict(torch.load(weights.path / "weights.pt", weights_only=True))
+    images = torch.from_numpy(np.concatenate([*run.tensors(hook="x", step=[0, 1])["values"]]))
+    images /= (np.polynomial.legendre.leggauss(6)[0][0] + 1) / 2  # the first pass has the inputs times the first point
+    expected = attribute(model, images, of="[:, 3]", method="integrated_gradients", steps=6)
+    np.testing.assert_allclose(found.values["."], expected.values["."], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.grid, expected.grid / 2, rtol=1e-4)  # two batches
+    with pytest.raises(InstrumentError, match="layers: the inputs of the model are on the line"):
+        attribute(run, layers="layers.0")
+    with pytest.raises(InstrumentError, match="run: 1 batches were recorded"):
+        attribute(run, step=1)
+
+
 def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run) -> None:
     found = attribute(pairs)
     axes, bar = patching(found, tokens=list("ABCDAB")).axes
@@ -352,8 +381,8 @@ def test_integer_inputs_need_a_layer_and_a_baseline(circuit: CompiledCircuit) ->
         ({"of": "[:, 2]"}, "of: does not apply to a run"),
         ({"exact": True}, "exact: does not apply to a run"),
         ({"layers": "blocks.7"}, r"(?s)layers: no such layer .*given    blocks.7.*allowed  tokens, blocks.0, blocks.1"),
-        ({"method": "integrated_gradients"}, "method: for a run, it requires a model"),
-        ({"method": "gradient_x_input", "from_sample": 0}, "method: for a run, it requires no from_sample"),
+        ({"method": "integrated_gradients"}, r"method: .* requires forward.integrate=true"),
+        ({"method": "gradient_x_input", "from_sample": 0}, r"method: .* requires neither"),
         ({"from_sample": 2}, r"(?s)from_sample: a batch has no such clean sample.*given    2.*2 samples"),
         ({"baseline": torch.ones(2)}, "baseline: does not apply to a run"),
         ({"step": 99}, "phase: the values and the gradients are of other steps"),
@@ -384,6 +413,11 @@ def test_correlation_and_picture_name_what_is_missing(pairs: instrument.Run) -> 
         (
             ["forward.from_sample=2"],
             r"(?s)forward.from_sample: each batch needs this clean sample.*given    2.*batch_size is 2",
+        ),
+        (["forward.integrate=true"], "forward: 'integrate' and 'from_sample' are parts of different methods"),
+        (
+            ["forward.integrate=true", "forward.from_sample=null", "forward.grad=false"],
+            "'integrate' requires 'grad: true'",
         ),
         (["train.batch_size=1"], r"(?s)forward.from_sample: each batch needs.*given    0.*batch_size is 1"),
         (["forward.from_sample=-1"], r"forward.from_sample: .*greater than or equal to 0"),
