@@ -109,10 +109,9 @@ def attribute(
             raise InstrumentError(Problem(name, message, type(value).__name__, fix="leave it out"))
     parts = partial(parts_of, columns if heads is None else "heads", heads)
     if isinstance(source, RunTables):
-        where = {
-            name: value for name, value in {"phase": phase, "step": step, "path": path}.items() if value is not None
-        }
-        return _of_run(source, from_sample, method, layers, {**where, "role": [role, f"grad_{role}"]}, parts)
+        where = {"role": [role, f"grad_{role}"], "phase": phase, "step": step, "path": path}
+        given = {name: value for name, value in where.items() if value is not None}
+        return _of_run(source, from_sample, method, layers, given, parts)
     from .model_attribution import attribution_of_model
 
     kind = "forward" if layers and role == "output" else "forward_pre"
@@ -128,6 +127,8 @@ def _of_run(
     where: Mapping[str, Any],
     parts: Parts,
 ) -> Attribution:
+    if len(run.folders) > 1:
+        raise InstrumentError(Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them"))
     forward = (run.info.get("config") or {}).get("forward") or {}
     if from_sample is None and method != GRADIENT:
         from_sample = forward.get("from_sample")
@@ -143,8 +144,6 @@ def _of_run(
             message = "the inputs of the model are on the line from zero, and not those of its layers"
             raise InstrumentError(Problem("layers", message, layers, "."))
         layers, where = ".", {**where, "role": ["input", "grad_input"]}
-    if len(run.folders) > 1:
-        raise InstrumentError(Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them"))
     order = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
     found: dict[Location, list[Array]] = {}
     taken = {}

@@ -113,8 +113,6 @@ def make_attribution(
 
     Args:
         order: The names of the layers in their order.
-        parts: Returns the cells of a location; see `parts_of`.
-        batches: The number of batches.
         taken: The recorded indices of each location.
         further: `change` and `exact`; the latter as numbers by location and column.
     """

@@ -21,6 +21,7 @@ from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, 
 MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
+MAX_ELEMENTS = 100_000_000  # maximum number of recorded values that a page reads for attributions
 METRICS = ("loss", "accuracy")
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """
@@ -102,6 +103,8 @@ def attribution(run: Run) -> Panel | None:
     """Return the attributions of the layers of a run in `mode: forward` that recorded their values and gradients, otherwise None."""
     if not ((run.info.get("config") or {}).get("forward") or {}).get("grad"):
         return None
+    if sum(np.prod(shape, dtype=np.int64) for shape in run.read("tensors", ["shape"])["shape"]) > MAX_ELEMENTS:
+        return Panel("<p>The run has too many recorded values for this page. Call <code>attribute(run)</code>.</p>")
     with suppress(InstrumentError):  # no such tensors, or their shapes differ
         return Panel(as_svg(patching(attribute(run))))
     return None

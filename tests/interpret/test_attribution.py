@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def test_role_of_each_component_is_found(circuit: CompiledCircuit, method: Any) 
     def logit(output: Tensor) -> Tensor:
         return output[range(8), -1, answers]
 
-    found = attribute(circuit, clean, baseline=corrupted, of=logit, layers=PARTS, method=method, exact=True)
+    found = attribute(circuit, clean, baseline=corrupted, of=logit, layers=PARTS, method=method, steps=10, exact=True)
     assert len(found.grid) == 7
     for grid in (found.grid, found.exact):
         important = grid.abs() > 0.01 * grid.abs().max().max()
@@ -321,7 +322,7 @@ def test_yaml_gives_integrated_gradients_of_the_inputs(tmp_path: Path) -> None:
         attribute(run, step=1)
 
 
-def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run) -> None:
+def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = attribute(pairs)
     axes, bar = patching(found, tokens=list("ABCDAB")).axes
     np.testing.assert_allclose(mesh_of(axes).get_array(), found.grid)
@@ -332,6 +333,14 @@ def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run) -> None:
     page = make(pairs).html
     assert "<h2>Attribution</h2>" in page
     assert "attribution patching of loss" in page
+    monkeypatch.setattr("instrument.interpret.panels.MAX_ELEMENTS", 10)
+    assert "too many recorded values" in make(pairs).html
+
+
+def test_panel_is_only_on_pages_of_runs_with_gradients(tmp_path: Path) -> None:
+    options = ["forward={grad: false, from_sample: null}", "hooks.gradients=null"]
+    run = train_here(tmp_path / "run", "+exp=attribution_patching", "init_from=null", "data.slice.stop=4", *options)
+    assert "<h2>Attribution</h2>" not in make(run).html
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -394,6 +403,13 @@ def test_arguments_that_a_run_does_not_support_are_refused(
 ) -> None:
     with pytest.raises(InstrumentError, match=message):
         attribute(pairs, **options)
+
+
+def test_attributions_of_several_runs_are_refused(pairs: instrument.Run, tmp_path: Path) -> None:
+    for name in "ab":
+        shutil.copytree(pairs.path, tmp_path / name)
+    with pytest.raises(InstrumentError, match="run: the folder contains 2 runs"):
+        attribute(instrument.load(tmp_path))
 
 
 def test_correlation_and_picture_name_what_is_missing(pairs: instrument.Run) -> None:
