@@ -88,8 +88,13 @@ def patching(
 
 
 def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int] | None) -> Figure:
-    axis = f".{result.grid.columns.name}" if len(result.grid.columns) > 1 else ""
-    grid = InterventionGrid("", "layers", axis, [*result.grid.index], [*result.grid.columns], [], {})
+    names = [*result.grid.columns]
+    axis = f".{result.grid.columns.name}" if len(names) > 1 else ""
+    if tokens is not None and axis and "" in names:
+        raise InstrumentError(Problem("tokens", "some layers have no positions", fix="select the others with layers="))
+    grid = InterventionGrid(
+        "", "layers", axis, [*result.grid.index], [name or (axis and "all") for name in names], [], {}
+    )
     agreement = "" if result.exact is None else f", rank correlation with exact effects {result.rank_correlation():.2f}"
     title, label = f"{result.method.replace('_', ' ')} of {result.of}{agreement}", f"contribution to {result.of}"
     return _draw_figure(grid, result.grid.to_numpy(), "", tokens, has_reference=True, title=title, label=label)
@@ -168,7 +173,7 @@ def _draw_figure(
     axes = figure.subplots()
     name = METRICS.get(metric) or axis_name(metric)
     label = label or f"{name} minus baseline" if is_difference else name
-    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "")
+    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
     look = _colours(values, is_difference=is_difference)
     draw_cells(axes, values, grid.rows, labels, size=(width, height), label=label, missing=missing, **look)
     add_legend(figure)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from compiled_circuit import ROLES, CompiledCircuit, prompts
-from figures import axis_labels, mesh_of
+from figures import axis_labels, legend_of, mesh_of
 from torch import Tensor, nn
 from training_runs import compose, train_here
 
@@ -335,6 +335,19 @@ def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run, monkeypa
     assert "attribution patching of loss" in page
     monkeypatch.setattr("instrument.interpret.panels.MAX_ELEMENTS", 10)
     assert "too many recorded values" in make(pairs).html
+
+
+def test_layers_without_positions_have_a_column(model: nn.Module, x: Tensor) -> None:
+    found = attribute(model, x, of="[:, 2]", layers=["act", "."])
+    figure = patching(found)
+    axes, _ = figure.axes
+    assert legend_of(figure) == ["no such position"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["all", "0", "1", "2", "3"]
+    assert np.isnan(found.grid.loc["act", ""])
+    with pytest.raises(InstrumentError, match="tokens: some layers have no positions"):
+        patching(found, tokens=list("abcd"))
+    axes, _ = patching(attribute(model, x, of="[:, 2]", layers=".")).axes
+    assert not axes.get_xlabel()
 
 
 def test_panel_is_only_on_pages_of_runs_with_gradients(tmp_path: Path) -> None:
