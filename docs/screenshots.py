@@ -34,6 +34,7 @@ FIGURES = {
     "guides/induction": ("induction-attention", "induction-ablation", "induction-training"),
     "guides/causal_tracing": ("causal-tracing",),
     "guides/linear_steering": ("linear-steering",),
+    "guides/attribution": ("attribution",),
     "guides/examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
     "guides/replay": ("replay",),
     "guides/diff": ("diff",),

@@ -241,11 +241,25 @@ class ForwardConfig(Spec):
         description="Compute gradients of this part of the model's output, summed over its elements, instead of the loss: "
         "'logits[:, 3]', or '[:, 3]' if the output is a tensor.",
     )
+    from_sample: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Index of the clean sample of each batch, for attribution patching; the other samples are corrupted.",
+    )
+    integrate: bool = Field(
+        False,
+        description="Multiply the floating-point inputs by one of `passes` points between 0 and 1 in each pass, for integrated "
+        "gradients with a baseline of zeros.",
+    )
 
     @model_validator(mode="after")
     def _validate_of(self) -> ForwardConfig:
         if self.of is not None and not self.grad:
             raise ValueError("'of' requires 'grad: true', since no gradients are computed otherwise")
+        for name, is_set in (("from_sample", self.from_sample is not None), ("integrate", self.integrate)):
+            if is_set and not self.grad:
+                raise ValueError(f"{name!r} requires 'grad: true', since attributions use gradients")
+        if self.integrate and self.from_sample is not None:
+            raise ValueError("'integrate' and 'from_sample' are parts of different methods; remove one of them")
         return self
 
 

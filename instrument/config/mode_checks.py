@@ -21,6 +21,10 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
             fix = "set phase: probe in a hook, or data.probe_batch=null"
             yield Problem("data.probe_batch", message, fix=fix)
         return
+    clean, size = config.forward.from_sample, config.train.batch_size
+    if clean is not None and (clean >= size or size < 2):
+        message = "each batch needs this clean sample and another, corrupted one"
+        yield Problem("forward.from_sample", message, given=clean, allowed=f"train.batch_size is {size}")
     if config.train.accumulate > 1:
         message = "mode: forward accumulates no gradients: each batch is one step"
         yield Problem("train.accumulate", message, given=config.train.accumulate, allowed="1")

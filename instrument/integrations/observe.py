@@ -78,9 +78,9 @@ def observe(
         hooks["functions"] = {**inside, "kind": "function"}
         if backward:
             hooks["function_gradients"] = {**inside, "kind": "function_grad"}
-    with _errors_of_arguments(), attach(model, hooks) as probe:
+    with errors_of_arguments(), attach(model, hooks) as probe:
         with without_side_effects(model), torch.enable_grad():
-            output = _call(model, batch)
+            output = call_model(model, batch)
             if backward:
                 _backward(model, batch, _scalar(output, loss))
         probe.end_step()
@@ -91,7 +91,7 @@ def observe(
 
 
 @contextmanager
-def _errors_of_arguments() -> Iterator[None]:
+def errors_of_arguments() -> Iterator[None]:
     """Replace the keys of the hooks in configuration errors by the argument that the caller passed."""
     try:
         yield
@@ -100,7 +100,7 @@ def _errors_of_arguments() -> Iterator[None]:
         raise ConfigError(*{str(each): each for each in problems}.values()) from None
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model. An exception gets a note with the layer that raised it, and the structure of the batch."""
     try:
         if isinstance(batch, tuple):

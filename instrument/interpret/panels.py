@@ -1,4 +1,4 @@
-"""Panels of a report: attention probabilities of one sample, and the effect of an intervention by location."""
+"""Panels of a report: attention probabilities of one sample, attributions, and the effect of an intervention by location."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
 from ..report.numbers import rounded
 from ..report.panels import Panel, as_svg
+from .attribution import attribute
 from .patching import intervention_grid, patching
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
 MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
+MAX_ELEMENTS = 100_000_000  # maximum number of recorded values that a page reads for attributions
 METRICS = ("loss", "accuracy")
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """
@@ -95,3 +97,14 @@ def by_location(run: Run) -> Panel | None:
             if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
                 figures.append(as_svg(patching(run, name)))
     return Panel("".join(figures), title="Effect of an intervention by location") if figures else None
+
+
+def attribution(run: Run) -> Panel | None:
+    """Return the attributions of the layers of a run in `mode: forward` that recorded their values and gradients, otherwise None."""
+    if not ((run.info.get("config") or {}).get("forward") or {}).get("grad"):
+        return None
+    if sum(np.prod(shape, dtype=np.int64) for shape in run.read("tensors", ["shape"])["shape"]) > MAX_ELEMENTS:
+        return Panel("<p>The run has too many recorded values for this page. Call <code>attribute(run)</code>.</p>")
+    with suppress(InstrumentError):  # no such tensors, or their shapes differ
+        return Panel(as_svg(patching(attribute(run))))
+    return None

@@ -10,6 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 
 from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
 from ..analysis.config_fields import canonical_json, to_yaml
@@ -30,6 +31,7 @@ from ..plot.axes_and_scales import (
 from ..plot.compare import METRICS, combine_runs
 from ..plot.style import MAGNITUDE, SIGNED, axis_name
 from ..tables.statistics import STATISTICS
+from .attribution_result import Attribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +42,7 @@ NARROWEST, WIDEST = 3.0, 12.0  # limits of the width of the chart without labels
 
 
 def patching(
-    sweep: Run | Sequence[Run],
+    sweep: Run | Sequence[Run] | Attribution,
     metric: str = "loss",
     *,
     layer: str | None = None,
@@ -59,7 +61,8 @@ def patching(
     differ only in their seed share a cell, which has their mean.
 
     Args:
-        sweep: The folder of a sweep, or a list of runs. A baseline in the same folder is found.
+        sweep: The folder of a sweep, or a list of runs. A baseline in the same folder is found. Or the result of
+            `instrument.interpret.attribute`, whose grid has the same rows and columns; only `tokens` applies to it.
         metric: A metric such as `loss` or `accuracy`: that of the last evaluation, or of all batches of a run that does not
             train. Or a recorded statistic, also a custom one: its mean over the steps.
         layer: The layer of a statistic; required if several layers have it.
@@ -75,6 +78,53 @@ def patching(
         InstrumentError: The finished runs do not differ in one or two fields of an intervention, no run has the metric, several
             locations have the statistic, or matplotlib is not installed. The message names the keys in which the runs differ.
     """
+    if isinstance(sweep, Attribution):
+        given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
+        for name in (name for name, value in given.items() if value is not None):
+            raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
+        return _draw_attribution(sweep, tokens)
+    grid, values, has_reference = _grid_of(sweep, metric, layer, hook, intervention, baseline)
+    return _draw_figure(grid, values, metric, tokens, has_reference=has_reference)
+
+
+def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int] | None) -> Figure:
+    names = [*result.grid.columns]
+    axis = f".{result.grid.columns.name}" if len(names) > 1 else ""
+    if tokens is not None and axis and "" in names:
+        raise InstrumentError(Problem("tokens", "some layers have no positions", fix="select the others with layers="))
+    grid = InterventionGrid(
+        "", "layers", axis, [*result.grid.index], [name or (axis and "all") for name in names], [], {}
+    )
+    agreement = "" if result.exact is None else f", rank correlation with exact effects {result.rank_correlation():.2f}"
+    title, label = f"{result.method.replace('_', ' ')} of {result.of}{agreement}", f"contribution to {result.of}"
+    return _draw_figure(grid, result.grid.to_numpy(), "", tokens, has_reference=True, title=title, label=label)
+
+
+def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:
+    """Return the values of the heat map of `instrument.plot.patching`: the exact effect of each patch.
+
+    Args:
+        sweep, metric, options: See `instrument.plot.patching`.
+
+    Returns:
+        float64: one row per layer, one column per position or value of another field, as in the `grid` of an `Attribution`.
+
+    Raises:
+        InstrumentError: As for `instrument.plot.patching`.
+    """
+    grid, values, _ = _grid_of(sweep, metric, **options)
+    return pd.DataFrame(values, pd.Index(grid.rows, name=grid.row_key), pd.Index(grid.columns, name=grid.column_key))
+
+
+def _grid_of(
+    sweep: Run | Sequence[Run],
+    metric: str,
+    layer: str | None = None,
+    hook: str | None = None,
+    intervention: str | None = None,
+    baseline: Run | None = None,
+) -> tuple[InterventionGrid, np.ndarray, bool]:
+    """Return the runs as a grid, its values, and whether these are differences to one baseline."""
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
@@ -85,7 +135,7 @@ def patching(
     if not np.isfinite(values).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
-    return _draw_figure(grid, values, metric, tokens, has_reference=reference is not None)
+    return grid, values, reference is not None
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
@@ -111,6 +161,8 @@ def _draw_figure(
     tokens: Sequence[str] | Sequence[int] | None,
     *,
     has_reference: bool,
+    title: str = "",
+    label: str = "",
 ) -> Figure:
     is_difference = has_reference or grid.has_baseline
     rows, columns = values.shape
@@ -120,16 +172,16 @@ def _draw_figure(
     figure = new_figure(width + width_of(grid.rows) + 1.6, height + 1.5)
     axes = figure.subplots()
     name = METRICS.get(metric) or axis_name(metric)
-    label = f"{name} minus baseline" if is_difference else name
-    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "")
+    label = label or f"{name} minus baseline" if is_difference else name
+    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
     look = _colours(values, is_difference=is_difference)
     draw_cells(axes, values, grid.rows, labels, size=(width, height), label=label, missing=missing, **look)
     add_legend(figure)
-    title = f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
+    title = title or f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
     axes.set_title(plain(title, 80), fontsize=10)
     axes.set_ylabel(plain(grid.row_key), fontsize=NORMAL)
     notes = _notes(grid, has_reference=has_reference)
-    axes.set_xlabel("\n".join([plain(grid.column_key), *notes]).strip(), fontsize=NORMAL)
+    axes.set_xlabel("\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip(), fontsize=NORMAL)
     return figure
 
 

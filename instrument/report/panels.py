@@ -14,7 +14,12 @@ from ..errors import user_code_location
 from ..fields.registry import Registry
 
 RUN_PANELS: Registry[Callable[[Run], Any]] = Registry(
-    "panels", "report panel", builtin={"attention": "instrument.interpret.panels:attention"}
+    "panels",
+    "report panel",
+    builtin={
+        "attention": "instrument.interpret.panels:attention",
+        "attribution": "instrument.interpret.panels:attribution",
+    },
 )
 """Functions of a run that return HTML, a matplotlib figure, a `Panel`, or None to show nothing."""
 SWEEP_PANELS: Registry[Callable[[Run], Any]] = Registry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,11 +42,13 @@ def run_forward(
     sums = _Sums(last or {}, adds_losses=is_sum(experiment.task))
     report = progress_reporter(experiment, probe, on_progress)
     probe.phase = "forward"
+    points: list[float] = ((np.polynomial.legendre.leggauss(experiment.config.forward.passes)[0] + 1) / 2).tolist()
     with without_side_effects(experiment.model, training=False):
         for epoch, (loaded,) in experiment.batches:
             probe.epoch = epoch
+            scale = points[epoch] if experiment.config.forward.integrate else 1.0
             with probe.operators_of_step():
-                row, weight, classified = forward_step(experiment, probe, loaded)
+                row, weight, classified = forward_step(experiment, probe, loaded, scale)
             sums.add(row, weight, classified, loaded.total)
             report(row, "forward")
             if on_step_end is not None:
@@ -58,13 +61,14 @@ def run_forward(
 
 
 def forward_step(
-    experiment: Experiment, observer: StepObserver, loaded: LoadedBatch
+    experiment: Experiment, observer: StepObserver, loaded: LoadedBatch, scale: float = 1.0
 ) -> tuple[Mapping[str, float | None], float, Tensor | float]:
     """Run the model on one batch, with `forward.grad` also its backward pass.
 
     Args:
         experiment: The experiment. Its model is in eval mode.
         observer: The probe, or `NoHooks`.
+        scale: A factor of the inputs, with `forward.grad`.
 
     Returns:
         The metrics of the step, as the observer returned them; the weight of its loss: the number of samples or terms,
@@ -76,7 +80,7 @@ def forward_step(
     batch = to_device(loaded.batch, experiment.device)
     with torch.set_grad_enabled(config.grad):
         outcome, objective = experiment.train_module(
-            with_input_gradients(batch) if config.grad else batch, observer.loss
+            with_input_gradients(batch, scale) if config.grad else batch, observer.loss
         )
         if config.grad:
             assert objective is not None, "shape inference checked that there is a loss"

@@ -113,7 +113,13 @@ def test_every_option_composes_with_every_experiment(group: str, experiment: str
     for option in options(group):
         # The experiments set `steps`; `epochs` requires `steps` to be null. Some hooks require an optimizer step, which the
         # mode of some experiments does not have.
-        training = ["mode=train", "forward.grad=false", "forward.of=null"]
+        training = [
+            "mode=train",
+            "forward.grad=false",
+            "forward.of=null",
+            "forward.from_sample=null",
+            "forward.integrate=false",
+        ]
         more = ["train.steps=null"] if option == "epochs" else training if group == "hooks" else []
         try:
             config = config_of(f"+exp={experiment}", f"{group}={option}", *more)

@@ -60,6 +60,12 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
         (forward(data=PROBED), "data.probe_batch", "mode: forward does not train"),
         ({"mode": "forwards"}, "mode", "not an allowed value"),
         ({"forward": {"of": "[:, 3]"}}, "forward", "'of' requires 'grad: true'"),
+        ({"forward": {"from_sample": 0}}, "forward", "'from_sample' requires 'grad: true'"),
+        (
+            forward({}, forward={"grad": True, "from_sample": 2}, train={"steps": 3, "batch_size": 2}),
+            "forward.from_sample",
+            "each batch needs this clean sample",
+        ),
         ({"forward": {"grad": True, "of": "logits[a]"}}, "forward.of", "is not a slice"),
         ({"forward": {"grad": True, "of": "logits[0"}}, "forward.of", "is not a part of the model's output"),
         ({"forward": {"grad": True, "of": [":", 3]}}, "forward.of", "YAML reads this as [':', 3] (list)"),
