@@ -46,7 +46,9 @@ class RawTensors:
 
     COLUMNS: ClassVar[list[str]] = ["rank", "dtype", "shape", *Place._fields]
 
-    def __init__(self, folder: Path, index: pa.Table, groups: Sequence[_Group], rows: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, folder: Path, index: pa.Table, groups: Sequence[_Group], rows: Sequence[tuple[int, int]]
+    ) -> None:
         self.folder = folder
         self.index = index
         self._groups = groups
@@ -55,9 +57,7 @@ class RawTensors:
         self._verified: set[int] = set()
 
     @classmethod
-    def of(
-        cls, files: RunFiles, columns: Sequence[str] = (), condition: ds.Expression | None = None
-    ) -> RawTensors:
+    def of(cls, files: RunFiles, columns: Sequence[str] = (), condition: ds.Expression | None = None) -> RawTensors:
         """Find the tensors that a condition on the columns of `tensors` selects, in the order in which they were written.
 
         Args:
@@ -135,6 +135,10 @@ class RawTensors:
         content, shape = self._bytes(i, start, stop)
         kind: torch.dtype = getattr(torch, dtype)
         return torch.from_numpy(content).view(kind).view(shape) if prod(shape) else torch.empty(shape, dtype=kind)
+
+    def release(self) -> None:
+        """Remove mapped memory from this process, whose size then does not grow with what was read. Tensors remain valid."""
+        self._blocks.release()
 
     def verify(self) -> None:
         """Compare all tensors in block files with their checksums.

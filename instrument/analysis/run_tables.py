@@ -252,7 +252,11 @@ class RunTables:
         Raises:
             ValueError: The tensors table has no column of this name.
         """
-        known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape", *Place._fields)]
+        known = [
+            name
+            for name in TABLES["tensors"].names
+            if name not in ("values", "data", "shape", "source_shape", *Place._fields)
+        ]
         condition = None
         for name, value in where.items():
             if name not in known:

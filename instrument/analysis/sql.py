@@ -73,7 +73,9 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         from polars.io.plugins import register_io_source
     except ImportError:
         raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
-    schema = _with_tables(run, f"select 1 from {table}", lambda connection: connection.table(table).pl(lazy=True).collect_schema())
+    schema = _with_tables(
+        run, f"select 1 from {table}", lambda connection: connection.table(table).pl(lazy=True).collect_schema()
+    )
 
     def read(
         columns: list[str] | None,

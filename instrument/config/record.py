@@ -183,7 +183,7 @@ class RecordSpec(_WithTableFields):
     max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
     dtype: Literal["float16", "bfloat16", "float32", "float64", "int8"] | None = Field(
         None,
-        description="Store the values in this dtype, as bytes; complex tensors keep theirs. int8: 8 bits with a scale for each row of "
+        description="Store the values in this dtype, as bytes. int8: 8 bits with a scale for each row of "
         "the last dimension; integers keep their dtype.",
     )
 

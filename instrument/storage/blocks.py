@@ -99,9 +99,7 @@ class BlockReader:
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "_maps": OrderedDict()}
 
-    def read(
-        self, rank: int, place: Place, start: int = 0, end: int | None = None, *, verified: bool = False
-    ) -> Bytes:
+    def read(self, rank: int, place: Place, start: int = 0, end: int | None = None, *, verified: bool = False) -> Bytes:
         """Return the bytes of a tensor, or some of them, as a view of the file. Changes of the view do not reach the file.
 
         Args:
@@ -121,13 +119,18 @@ class BlockReader:
             raise DamagedFileError(f"{where} of {file.name} do not match their checksum")
         return content
 
+    def release(self) -> None:
+        """Remove what was read from the memory of this process. Views remain valid, and read it again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     def _bytes(self, file: Path, start: int, end: int) -> Bytes:
         if start == end:
             return np.empty(0, np.uint8)
         if is_address(self.folder):
             with remote_errors(file):
                 content = cast(Any, file).fs.cat_file(file.path, start=start, end=end)  # type: ignore[attr-defined]
-            return np.frombuffer(content, np.uint8)
+            return np.frombuffer(bytearray(content), np.uint8)
         mapped = self._maps.pop(file, None)
         if mapped is None or len(mapped) < end:  # the file has grown
             with open(file, "rb") as opened:

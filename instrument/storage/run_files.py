@@ -49,7 +49,9 @@ OPTIONAL_COLUMNS = {
     *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""
-SMALL_TENSOR = 2**16  # bytes up to which the values of several tensors are copied together, since each chunk of a column takes time
+SMALL_TENSOR = (
+    2**16
+)  # bytes up to which the values of several tensors are copied together, since each chunk of a column takes time
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class RunFiles:
 
     Attributes:
         problems: Descriptions of the problems, each beginning with the name of the file.
+        blocks: Reads the data of tensors in block files.
 
     Raises:
         InstrumentError: Raised by the methods if a remote folder cannot be reached.
@@ -75,7 +78,7 @@ class RunFiles:
         self.folder = folder
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
-        self._blocks = BlockReader(folder)
+        self.blocks = BlockReader(folder)
         self._is_remote = is_address(folder)
         self._checked_folders: set[str] = set()  # folders that were checked for foreign files
         self._damaged_files: set[Path] = set()
@@ -281,17 +284,21 @@ class RunFiles:
                 chunks.append(pa.array(small, pa.large_binary()))
                 small.clear()
 
-        for index, (rank, *cells) in enumerate(zip(*(rows[name].to_pylist() for name in ("rank", *Place._fields)), strict=True)):
+        for index, (rank, *cells) in enumerate(
+            zip(*(rows[name].to_pylist() for name in ("rank", *Place._fields)), strict=True)
+        ):
             place = Place(*cells)
             is_readable.append(True)
             if place.block is None:
                 small.append(rows["data"][index].as_py())
                 continue
             try:
-                content = self._blocks.read(rank, place)
+                content = self.blocks.read(rank, place)
             except OSError as error:
                 is_readable[-1] = False
-                self._problem(Part(rank, place.block).block(self.folder), f"cannot be read: {first_line(error)}; {REMEDY}")
+                self._problem(
+                    Part(rank, place.block).block(self.folder), f"cannot be read: {first_line(error)}; {REMEDY}"
+                )
                 small.append(None)
                 continue
             if content.nbytes <= SMALL_TENSOR:
