@@ -375,6 +375,7 @@ def _copy_values(
         unreleased += batch.nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
+            files.blocks.release()
             unreleased = 0
     if left:
         problems = "; ".join(files.problems) or "the files were removed"
