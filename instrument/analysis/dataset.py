@@ -124,8 +124,8 @@ class _Run:
         )
         condition = ds.field("layer").isin(["" if each.layer == "." else each.layer for each in selections])
         condition |= ds.field("path").isin(names) & (ds.field("role") == "input")
-        self._tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
-        index: pd.DataFrame = plain_labels(self._tensors.index).to_pandas()
+        self.tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
+        index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()
         index["tensor"] = np.arange(len(index))
         self._index = index[~index["recompute"] & (index["backward"] == 0)]
         rows = select(files, selections[0], self._index)
@@ -163,14 +163,14 @@ class _Run:
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Recorded:
         batches = list(batches_of(self.files, rows, self._samples, selection))
         tensor_of = dict(zip(rows[BATCH].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True))
-        return _Recorded(self._tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
+        return _Recorded(self.tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Recorded:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
         own = [batch.key for batch in self.batches]
         rows = rows[pd.MultiIndex.from_frame(rows[BATCH]).isin(own)]
-        recorded = self._recorded(selection, rows) if len(rows) else _Recorded(self._tensors, [], [], [])
+        recorded = self._recorded(selection, rows) if len(rows) else _Recorded(self.tensors, [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
         entries: list[Array | None] = []
@@ -187,7 +187,7 @@ class _Run:
             which.append(number)
             entries.append(None if np.array_equal(order, np.arange(len(other))) else order)
         batches = [recorded.batches[number] for number in which]
-        return _Recorded(self._tensors, [recorded.which[number] for number in which], batches, entries)
+        return _Recorded(self.tensors, [recorded.which[number] for number in which], batches, entries)
 
     def _given(self, where: str, value: Any, optional: str) -> _Recorded | _ById | None:
         """Return a recorded input by its name, or an array by the ids; None if there is no input of the name `optional`."""
@@ -338,6 +338,8 @@ class ActivationDataset(Dataset[Batch]):
         counts = [len(batch.samples) for run in self._runs for batch in run.batches]
         self._first_sample = np.cumsum([0, *counts])
         self._starts = np.cumsum([0, *(self._count(g) for g in range(len(counts)))])
+        if not len(self):
+            raise ConfigError(Problem("mask", "no position is an item: the mask is 0 at all positions", shown([items.mask])))
 
     def _count(self, g: int) -> int:
         """Return the number of items of a batch."""
@@ -377,20 +379,26 @@ class ActivationDataset(Dataset[Batch]):
 
     def read(self, indices: Array) -> Batch:
         """Return the items of some indices, int64 [n], as a batch."""
-        of = np.searchsorted(self._starts, indices, side="right") - 1
-        order = np.argsort(of, kind="stable")
-        batches, firsts = np.unique(of[order], return_index=True)
-        parts = np.split(order, firsts[1:])
+        if not len(indices):
+            return _items(self.read(np.zeros(1, np.int64)), 0, 0)
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        batches, firsts = np.unique(np.searchsorted(self._starts, ordered, side="right") - 1, return_index=True)
+        ends = [*firsts[1:].tolist(), len(order)]
         pieces = [
-            (g, torch.from_numpy(indices[part] - self._starts[g]))
-            for g, part in zip(batches.tolist(), parts, strict=True)
-            if len(part)
+            (g, torch.from_numpy(ordered[first:end] - self._starts[g]))
+            for g, first, end in zip(batches.tolist(), firsts.tolist(), ends, strict=True)
         ]
         return self.join(pieces, torch.from_numpy(order))
 
     def empty(self, count: int) -> dict[str, Tensor]:
         """Return memory for the tensors of some items, by layer."""
         return {name: torch.empty(count, *self._shapes[name], dtype=self._dtypes[name]) for name in self.layers}
+
+    def release(self) -> None:
+        """Remove what was read of the mapped files from the memory of this process."""
+        for run in self._runs:
+            run.tensors.release()
 
     def join(
         self,
@@ -413,16 +421,14 @@ class ActivationDataset(Dataset[Batch]):
         for (g, where), size in zip(pieces, sizes, strict=True):
             begin, end = end, end + size
             self._copy(g, where, values, slice(begin, end) if to is None else to[begin:end], others)
-        joined = {
-            name: torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64) for name, parts in others.items()
-        }
+        joined = {name: torch.cat(parts) for name, parts in others.items()}
         if to is not None:
             joined = {name: torch.empty_like(part).index_copy_(0, to, part) for name, part in joined.items()}
-        sample, g = joined.pop("sample").numpy(), joined.pop("batch").numpy()
+        sample, of = joined.pop("sample").numpy(), joined.pop("batch").numpy()
         batch: Batch = {"x": values[self.layers[0]] if self._single else values}
         ids = self._ids[sample]
         batch["id"] = torch.from_numpy(ids.astype(np.int64)) if ids.dtype.kind in "iu" else ids.tolist()
-        batch["run"], batch["step"] = torch.from_numpy(self._run_of[g]), torch.from_numpy(self._step[g])
+        batch["run"], batch["step"] = torch.from_numpy(self._run_of[of]), torch.from_numpy(self._step[of])
         if self._targets is not None:
             batch["target"] = self._targets[torch.from_numpy(sample)]
         return {**batch, **joined}
@@ -438,19 +444,17 @@ class ActivationDataset(Dataset[Batch]):
         """Copy the items `where` of a batch to the indices `to` of `values`; add what belongs to them to `others`."""
         run, number, width = self._runs[self._run_of[g]], int(self._number[g]), self._width(g)
         kept = run.kept[number] if run.kept is not None else None
-        flat = where if kept is None else kept[where].long()
-        numbers = torch.arange(flat.start, flat.stop) if isinstance(flat, slice) else flat
-        start, stop = int(numbers.min()) // width, int(numbers.max()) // width + 1
+        numbers = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+        numbers = numbers if kept is None else kept[numbers].long()
+        first, last = int(numbers[0]), int(numbers[-1])
+        start, stop = first // width, last // width + 1
         inside = numbers - start * width
-        is_range = int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1 == stop * width - start * width - 1
+        is_range = isinstance(where, slice) and last - first == len(numbers) - 1
         for name, out in values.items():
             source = run.layers[name].read(number, start, stop).reshape(-1, *self._shapes[name])
-            if isinstance(flat, slice):
-                source = source[int(inside[0]) : int(inside[-1]) + 1]
-            elif not is_range:
-                source = source[inside]
             raw = _RAW[out.itemsize]  # NumPy copies rows faster than PyTorch, but does not know all types
             target, source = out.view(raw).numpy(), source.to(out.dtype).view(raw).numpy()
+            source = source[int(inside[0]) : int(inside[-1]) + 1] if is_range else source[inside.numpy()]
             target[to if isinstance(to, slice) else to.numpy()] = source
         sample = numbers.div(width, rounding_mode="floor")
         found = {"batch": torch.full_like(numbers, g), "sample": sample + int(self._first_sample[g])}
@@ -685,7 +689,7 @@ class ActivationBatches(IterableDataset[Batch]):
         pieces[0] = (pieces[0][0], slice(pieces[0][1].start + skipped, pieces[0][1].stop))
         shuffle = self.order.shuffle
         return self.data.join(
-            pieces, None if shuffle is None else _permutation(end - begin, shuffle, epoch, begin), buffers
+            pieces, None if shuffle is None else _permutation(end - begin, shuffle, epoch, 1 + begin), buffers
         )
 
 

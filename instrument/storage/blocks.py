@@ -121,7 +121,7 @@ class BlockReader:
 
     def release(self) -> None:
         """Remove what was read from the memory of this process. Views remain valid, and read it again."""
-        for mapped in self._maps.values():
+        for mapped in list(self._maps.values()):
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _bytes(self, file: Path, start: int, end: int) -> Bytes:

@@ -264,6 +264,28 @@ def test_iteration_leaves_random_state(run: Run) -> None:
     assert states[2] == random.getstate()
 
 
+@pytest.mark.parametrize("megabytes", tiered([64, 4096], quick=[64]))
+def test_iteration_needs_constant_memory(tmp_path: Path, megabytes: int) -> None:
+    def anonymous() -> float:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) / 1024
+
+    model = nn.Identity()
+    values = torch.zeros(16, 256, 1024)  # 16 MB
+    with instrument.attach(model, {"f": {**RECORD, "layers": "."}}, out=tmp_path) as probe:
+        for step in range(megabytes // 16):
+            probe.batch(ids=range(16 * step, 16 * step + 16))
+            model(values)
+            probe.end_step()
+    data = instrument.load(tmp_path).dataset(".", flatten="tokens", mask=None)
+    before, most, count = anonymous(), 0.0, 0
+    for batch in data.batches(256, shuffle=0, window=8 * 2**20):
+        count += len(batch["x"])
+        most = max(most, anonymous())
+    assert count == len(data) == megabytes * 256
+    assert most - before < 2 * 8 + 16  # two windows, batches, and the index
+
+
 def test_runs_follow_each_other(tmp_path: Path) -> None:
     for name, first in {"a": 0, "b": 35}.items():
         record(tmp_path / name, first=first)
