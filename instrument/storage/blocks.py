@@ -62,9 +62,9 @@ class BlockWriter:
 
     def append(self, content: Bytes) -> Place:
         """Write the bytes of a tensor."""
-        place = Place(self.number, self.size, content.nbytes, zlib.crc32(content))
+        place = Place(self.number, self.size, content.nbytes, zlib.crc32(content.data))
         padding = bytes(-content.nbytes % ALIGNMENT)
-        pieces = [piece for piece in (memoryview(content), memoryview(padding)) if len(piece)]
+        pieces = [piece for piece in (content.data, memoryview(padding)) if len(piece)]
         try:
             while pieces:
                 written = os.writev(self._file.fileno(), pieces)
@@ -114,7 +114,7 @@ class BlockReader:
         content = self._bytes(file, place.offset + start, place.offset + end)
         if len(content) < end - start:
             raise DamagedFileError(f"{file.name} ends before byte {place.offset + end:,}")
-        if end - start == place.size and not verified and zlib.crc32(content) != place.checksum:
+        if end - start == place.size and not verified and zlib.crc32(content.data) != place.checksum:
             where = f"bytes {place.offset:,} to {place.offset + place.size:,}"
             raise DamagedFileError(f"{where} of {file.name} do not match their checksum")
         return content

@@ -215,7 +215,7 @@ def test_slice_reads_only_its_bytes(tmp_path: Path) -> None:
     flip_bit(block, 0)
     tensors = raw(tmp_path)
     assert torch.equal(tensors.tensor(0, 1), VALUES[0, 1:])
-    with pytest.raises(DamagedFileError, match="bytes 0 to 48 of block-0000-000000.raw do not match their checksum"):
+    with pytest.raises(DamagedFileError, match=r"bytes 0 to 48 of block-0000-000000\.raw do not match their checksum"):
         tensors.tensor(0)
 
 
