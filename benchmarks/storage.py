@@ -29,7 +29,7 @@ import instrument
 from instrument.storage.parquet import ParquetSink
 
 SHAPES = [(64, 32, 26, 26), (64, 64, 24, 24), (64, 64, 12, 12), *[(64, 128)] * 40]
-KEY = (0, 0, "train", 0, "kept", "layer", "Conv2d", "forward", "output", "", 0, 0, False, "global")
+KEY = (0, 0, "train", 0, "kept", "layer", "Conv2d", "forward", "output", "", 0, 0, False, "", "", "global")
 
 Write = Callable[[Path, Sequence[Sequence[Tensor]]], float | None]  # may return its seconds
 Read = Callable[[Path], int]
