@@ -1,15 +1,17 @@
 """Speed of recorded features: writing them in forward passes and reading them, compared with `np.save` and `np.load`; and
 of `run.dataset`: batches of 1024 items in random order, compared with batches in the order in which they were recorded.
 
-python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3]
+python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3] [--cold]
 
 The model returns its input, so that only the recording takes time. The memory is that of the reading process: its peak
-minus the size of the array and minus the memory before the call. Linux only.
+minus the size of the array and minus the memory before the call. `--cold`: the files are not in the page cache when they are
+read. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -45,6 +47,14 @@ def save(file: Path, values: torch.Tensor, batch: int) -> None:
     array = np.empty(tuple(values.shape), np.float32)
     array[order.numpy()] = torch.cat(kept).numpy()
     np.save(file, array)
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Write all files to the disk, and remove them from the page cache."""
+    for file in filter(Path.is_file, folder.rglob("*")):
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def memory(field: str) -> float:
@@ -119,6 +129,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2_048)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.read is not None:
@@ -140,6 +151,8 @@ def main() -> None:
                 started_at = time.perf_counter()
                 action()
                 seconds[label].append(time.perf_counter() - started_at)
+            if args.cold:
+                drop_from_page_cache(Path(name))
             command = [sys.executable, "-W", "ignore", __file__, "--read", name]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             load_seconds, read_seconds, extra = map(float, done.stdout.splitlines()[-1].split())
