@@ -105,7 +105,7 @@ def iterate(folder: Path, rounds: int) -> None:
 class Tokens(nn.Module):
     """Returns the input. The mask is only recorded."""
 
-    def forward(self, values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def forward(self, values: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         return values
 
 

@@ -107,8 +107,10 @@ def test_dataset_has_unpadded_tokens(run: Run) -> None:
     one = data[-2]
     assert (int(one["id"]), int(one["position"])) == items[-2][:2]
     assert torch.equal(one["x"]["up"], items[-2][4])
-    some = data[[7, 0, 7]]
-    assert places([some]) == [items[i][:2] for i in (7, 0, 7)]
+    for some in ([7, 0, 7], [0, 2, 1, 3], [-1], [], np.array([50, 3])):
+        assert places([data[some]]) == [items[i][:2] for i in some]
+    with pytest.raises(IndexError, match=f"the data set has {len(items)} items"):
+        data[len(items)]
 
 
 def test_dataset_without_flatten_has_samples() -> None:
@@ -369,8 +371,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "special_tokens: positions are left out only.*flatten='tokens'",
     ),
     "function": ({"layer": "up", "mask": lambda tokens: tokens}, "mask: positions are left out only"),
-    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*up to 134"),
+    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*ids 100 to 134"),
     "shape": ({"layer": "up", "flatten": "tokens", "mask": np.ones((135, 3))}, r"mask: the shape.*\[5, 3\].*\[5, 6\]"),
+    "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
+    "dimensions": ({"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))}, "mask: must have the shape"),
+    "one row": ({"layer": "up", "flatten": "tokens", "mask": lambda tokens: tokens[0]}, "mask: must have the shape"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
     "step": ({"layer": "up", "step": 99}, "step: no recorded tensor of layer 'up' has this step"),
