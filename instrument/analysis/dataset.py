@@ -194,7 +194,7 @@ class _Run:
         if value is None:
             return None
         if not isinstance(value, str):
-            return self._by_id(where, torch.as_tensor(value))
+            return self._by_id(where, torch.as_tensor(value).cpu())
         of_inputs = self._index[(self._index["role"] == "input") & (self._index["phase"] == self._like["phase"])]
         rows = of_inputs[of_inputs["path"] == value]
         if rows.empty and value == optional:
@@ -354,17 +354,17 @@ class ActivationDataset(Dataset[Batch]):
             raise IndexError(f"index out of range: the data set has {len(self)} items")
         if numbers.ndim:
             return self.read(numbers)
-        return _item(self.read(numbers[None]), 0)
+        return _part(self.read(numbers[None]), 0)
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
         """Return several items, read together. A `DataLoader` with `batch_size` calls it."""
         batch = self[indices]
-        return [_item(batch, i) for i in range(len(indices))]
+        return [_part(batch, i) for i in range(len(indices))]
 
     def read(self, indices: Array) -> Batch:
         """Return the items of some indices, int64 [n], as a batch."""
         if not len(indices):
-            return _items(self.read(np.zeros(1, np.int64)), 0, 0)
+            return _part(self.read(np.zeros(1, np.int64)), slice(0))
         order = np.argsort(indices, kind="stable")
         ordered = indices[order]
         batches, firsts = np.unique(np.searchsorted(self._starts, ordered, side="right") - 1, return_index=True)
@@ -526,13 +526,6 @@ def _runs(files: Sequence[RunFiles], selections: Sequence[FeatureSelection], ite
             raise ConfigError(*problems) from None
 
 
-def _item(batch: Batch, i: int) -> Batch:
-    return {
-        name: {layer: part[i] for layer, part in value.items()} if isinstance(value, dict) else value[i]
-        for name, value in batch.items()
-    }
-
-
 class Order(NamedTuple):
     """What the sequence of batches depends on, besides the data set, the epoch, the rank and the number of workers."""
 
@@ -671,7 +664,7 @@ class ActivationBatches(IterableDataset[Batch]):
                 if number < len(starts):
                     following = reader.submit(load, starts[number], buffers and buffers[number % 2])
                 for i in range(max(at, begin - first), stop, size):
-                    yield window if buffers is None else _items(window, i - at, min(i + size, stop) - at)
+                    yield window if buffers is None else _part(window, slice(i - at, min(i + size, stop) - at))
 
     def _window(
         self, segments: Array, epoch: int, offset: int, items: tuple[int, int], buffers: Mapping[str, Tensor]
@@ -700,13 +693,13 @@ def _read_in_order(data: ActivationDataset, order: Array, items: tuple[int, int]
     return data.read(order[slice(*items)])
 
 
-def _items(batch: Batch, begin: int, end: int) -> Batch:
-    """Return a copy of some items, because the memory of a window is used again."""
+def _part(batch: Batch, where: int | slice) -> Batch:
+    """Return a copy of an item, or of some items: the memory of a window is used again."""
+
+    def copied(value: Any) -> Any:
+        return value[where].clone() if isinstance(value, Tensor) else value[where]
+
     return {
-        name: {layer: part[begin:end].clone() for layer, part in value.items()}
-        if isinstance(value, dict)
-        else value[begin:end]
-        if isinstance(value, list)
-        else value[begin:end].clone()
+        name: {layer: copied(each) for layer, each in value.items()} if isinstance(value, dict) else copied(value)
         for name, value in batch.items()
     }
