@@ -6,7 +6,7 @@ The files contain custom statistics and metrics in one column, by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,19 @@ def cells_of(name: str, column: pa.Array | pa.ChunkedArray) -> Iterable[Any]:
     if name == "values":
         return (None if not cell.is_valid else cell.values.to_numpy(zero_copy_only=False) for cell in column)
     if name == "data":
-        return (None if not cell.is_valid else cell.as_buffer() for cell in column)
+        chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+        return (buffer for chunk in chunks for buffer in _buffers_of(chunk))
     cells: list[Any] = column.to_pylist()
     return cells
+
+
+def _buffers_of(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
+    """Yield the cells of an array of large_binary as views. A scalar of Arrow would be a copy."""
+    _, ends, content = chunk.buffers()
+    offsets = np.frombuffer(ends, np.int64)[chunk.offset :].tolist() if len(chunk) else []
+    for index, is_valid in enumerate(chunk.is_valid().to_pylist()):
+        start, end = offsets[index : index + 2]
+        yield (content.slice(start, end - start) if end > start else pa.py_buffer(b"")) if is_valid else None
 
 
 def is_known(dtype: str) -> bool:
