@@ -44,7 +44,7 @@ def recorded_tokens(split: str, run: str, layer: str, **options: Any) -> Slice:
     if split == "test":
         return Slice(sequences, range(border, len(sequences)))
     parts = (sequences[start : min(start + 256, border)] for start in range(0, border, 256))
-    tokens = sum(int(part["mask"].sum()) if "mask" in part else part["x"][..., 0].numel() for part in parts)
+    tokens = sum(int((part["mask"] != 0).sum()) if "mask" in part else part["x"][..., 0].numel() for part in parts)
     return Slice(recorded.dataset(layer, flatten="tokens", **options), range(tokens))
 
 
@@ -90,6 +90,7 @@ class SparseReconstruction:
         reconstruction, features = model(x)
         patch = reconstruction
         if mask is not None:
+            mask = mask != 0
             x, reconstruction, features = x[mask], reconstruction[mask], features[mask]
         x, reconstruction, features = (each.flatten(0, -2) for each in (x, reconstruction, features))
         errors = (reconstruction - x).square().sum(-1)
@@ -105,7 +106,7 @@ class SparseReconstruction:
 
     def number_of_terms(self, batch: Mapping[str, Tensor]) -> int:
         """Return the number of tokens."""
-        return int(batch["mask"].sum()) if "mask" in batch else batch["x"][..., 0].numel()
+        return int((batch["mask"] != 0).sum()) if "mask" in batch else batch["x"][..., 0].numel()
 
 
 class PatchedModel:
@@ -120,9 +121,9 @@ class PatchedModel:
     """
 
     def __init__(self, run: str, layer: str) -> None:
-        config = {**_record(run, "task.run")["config"], "hooks": {}, "rules": {}, "device": "auto"}
-        with process_state(seed=config["seed"], deterministic=False):
-            self.experiment = prepare(parse_config(config))
+        config = parse_config({**_record(run, "task.run")["config"], "hooks": {}, "rules": {}, "device": "auto"})
+        with process_state(seed=config.seed, deterministic=False):
+            self.experiment = prepare(config)
         if not isinstance(self.experiment.data.train, Slice):
             raise ConfigError(
                 Problem("task.run", "the dataset of the run is iterable, so its samples have no index", given=run)
