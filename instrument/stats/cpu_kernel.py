@@ -27,6 +27,7 @@ KERNEL = "portable" if native is None else "native"
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
 _FLOAT64 = _KINDS[torch.float64]  # not cast
+_FLOAT64 = _KINDS[torch.float64]  # not cast
 _FLOAT16 = _KINDS[torch.float16]  # on the CPU, only its sums are computed
 DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
 """The dtypes by their number in the kernel."""
