@@ -62,7 +62,7 @@ class Record(Action):
         self._fields: dict[str, dict[str, Any]] = spec.tables
         self.tables = _measures(self._fields)
         self.keeps_tensors = spec.tensors
-        self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+        self.dtype: torch.dtype | None = None if spec.dtype is None else getattr(torch, spec.dtype)
 
     def without_most_expensive(self) -> tuple[Record, str] | None:
         """Return a copy without the most expensive part, and its name; None if no expensive part is left."""
@@ -109,5 +109,10 @@ class Record(Action):
                 plain = to_dense(tensor, describe(context))
                 source_shape = plain.shape if context.selection is None else context.selection.shape
                 kept = select_part(plain, self.spec)
-            # Converting a complex tensor to another dtype would keep only the real part.
-            self.rows.add_tensor(context, source_shape, kept, None if kept.is_complex() else self.dtype)
+            dtype = self.dtype
+            # Converting a complex tensor would keep only the real part, and int8 only the last bits of integers.
+            if kept.is_complex() or (dtype == torch.int8 and not kept.is_floating_point()):
+                dtype = None
+            if dtype is None and not self.spec.statistics:
+                dtype = kept.dtype  # it is stored as bytes
+            self.rows.add_tensor(context, source_shape, kept, dtype)

@@ -29,12 +29,12 @@ Shape = tuple[int, ...]
 Steps = int | Collection[int] | None
 MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
-_BATCH = ["step", "micro_step", "rank"]
+BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
-_INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
-_INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
-_VALUES = [*_BATCH, "dtype", "shape", "values", "data"]
-_SAMPLES = [*_BATCH, "position", "sample", "id", "target", "target_dtype"]
+INDEX = [*BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
+INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
+_VALUES = [*BATCH, "dtype", "shape", "values", "data"]
+_SAMPLES = [*BATCH, "position", "sample", "id", "target", "target_dtype"]
 
 
 class Features(NamedTuple):
@@ -96,11 +96,12 @@ class FeatureSelection:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-class _Batch(NamedTuple):
+class TensorOfBatch(NamedTuple):
     """The tensor of one batch. `key`: step, micro-step and rank. `samples`: for each entry, the index among all samples read."""
 
     key: tuple[int, int, int]
     shape: Shape
+    source: Shape
     samples: Array
 
 
@@ -115,15 +116,15 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
             the samples of the batches are unknown.
         InstrumentError: A tensor cannot be read.
     """
-    rows = _select(files, selection)
-    samples = _samples_of(files, rows)
-    batches = list(_batches(files, rows, samples, selection))
-    shape, dtype = _common_shape(batches, selection), _common_dtype(rows)
+    rows = select(files, selection)
+    samples = samples_of(files, rows)
+    batches = list(batches_of(files, rows, samples, selection))
+    shape, dtype = common_shape(batches, selection), _common_dtype(rows)
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
     destinations = np.full(len(read), -1)
     destinations[first] = np.arange(len(first))
-    size = (len(first), *_squeezed(shape))
+    size = (len(first), *squeezed(shape))
     features: Array = (
         np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
     )
@@ -133,12 +134,24 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
         start, end = end, end + len(batch.samples)
         destinations_of[batch.key] = destinations[start:end]
     _copy_values(files, selection, rows, destinations_of, features)
-    return Features(features, _targets(samples.iloc[read[first]]), ids)
+    return Features(features, targets_of(samples.iloc[read[first]]), ids)
 
 
-def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
+def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | None = None) -> pd.DataFrame:
+    """Return the rows of the tensors of a selection, without their values, in the order of the batches.
+
+    Args:
+        index: The original calls in the table `tensors`. Default: None, they are read.
+
+    Raises:
+        ConfigError: See `features_of`.
+    """
     layer = "" if selection.layer == "." else selection.layer
-    rows: pd.DataFrame = plain_labels(files.read("tensors", _INDEX, _firings_at(layer))).to_pandas()
+    rows: pd.DataFrame = (
+        plain_labels(files.read("tensors", INDEX, _firings_at(layer))).to_pandas()
+        if index is None
+        else index[index["layer"] == layer]
+    )
     if rows.empty:
         layers = sorted(map(str, files.read("tensors", ["layer"])["layer"].unique().to_pylist()))
         if not layers:
@@ -147,7 +160,7 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
         similar = similar_names(layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
         raise ConfigError(
-            Problem("layer", "no tensors of this layer were recorded", layer, _shown(layers), similar, fix)
+            Problem("layer", "no tensors of this layer were recorded", layer, shown(layers), similar, fix)
         )
     for name, value in selection.given.items():
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
@@ -156,13 +169,13 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
         if rows.empty:
             message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
             similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
-            raise ConfigError(Problem(name, message, value, _shown(known), similar))
+            raise ConfigError(Problem(name, message, value, shown(known), similar))
     for name in _CHOICES:
         values = sorted(rows[name].unique().tolist())
         if len(values) > 1:
             several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
             message = f"layer {selection.layer!r} has tensors of several {several}"
-            raise ConfigError(Problem(name, message, allowed=_shown(values), fix=f"pass {name}={values[0]!r}"))
+            raise ConfigError(Problem(name, message, allowed=shown(values), fix=f"pass {name}={values[0]!r}"))
     kind = KINDS.get(rows["kind"].iloc[0])
     if kind is not None and kind.family != "module":
         message = f"tensors of kind {kind.name} have no samples"
@@ -171,12 +184,12 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
         message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
         fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
         raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-    if rows.duplicated(_BATCH).any():
+    if rows.duplicated(BATCH).any():
         message = (
             f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
-    return rows.sort_values(_BATCH, kind="stable", ignore_index=True)
+    return rows.sort_values(BATCH, kind="stable", ignore_index=True)
 
 
 def _firings_at(layer: str) -> ds.Expression:
@@ -184,13 +197,14 @@ def _firings_at(layer: str) -> ds.Expression:
     return (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
 
 
-def _shown(values: Sequence[Any]) -> list[str]:
+def shown(values: Sequence[Any]) -> list[str]:
     """Return values as text for a message; the first ones if there are many."""
     texts = [repr(value) if value == "" else str(value) for value in values]
     return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"... ({len(texts)})"]
 
 
-def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
+def samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the samples of the steps of these tensors, in the order of the batches."""
     steps = ds.field("step").isin(pa.array(rows["step"].unique()))
     condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
@@ -201,10 +215,11 @@ def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
             "version; run.tensors() reads the tensors without ids"
         )
         raise ConfigError(Problem("samples", message, fix=fix))
-    return samples.sort_values([*_BATCH, "position"], kind="stable", ignore_index=True)
+    return samples.sort_values([*BATCH, "position"], kind="stable", ignore_index=True)
 
 
-def _settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
+def settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
+    """Return the settings of a hook; empty if the run has no configuration."""
     hooks = (files.info().get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):
         hooks = {spec.get("name"): spec for spec in hooks}
@@ -217,7 +232,7 @@ def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) 
         return None
     chosen, part, most = (spec.get(name) for name in ("samples", "slice", "max_elements"))
     samples = np.arange(shape[0])
-    samples = samples[chosen] if isinstance(chosen, list) else samples[:chosen]
+    samples = samples[list(chosen)] if isinstance(chosen, list | tuple) else samples[:chosen]
     parts = () if part is None else parse_slice(part)
     if parts and isinstance(parts[0], int):
         return None
@@ -227,15 +242,15 @@ def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) 
     return None if len(recorded) == 1 else samples  # `max_elements` has flattened it
 
 
-def _batches(
+def batches_of(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
-) -> Iterator[_Batch]:
+) -> Iterator[TensorOfBatch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
-    groups = samples.groupby(_BATCH, sort=False).indices
-    spec = _settings_of(files, rows["hook"].iloc[0])
+    groups = samples.groupby(BATCH, sort=False).indices
+    spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
-    for cells in rows[[*_BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
+    for cells in rows[[*BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
         key, shape, source = cells[:3], tuple(map(int, cells[3])), tuple(map(int, cells[4]))
         group = groups.get(key)
         if group is None:
@@ -250,38 +265,44 @@ def _batches(
             )
             fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-        yield _Batch(key, shape, np.asarray(group)[positions])
+        yield TensorOfBatch(key, shape, source, np.asarray(group)[positions])
     if len(unknown) == len(rows):
         fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
         raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
     if unknown:
-        first = ", ".join(f"{name} {value}" for name, value in zip(_BATCH, unknown[0], strict=True))
+        first = ", ".join(f"{name} {value}" for name, value in zip(BATCH, unknown[0], strict=True))
         which = first if len(unknown) == 1 else f"the first at {first}"
         files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
+
+
+def ids_of(samples: pd.DataFrame) -> pd.Series:
+    """Return the id of each sample: integers, or strings if any id is a string."""
+    ids: pd.Series = samples["sample"]
+    if samples["id"].notna().any():  # other batches may have integers
+        ids = samples["id"].astype("string").fillna(ids.astype("Int64").astype("string"))
+    return ids
 
 
 def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
     """Return the ids in the order of the result, integers sorted, and the position in `samples` of each."""
     samples = samples.reset_index(drop=True)
-    are_names = bool(samples["id"].notna().any())
-    ids = samples["sample"]
-    if are_names:  # other batches may have integers
-        ids = samples["id"].astype("string").fillna(ids.astype("Int64").astype("string"))
+    ids = ids_of(samples)
+    are_names = ids.dtype == "string"
     is_repeated = ids.duplicated()
     if is_repeated.any():
         counts = samples["step"].groupby(ids, sort=not are_names).nunique()
         for name in counts.index[counts > 1][:1].tolist():
             steps = sorted(samples["step"][ids == name].unique().tolist())
-            message = f"the samples occur in several steps: sample {name!r} in steps {', '.join(_shown(steps))}"
+            message = f"the samples occur in several steps: sample {name!r} in steps {', '.join(shown(steps))}"
             known = sorted(samples["step"].unique().tolist())
             fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
-            raise ConfigError(Problem("step", message, selection.step, _shown(known), fix=fix))
+            raise ConfigError(Problem("step", message, selection.step, shown(known), fix=fix))
     first = ids[~is_repeated]
     first = first if are_names else first.astype(np.int64).sort_values()
     return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
 
 
-def _targets(samples: pd.DataFrame) -> Array | None:
+def targets_of(samples: pd.DataFrame) -> Array | None:
     """Return the targets in their dtype; float64 with NaN if some are missing, None if all are."""
     values: Array = samples["target"].to_numpy(np.float64)
     known = samples["target_dtype"].dropna().unique().tolist()
@@ -305,8 +326,9 @@ def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
     return np.result_type(*map(_numpy_dtype, names))
 
 
-def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Shape:
-    shapes = list(dict.fromkeys(batch.shape[1:] for batch in batches))
+def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, first: int = 1) -> Shape:
+    """Return the shape of the tensors from dimension `first`, which must be the same in all batches."""
+    shapes = list(dict.fromkeys(batch.shape[first:] for batch in batches))
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
         fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
@@ -316,7 +338,7 @@ def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Sha
     return shapes[0]
 
 
-def _squeezed(shape: Shape) -> Shape:
+def squeezed(shape: Shape) -> Shape:
     """Return the shape of one sample without dimensions of size 1 at its end. One dimension remains."""
     while len(shape) > 1 and shape[-1] == 1:
         shape = shape[:-1]
@@ -353,6 +375,7 @@ def _copy_values(
         unreleased += batch.nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
+            files.blocks.release()
             unreleased = 0
     if left:
         problems = "; ".join(files.problems) or "the files were removed"

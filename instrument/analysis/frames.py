@@ -15,10 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..config.record import names_of_custom_statistics
+from ..storage.blocks import Place
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM
 from ..tables.statistics import REMAINDERS
 
+SCALED = "int8_scaled"
+"""The dtype of 8-bit integers with a scale per row, see `instrument.values.int8_rows`."""
 LARGEST = 2**63  # the smallest positive integer that does not fit into int64
 
 
@@ -53,7 +56,7 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
         values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
         shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
         source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
-    ).drop(columns="data")
+    ).drop(columns=["data", *Place._fields])
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index: int) -> None:
@@ -175,7 +178,8 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = Tru
     Args:
         values: The elements as a flat sequence of numbers; None if they are in `data`.
         data: The elements as little-endian bytes; None if they are in `values`.
-        dtype: PyTorch name of the dtype. bfloat16 and float8 are converted to float32, complex32 to complex64.
+        dtype: PyTorch name of the dtype, or `int8_scaled`. bfloat16, float8 and 8 bits with scales are converted to float32,
+            complex32 to complex64.
         copy: Whether float32 elements in `values` are copied. Default: True.
 
     Raises:
@@ -185,7 +189,17 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = Tru
         array = np.asarray(values, dtype=np.float32)
         exact = {"float16": np.float16, "bool": np.bool_, "uint8": np.uint8, "int8": np.int8, "int16": np.int16}
         return array.astype(exact.get(dtype, np.float32), copy=copy).reshape(shape)
-    return _from_bytes(data, dtype).reshape(shape)
+    return _from_bytes(data, dtype, shape[-1] if len(shape) else 1).reshape(shape)
+
+
+def cells_of(name: str, column: pa.Array | pa.ChunkedArray) -> Iterable[Any]:
+    """Return the cells of a column; the elements of recorded tensors are arrays and buffers that are views of it."""
+    if name == "values":
+        return (None if not cell.is_valid else cell.values.to_numpy(zero_copy_only=False) for cell in column)
+    if name == "data":
+        return (None if not cell.is_valid else cell.as_buffer() for cell in column)
+    cells: list[Any] = column.to_pylist()
+    return cells
 
 
 def is_known(dtype: str) -> bool:
@@ -197,7 +211,11 @@ def is_known(dtype: str) -> bool:
     return True
 
 
-def _from_bytes(data: Any, dtype: str) -> _Array:
+def _from_bytes(data: Any, dtype: str, length: int = 1) -> _Array:
+    """Return the elements in some bytes. `length`: of the last dimension, whose rows have a scale each in `int8_scaled`."""
+    if dtype == SCALED:
+        rows = np.frombuffer(data, [("scale", "<f4"), ("codes", np.int8, (length,))])
+        return (rows["codes"] * rows["scale"][:, None]).reshape(-1)
     if dtype == "bfloat16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "complex32":
@@ -208,4 +226,6 @@ def _from_bytes(data: Any, dtype: str) -> _Array:
         if (float8 := getattr(torch, dtype, None)) is not None:
             values: _Array = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
             return values
-    return np.frombuffer(data, np.dtype(dtype))
+    array = np.frombuffer(data, np.dtype(dtype))
+    array.flags.writeable = False  # a view of mapped memory, which later readers would see changed
+    return array

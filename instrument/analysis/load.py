@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
 from ..errors import ConfigError, Problem
+from ..storage.remote_folder import is_address
 from ..storage.run_search import find_runs
 from .run_tables import RunTables, check_table
 from .sql import lazy_frame, run_query
@@ -17,16 +19,19 @@ from .sql import lazy_frame, run_query
 if TYPE_CHECKING:
     import polars as pl
 
-    from .features import Features
+    from torch import Tensor
+
+    from .dataset import ActivationDataset
+    from .features import Array, Features
 
 
-def load(path: str | Path) -> Run:
-    """Open the folder of a run, or a folder that contains several runs, such as the folder of a sweep.
+def load(path: str | Path | Sequence[str | Path]) -> Run:
+    """Open the folder of a run, or a folder that contains several runs, such as the folder of a sweep; or several such folders.
 
     Subfolders whose name begins with a dot are skipped: a sweep moves the folders of repeated jobs there.
 
     Args:
-        path: A local folder, or the address of a remote folder such as `s3://bucket/prefix`.
+        path: A local folder, or the address of a remote folder such as `s3://bucket/prefix`. A list: several local folders.
 
     Returns:
         A `Run` with the tables of all runs found at or below `path`.
@@ -35,7 +40,12 @@ def load(path: str | Path) -> Run:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
-    return Run(*find_runs(path))
+    if isinstance(path, str | Path):
+        return Run(*find_runs(path))
+    if len(path) == 0 or any(is_address(each) for each in path):
+        raise ConfigError(Problem("path", "must be a folder, or a list of local folders", str(path)))
+    folders = list(dict.fromkeys(folder.absolute() for each in path for folder in find_runs(each)[1]))
+    return Run(folders[0] if len(folders) == 1 else Path(os.path.commonpath(folders)), folders)
 
 
 class Run(RunTables):
@@ -209,6 +219,77 @@ class Run(RunTables):
             raise ConfigError(Problem("run", f"the folder contains {len(self.folders)} runs", str(self.path), fix=fix))
         selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
         return features_of(self.files[0], selection, None if out is None else Path(out))
+
+    def dataset(
+        self,
+        layer: str | None = None,
+        *,
+        layers: Sequence[str] | None = None,
+        flatten: Literal["tokens"] | None = None,
+        mask: str | Array | Tensor | Callable[[Tensor], Any] | None = "attention_mask",
+        tokens: str | Array | Tensor | None = "input_ids",
+        special_tokens: Collection[int] = (),
+        with_targets: bool | str = False,
+        hook: str | None = None,
+        role: str = "output",
+        phase: str | None = None,
+        step: int | Collection[int] | None = None,
+        epoch: int | Collection[int] | None = None,
+        call: int | None = None,
+        path: str | None = None,
+    ) -> ActivationDataset:
+        """Return the recorded tensors of a layer, or of several layers, as a data set of PyTorch.
+
+            data = run.dataset("blocks.5", flatten="tokens")
+            for batch in data.batches(4096, shuffle=0):
+                batch["x"], batch["token"], batch["position"], batch["id"]
+
+        An item is an entry of dimension 0, as in `features`, or a position of a sequence. Samples that were recorded several times are
+        several items. The items of several runs follow each other. Values are read when they are needed.
+
+        Args:
+            layer: The name of the layer; `.` for the model itself.
+            layers: Several layers instead of `layer`. `x` is then a dictionary with the tensor of each layer, for the same item.
+            flatten: `tokens`: an item is a position of dimensions 0 and 1, at which the mask is true. Default: None.
+            mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model; an array
+                with one row for each id; or a function of the tokens of a batch. None: all positions.
+            tokens: The token ids, [samples, positions]: the name of a recorded input of the model, or an array with one row for each id. The
+                default is left out if it was not recorded.
+            special_tokens: Token ids whose positions are left out.
+            with_targets: True: the recorded target of each sample. A name: that of a recorded input of the model, such as `labels`.
+            hook: As in `features`, like the following arguments.
+            role: The role of the tensors.
+            phase: The phase.
+            step: The step or steps. Default: all.
+            epoch: The epoch or epochs. Default: all.
+            call: The index of the module's call in the micro-step.
+            path: The path of the tensor in a nested output.
+
+        Returns:
+            A map-style data set; its method `batches` returns an iterable one. The entries of an item:
+
+            - `x`: the tensor in the recorded dtype, without dimensions of size 1 at its end
+            - `id`, `run` (index in `folders`) and `step`: int64; ids may be strings
+            - `position` in the sequence, int64, with `flatten`
+            - `token`: the token id, or without `flatten` those of the sample
+            - `mask`: without `flatten`, if it was recorded
+            - `target`: with `with_targets`
+
+        Raises:
+            ConfigError: As in `features`; or the mask, tokens or another layer were not recorded for the same samples.
+        """
+        from .dataset import ActivationDataset, Items
+        from .features import FeatureSelection
+
+        if (layer is None) == (layers is None) or isinstance(layers, str) or layers == []:
+            given = None if layer is None and layers is None else f"layer={layer!r}, layers={layers!r}"
+            raise ConfigError(
+                Problem("layer", "pass one layer, or a list of layers", given, fix="run.dataset(layers=['blocks.0'])")
+            )
+        names = [layer] if layer is not None else list(dict.fromkeys(layers or ()))
+        selections = [FeatureSelection(each, hook, role, phase, step, epoch, call, path) for each in names]
+        items = Items(flatten, mask, tokens, special_tokens, with_targets)
+        return ActivationDataset(self.files, selections, items, single=layer is not None)
 
     def sql(self, query: str) -> pd.DataFrame:
         """Run a SQL query with DuckDB on the files of the runs.

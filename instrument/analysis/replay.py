@@ -15,7 +15,7 @@ from ..storage.parts import journals_of, part_files
 from ..storage.run_files import RunFiles
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
-from .frames import array_of
+from .frames import array_of, cells_of
 
 MAX_DISPLACEMENT = 64
 """Maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later."""
@@ -49,7 +49,7 @@ def replay(
 def _write_tensor(files: RunFiles, sink: Sink, row: Row) -> None:
     import torch  # imported here, because reading tables does not need torch
 
-    *key, dtype, shape, source_shape, values, data = row
+    *key, dtype, shape, source_shape, _, _, _, _, values, data = row
     try:
         array = array_of(values, data, shape, dtype)
     except TypeError:
@@ -90,14 +90,5 @@ def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
     """Yield rows as tuples; the elements of recorded tensors are arrays and buffers that are views of the batch."""
-    columns = [_cells(name, batch.column(name)) for name in batch.schema.names]
+    columns = [cells_of(name, batch.column(name)) for name in batch.schema.names]
     return zip(*columns, strict=True)
-
-
-def _cells(name: str, column: pa.Array) -> Iterable[Any]:
-    if name == "values":
-        return (None if not cell.is_valid else cell.values.to_numpy(zero_copy_only=False) for cell in column)
-    if name == "data":
-        return (None if not cell.is_valid else cell.as_buffer() for cell in column)
-    cells: list[Any] = column.to_pylist()
-    return cells

@@ -12,6 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..storage.blocks import Place
 from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, SHAPE, TABLES
@@ -19,6 +20,7 @@ from ..tables.statistics import REMAINDERS
 from .config_fields import split_overrides
 from .frames import (
     add_overrides,
+    cells_of,
     custom_metrics_of,
     custom_statistics_of,
     set_exact_integers,
@@ -243,13 +245,18 @@ class RunTables:
 
         Returns:
             The matching rows of the tensors table. The column `values` contains arrays in the recorded shape. NumPy
-            does not support all types of PyTorch: bfloat16 and float8 are converted to float32, complex32 to complex64.
+            does not support all types of PyTorch: bfloat16, float8 and int8 with scales are converted to float32, complex32 to
+            complex64. Arrays of raw tensors are read-only views of the files.
             Rows of other unsupported types are skipped and reported in `problems`.
 
         Raises:
             ValueError: The tensors table has no column of this name.
         """
-        known = [name for name in TABLES["tensors"].names if name not in ("values", "data", "shape", "source_shape")]
+        known = [
+            name
+            for name in TABLES["tensors"].names
+            if name not in ("values", "data", "shape", "source_shape", *Place._fields)
+        ]
         condition = None
         for name, value in where.items():
             if name not in known:
@@ -270,12 +277,14 @@ class RunTables:
         for index, files in enumerate(self.files):
             stored = files.read(table, condition=condition)
             rows = with_custom_columns(stored, custom)
-            frame = to_frame(rows)
+            data = [*cells_of("data", rows.column("data"))] if table == "tensors" else None
+            frame = to_frame(rows if data is None else rows.drop_columns("data"))
             if table == "stats":
                 set_exact_integers(frame, stored)
                 shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]
                 frame[SHAPE.name] = pd.Series(shapes, dtype=object)
-            if table == "tensors":
+            if data is not None:
+                frame["data"] = pd.Series(data, dtype=object)
                 frame = without_unknown_types(frame, files)
             if self.is_sweep:
                 add_overrides(frame, self.names[index], self.settings, index)

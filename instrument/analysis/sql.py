@@ -39,6 +39,7 @@ WHERE = "run.sql"
 Columns = dict[str, pa.Array]
 """Arrays with one value per run, by column name."""
 _TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
+_ALL_COLUMNS = re.compile(r"(?:\bselect|,|\.|\bdistinct)\s*\*|^\s*from\b|\bcolumns\s*\(", re.IGNORECASE)
 _UNKNOWN = re.compile(
     r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
 )
@@ -72,8 +73,9 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         from polars.io.plugins import register_io_source
     except ImportError:
         raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
-    query = f"select * from {table}"
-    schema = _with_tables(run, query, lambda connection: connection.table(table).pl(lazy=True).collect_schema())
+    schema = _with_tables(
+        run, f"select 1 from {table}", lambda connection: connection.table(table).pl(lazy=True).collect_schema()
+    )
 
     def read(
         columns: list[str] | None,
@@ -87,7 +89,8 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
             frame: pl.DataFrame = (rows if limit is None else rows.head(limit)).collect()
             return frame
 
-        yield _with_tables(run, query, answer)
+        names = "*" if columns is None else ", ".join(map(_quoted_name, columns))
+        yield _with_tables(run, f"select {names} from {table}", answer)
 
     return register_io_source(read, schema=schema)
 
@@ -159,7 +162,7 @@ class _Views:
         if self._uses_runs:
             connection.register(RUNS, pa.table(_columns_of_runs(self.run.runs)))
         for name in self.names:
-            files = _table_files(self.run, name)
+            files = _table_files(self.run, name, with_data=_selects_data(name, self.query))
             self._listed += files.paths
             first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
@@ -285,13 +288,19 @@ def _all_columns(run: RunTables, table: str) -> list[str]:
     return [*before, *_own_columns(run, table), *after]
 
 
-def _table_files(run: RunTables, table: str) -> _TableFiles:
+def _selects_data(table: str, query: str) -> bool:
+    """Return whether a query may return the data of tensors, which DuckDB cannot read from block files."""
+    return table == "tensors" and ("data" in query.lower() or _ALL_COLUMNS.search(query) is not None)
+
+
+def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:
+    """Return the files of a table. `with_data`: its rows instead, with the data in block files, which are mapped into memory."""
     paths: list[Path] = []
     owners: list[int] = []
     journals: list[pa.Table] = []
     writers: list[int] = []
     for number, files in enumerate(run.files):
-        parts, rows = files.table_files(table)
+        parts, rows = ([], [files.read(table)]) if with_data else files.table_files(table)
         paths += parts
         owners += [number] * len(parts)
         journals += rows

@@ -1,4 +1,4 @@
-"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv [--out FOLDER]`: export a run to other tools.
+"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv|safetensors|hf [--out FOLDER]`: export a run to other tools.
 
 TensorBoard, Weights & Biases and MLflow receive the same data as from `sink.tensorboard=true` and its counterparts
 during training. Existing files are not overwritten.
@@ -18,20 +18,24 @@ from shutil import rmtree
 
 import pyarrow as pa
 import pyarrow.csv
+import pyarrow.dataset as ds
 
 from instrument.analysis.frames import with_custom_columns
-from instrument.analysis.load import load
+from instrument.analysis.load import Run, load
 from instrument.analysis.replay import replay
 from instrument.analysis.run_tables import RunTables
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.experiment import TRACKERS
-from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
+from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
 from instrument.storage.remote_folder import check_is_local
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
 from instrument.trackers.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 
-FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
+TENSOR_FILES = ("safetensors", "hf")
+FILES = ("csv", *TENSOR_FILES)
+FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], **{name: name for name in FILES}}  # without --out
+SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
 ALREADY_EXISTS = "already exists, and existing files are not overwritten"
 NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
@@ -43,8 +47,24 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
     )
-    parser.add_argument("--to", required=True, choices=(*TRACKERS, "csv"), help="the format or tool to export to")
+    parser.add_argument("--to", required=True, choices=(*TRACKERS, *FILES), help="the format or tool to export to")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="the output folder (default: the folder of the run)")
+    tensors = parser.add_argument_group("recorded tensors (--to safetensors, hf), see Run.dataset")
+    tensors.add_argument("--layer", metavar="NAME", action="append", help="a layer; can be repeated (default: all)")
+    tensors.add_argument("--flatten", choices=("tokens",), help="one item for each position of a sequence")
+    tensors.add_argument(
+        "--mask",
+        metavar="NAME",
+        help="a recorded input; positions where it is 0 are left out ('none': keep all positions)",
+    )
+    tensors.add_argument(
+        "--select",
+        metavar="COLUMN=VALUE",
+        type=_condition,
+        action="append",
+        default=[],
+        help="such as phase=eval or step=10; can be repeated",
+    )
     return parser
 
 
@@ -54,6 +74,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = load(args.run)
     if args.to in TRACKERS:
         require({args.to: "--to"})
+    for name in ("layer", "flatten", "mask", "select"):
+        if args.to not in TENSOR_FILES and getattr(args, name):
+            raise ConfigError(
+                Problem(f"--{name}", f"not supported for {args.to}", allowed=f"with --to {' or '.join(TENSOR_FILES)}")
+            )
     if args.out is not None and args.to == "mlflow":
         raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
     if args.out is None and args.to != "mlflow":
@@ -62,17 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     for folder in run.folders:
         out = args.out / str(folder.relative_to(run.path)) if several and args.out is not None else args.out
-        code = max(code, _export(folder, args.to, out))
+        code = max(code, _export(folder, args, out))
     return code
 
 
-def _export(folder: Path, to: str, out: Path | None) -> int:
+def _export(folder: Path, args: argparse.Namespace, out: Path | None) -> int:
+    to: str = args.to
     output = out or folder / FOLDERS.get(to, ".")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
         files = RunFiles(folder)
         try:
-            summary = _csv(files, output) if to == "csv" else _track(files, to, output)
+            summary = _write(files, output, args) if to in FILES else _track(files, to, output)
         except (InstrumentError, OSError) as error:
             print(f"{folder}: {error}", file=sys.stderr)
             return error.exit_code if isinstance(error, InstrumentError) else 1
@@ -95,22 +121,56 @@ def _track(files: RunFiles, name: str, output: Path) -> str:
     return f"exported to {name}" + (f" in {output}" if name == "tensorboard" else "")
 
 
-def _csv(files: RunFiles, output: Path) -> str:
+def _write(files: RunFiles, output: Path, args: argparse.Namespace) -> str:
+    """Write the files of an export to a temporary folder, and rename it."""
     _check_empty(output)
     temporary = output.with_name(f".{output.name}.tmp")
     rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        _write_csv(files, temporary)
+        summary = _write_csv(files, temporary) if args.to == "csv" else _write_tensors(files, temporary, args)
         if output.exists():
             output.rmdir()
         temporary.rename(output)
     finally:
         rmtree(temporary, ignore_errors=True)
-    return f"tables exported as CSV to {output}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
+    return summary.format(output)
 
 
-def _write_csv(files: RunFiles, folder: Path) -> None:
+def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> str:
+    """Write recorded tensors as items of a data set into an existing folder."""
+    from instrument.analysis.dataset import MASK  # imported here, because other exports do not need it
+    from instrument.commands.activation_files import write_hf, write_safetensors
+
+    selected = dict(args.select)
+    layers = args.layer
+    if layers is None:
+        role = selected.get("role", "output")
+        recorded = files.read("tensors", ["layer"], ds.field("role") == role)["layer"].unique().to_pylist()
+        layers = [name or "." for name in recorded] or ["."]  # the data set reports that there are none
+    mask = {None: MASK, "none": None}.get(args.mask, args.mask)
+    data = Run(files.folder, [files.folder], [files]).dataset(
+        layers=layers, flatten=args.flatten, mask=mask, **selected
+    )
+    (write_hf if args.to == "hf" else write_safetensors)(data, folder)
+    return f"{len(data):,} items of {', '.join(layers)} exported to {{}}"
+
+
+def _condition(text: str) -> tuple[str, str | int]:
+    column, _, value = text.partition("=")
+    if column not in SELECTABLE or not value:
+        raise ConfigError(
+            Problem("--select", "is COLUMN=VALUE", text, ", ".join(SELECTABLE), similar_names(column, SELECTABLE))
+        )
+    if column not in ("call", "step", "epoch"):
+        return column, value
+    try:
+        return column, int(value)
+    except ValueError:
+        raise ConfigError(Problem("--select", f"{column} must be an integer", text)) from None
+
+
+def _write_csv(files: RunFiles, folder: Path) -> str:
     """Write all tables except `tensors` into an existing folder; lists are written as JSON.
 
     Raises:
@@ -130,6 +190,7 @@ def _write_csv(files: RunFiles, folder: Path) -> None:
             for batch in run.scan(name, columns.names):
                 cells = [_csv_cells(values, field.type) for values, field in zip(batch.columns, schema, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays(cells, schema=schema))
+    return "tables exported as CSV to {}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
 
 
 def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:

@@ -152,7 +152,7 @@ class ForeignFolder(RunFiles):
                 raise ConfigError(Problem(where, f"cannot be read: {text}", fix=fix)) from error
             about = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
             known = self._row(entry) | about | {"source_shape": about["shape"]}
-            row = tuple(known[key] for key in TABLES[name].plain_schema.names[:-2])  # all columns before the values
+            row = tuple(known.get(key) for key in TABLES[name].plain_schema.names[:-2])  # all columns before the values
             flat = tensor.reshape(-1) if "data" in columns else tensor.new_empty(0, device="cpu")
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 

@@ -295,8 +295,10 @@ class SinkConfig(Spec):
 
     model_config = ConfigDict(json_schema_extra=_custom_sink_schema)
 
-    tensors: Literal["list", "bytes"] = Field(
-        "list", description="Store recorded values as list<float>, or as raw bytes for large volumes."
+    tensors: Literal["list", "bytes"] | None = Field(
+        None,
+        description="Store recorded values as list<float> in Parquet, or as raw bytes in block files. Default: as bytes for hooks with "
+        "'dtype' or without statistics, otherwise as lists.",
     )
     when_full: Literal["wait", "drop"] = Field(
         "wait", description="If tensors arrive faster than they can be written: wait, or drop and count them."

@@ -181,8 +181,10 @@ class RecordSpec(_WithTableFields):
         "The index follows the path: 'softmax.0:3'. Other fields apply to the tensor without this dimension.",
     )
     max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
-    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
-        None, description="Convert the values to this dtype; complex tensors keep theirs."
+    dtype: Literal["float16", "bfloat16", "float32", "float64", "int8"] | None = Field(
+        None,
+        description="Store the values in this dtype, as bytes. int8: 8 bits with a scale for each row of "
+        "the last dimension; integers keep their dtype.",
     )
 
     @model_validator(mode="after")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..actions.base import Context
 from ..stats.device_copy import HostCopy
+from ..values.int8_rows import dtype_of_copy
 
 Period = tuple[int, str]
 """A step and a phase."""
@@ -30,6 +31,7 @@ class RecordedTensor(NamedTuple):
     context: Context
     source_shape: tuple[int, ...]
     copy: HostCopy
+    dtype: torch.dtype | None  # see `instrument.Sink.keep`
 
 
 class FlightRecorder:
@@ -70,11 +72,11 @@ class FlightRecorder:
                 for memory in (one.copy.memory for one in periods.pop(next(iter(periods)))):
                     self._unused[hook][memory.shape, memory.dtype, memory.is_pinned()].append(memory)
             periods[period] = []
-        key = (tensor.shape, dtype or tensor.dtype, tensor.is_cuda)
+        key = (tensor.shape, dtype_of_copy(tensor, dtype), tensor.is_cuda)
         unused = self._unused[hook].get(key)
         memory = unused.pop() if unused else torch.empty(key[0], dtype=key[1], device="cpu", pin_memory=key[2])
         periods[period].append(
-            RecordedTensor(context, tuple(source_shape), HostCopy(tensor, memory, in_background=True))
+            RecordedTensor(context, tuple(source_shape), HostCopy(tensor, memory, in_background=True), dtype)
         )
 
     @property

@@ -30,6 +30,7 @@ from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import COLUMNS, INDEX, statistics_of
 from ..stats.table_rows import Measure, Values
 from ..tables.sink_interface import Row, Sink
+from ..values.int8_rows import dtype_of_copy
 from ..values.nested import shape_of
 from .collectives import Ranks
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
@@ -45,8 +46,8 @@ OnRows = Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleR
 """A function of the rows of a step. The last argument is whether the step has ended, and not only an evaluation in it."""
 Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
-UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
-"""The call, the shape of the complete tensor, a copy on the device, and the decision."""
+UndecidedTensor = tuple[Context, Sequence[int], Tensor, torch.dtype | None, Decisions]
+"""The call, the shape of the complete tensor, a copy on the device, the dtype in which it is stored, and the decision."""
 NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
 # The number of columns, after the first one, that a device fills.
 _DEVICE_SUMS = INDEX["bits_high"]
@@ -201,8 +202,8 @@ class Recorder:
             self.flight_recorder.add(call, source_shape, tensor, dtype, has_pending_step=is_pending)
             self.samples.note_tensor(context, source_shape, is_kept=True)
         elif decisions := _undecided(context):
-            copy = tensor.to(dtype or tensor.dtype, copy=True)
-            self._tensors.append((context.without_tensors(), source_shape, copy, decisions))
+            copy = tensor.to(dtype_of_copy(tensor, dtype), copy=True)
+            self._tensors.append((context.without_tensors(), source_shape, copy, dtype, decisions))
             self.samples.note_tensor(context, source_shape)
         elif self._store(context, source_shape, tensor, dtype):
             self.samples.note_tensor(context, source_shape)
@@ -224,7 +225,7 @@ class Recorder:
         recorded = self.flight_recorder.take(hook)
         self.samples.write_kept({period_of(one.context) for one in recorded})
         for one in recorded:
-            self._store(one.context, one.source_shape, one.copy.wait(), None)
+            self._store(one.context, one.source_shape, one.copy.wait(), one.dtype)
         return recorded
 
     def add_effect(self, context: Context, effect: Effect) -> None:
@@ -381,9 +382,9 @@ class Recorder:
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
         """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""
-        for context, source_shape, tensor, decisions in tensors:
+        for context, source_shape, tensor, dtype, decisions in tensors:
             if _read((), decisions, fetched) is not None:
-                self._store(context, source_shape, tensor, None)
+                self._store(context, source_shape, tensor, dtype)
 
 
 class _Values(NamedTuple):

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _HOST = torch.device("cpu")
+LARGE = 2**17  # bytes from which PyTorch copies with several threads
 
 
 class HostCopy:
@@ -37,7 +39,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
         given = tensor = tensor.detach()
         if not tensor.is_cuda:
-            memory.copy_(tensor)
+            _copy_on_host(tensor, memory)
             return
         # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
         tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
@@ -64,6 +66,24 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self.memory
+
+
+def _copy_on_host(tensor: Tensor, memory: Tensor) -> None:
+    """Copy a tensor to CPU memory. A large one is copied by one thread, as fast as the memory allows: PyTorch's threads would wait for
+    each other while all cores are busy.
+    """
+    pair = tensor, memory
+    is_plain = tensor.dtype == memory.dtype and tensor.device == _HOST and type(tensor) in (Tensor, torch.nn.Parameter)
+    if (
+        is_plain
+        and tensor.nbytes >= LARGE
+        and all(map(Tensor.is_contiguous, pair))
+        and not tensor.is_neg() | tensor.is_conj()
+    ):
+        source, destination = (each.view(-1).view(torch.uint8).numpy() for each in pair)
+        np.copyto(destination, source)
+    else:
+        memory.copy_(tensor)
 
 
 def _staged(tensor: Tensor, given: Tensor) -> Tensor | None:

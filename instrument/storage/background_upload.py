@@ -22,7 +22,7 @@ from ..errors import ConfigError, Problem
 from ..formatting import shown_path
 from ..runtime.forks import OwnedByProcess
 from ..tables.schemas import TABLES
-from .parts import part_files
+from .parts import block_files, part_files
 from .remote_errors import permanent_error_hint, safe_message
 from .remote_folder import RemoteFolder, UploadError
 from .remote_transfer import (
@@ -192,5 +192,8 @@ class Upload(OwnedByProcess):
                 changed = table_folder.stat().st_mtime_ns
                 before = self._modified_times.get(table_folder, (0, 0))
                 if before != (changed, changed):
-                    yield from (file for part, file in part_files(self.folder, table).items() if part.rank == self.rank)
+                    # The block files come first: whoever finds a part remotely finds the bytes of its rows.
+                    blocks = block_files(self.folder, ended=True) if table == "tensors" else {}
+                    files = (*blocks.items(), *part_files(self.folder, table).items())
+                    yield from (file for part, file in files if part.rank == self.rank)
                     self._modified_times[table_folder] = (before[1], changed)

@@ -41,7 +41,9 @@ class CustomSink:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        stored: int | None = self._call("keep", key, source_shape, tensor, dtype)
+        from ..values.int8_rows import rounded  # imported late, like torch
+
+        stored: int | None = self._call("keep", key, source_shape, *rounded(tensor, dtype))
         return stored
 
     def end_step(self) -> None:

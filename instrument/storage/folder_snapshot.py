@@ -159,12 +159,13 @@ def _patterns() -> list[str]:
     """Return the patterns of the files of a run, with run.json first: without it, the rest is not read as a run."""
     from ..tables.schemas import TABLES  # Imported late: they import pyarrow, which most errors do not need.
     from ..trackers.tracking import TRACKER_FOLDERS
-    from .parts import JOURNALS
+    from .parts import BLOCKS, JOURNALS
 
     return [
         *RECORDS,
         REPORT,
         *(f"{table}/part-*.parquet" for table in TABLES),
+        f"{BLOCKS}/block-*.raw",
         f"{JOURNALS}/*",
         f"{CONTROL}/*",
         f"{CHECKPOINTS}/step-*",

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..stats.device_copy import HostCopy
 from ..tables.schemas import CUSTOM, SHAPE, TABLES
 from ..tables.sink_interface import Row
+from ..values.int8_rows import rounded
+from .blocks import NO_PLACE
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,6 +58,7 @@ class MemorySink:
         Returns:
             The size of the copy in bytes.
         """
+        tensor, dtype = rounded(tensor, dtype)
         tensor = tensor.to(dtype or tensor.dtype)
         name = str(tensor.dtype).removeprefix("torch.")
         copy = HostCopy(tensor, in_background=True)
@@ -69,7 +72,8 @@ class MemorySink:
                 columns, copy = self._copies[0]
                 values = copy.wait()
                 # Pinned memory is not kept: it cannot be swapped, and is reused for the next copies.
-                self.rows["tensors"].append((*columns, values.clone() if values.is_pinned() else values, None))
+                values = values.clone() if values.is_pinned() else values
+                self.rows["tensors"].append((*columns, *NO_PLACE, values, None))
                 self._copies.popleft()
 
     def wait(self) -> None:

@@ -63,7 +63,7 @@ class ParquetSink:
         self,
         folder: Path,
         *,
-        tensors: Literal["list", "bytes"] = "list",
+        tensors: Literal["list", "bytes"] | None = None,
         when_full: Literal["wait", "drop"] = "wait",
         durability: Literal["process", "power"] = "process",
         on_error: Literal["stop", "continue"] = "stop",

@@ -2,6 +2,7 @@
 
     stats/part-0000-000000.parquet           rank, number
     stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.compaction
+    blocks/block-0000-000000.raw             the bytes of recorded tensors, see instrument.storage.blocks
     journal/stats-0000-000008.arrows         the rows of the future part 8
     journal/stats-0000-000008.tmp            part 8 while it is being written
     journal/rows.0000                        number of rows in the journals of rank 0, see instrument.storage.journal_truncation_check
@@ -30,7 +31,7 @@ from .journal import SUFFIX, JournalReader
 from .journal_truncation_check import NAME, read_counts, truncation_problem
 from .row_batches import as_table, with_positions
 
-JOURNALS = "journal"
+JOURNALS, BLOCKS = "journal", "blocks"
 DAMAGED = ".damaged"
 OTHER_COLUMNS = "the columns differ from those of the table: the file is not read"
 ROW_GROUP_ROWS = 32_768
@@ -41,6 +42,7 @@ BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
+_BLOCK = re.compile(r"block-(\d{4})-(\d{6,})\.raw")
 _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
@@ -69,6 +71,10 @@ class Part(NamedTuple):
         """Return its Parquet file."""
         return folder / table / f"part-{self.name}.parquet"
 
+    def block(self, folder: Path) -> Path:
+        """Return the block file that was begun before this part of `tensors` was written."""
+        return folder / BLOCKS / f"block-{self.name}.raw"
+
     def journal(self, folder: Path, table: str) -> Path:
         """Return the journal of its rows, which exists until the Parquet file does."""
         return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
@@ -95,6 +101,14 @@ def written_parts(folder: Path, table: str) -> dict[Part, Path]:
         if match := _PART.fullmatch(name):
             files[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
     return dict(sorted(files.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
+
+
+def block_files(folder: Path, *, ended: bool = False) -> dict[Part, Path]:
+    """Return the block files of a run in order; with `ended`, those that do not grow any more."""
+    matches = (match for match in map(_BLOCK.fullmatch, names_in(folder / BLOCKS)) if match)
+    parts = sorted(Part(int(match[1]), int(match[2])) for match in matches)
+    ends = {part.rank: part.end for part in part_files(folder, "tensors")} if ended else {}
+    return {part: part.block(folder) for part in parts if not ended or part.number < ends.get(part.rank, 0)}
 
 
 def names_in(folder: Path) -> list[str]:
@@ -237,7 +251,8 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     row_counts_of(folder, rank).unlink(missing_ok=True)
     for name in TABLES:
         kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
-        for part, file in written_parts(folder, name).items():
+        blocks = block_files(folder) if name == "tensors" else {}
+        for part, file in (*written_parts(folder, name).items(), *blocks.items()):
             if part.rank == rank and part.number >= kept:
                 file.unlink()
             elif part.rank == rank and part.end > kept:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..tables.schemas import TABLES
 from .lock import LOCK
-from .parts import JOURNALS, part_files, written_parts
+from .parts import JOURNALS, block_files, part_files, written_parts
 from .remote_errors import safe_message
 from .remote_folder import RemoteFolder, UploadError, folder_at
 
@@ -50,7 +50,8 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def local_parts(folder: Path, rank: int | None = None) -> Iterator[Path]:
-    """Yield the parts of all tables, of all processes or of one."""
+    """Yield the parts of all tables and the ended block files, of all processes or of one."""
+    yield from (file for part, file in block_files(folder, ended=True).items() if rank in (None, part.rank))
     for table in TABLES:
         yield from (file for part, file in part_files(folder, table).items() if rank in (None, part.rank))
 
@@ -156,8 +157,9 @@ def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int
     """Remove the remote parts of one process after a number of parts per table; see `remove_rows_after_checkpoint`."""
     folder = folder_at(remote.address)
     for table, count in counts.items():
-        for part, file in written_parts(folder, table).items():
+        blocks = block_files(folder) if table == "tensors" else {}
+        for part, file in (*written_parts(folder, table).items(), *blocks.items()):
             if part.rank == rank and part.number >= count:
-                remote.remove(f"{table}/{file.name}")
+                remote.remove(f"{file.parent.name}/{file.name}")
             elif part.rank == rank and part.end > count:
                 raise UploadError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from ..errors import InstrumentWarning
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import STATISTICS
+from .blocks import BlockReader, Place, binary_of
 from .checksums import REMEDY
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
@@ -24,6 +25,7 @@ from .parts import (
     JOURNALS,
     Part,
     as_written,
+    block_files,
     foreign_files,
     journals_of,
     lost_journals,
@@ -43,9 +45,13 @@ OPTIONAL_COLUMNS = {
     *("location", "value", "threshold"),  # of events
     "held",  # of effects
     "projection",  # of operators
+    *Place._fields,  # of tensors
     *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""
+SMALL_TENSOR = (
+    2**16
+)  # bytes up to which the values of several tensors are copied together, since each chunk of a column takes time
 OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
 UNREADABLE = (pa.ArrowException, OSError)
 T = TypeVar("T")
@@ -62,6 +68,7 @@ class RunFiles:
 
     Attributes:
         problems: Descriptions of the problems, each beginning with the name of the file.
+        blocks: Reads the data of tensors in block files.
 
     Raises:
         InstrumentError: Raised by the methods if a remote folder cannot be reached.
@@ -71,6 +78,7 @@ class RunFiles:
         self.folder = folder
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
+        self.blocks = BlockReader(folder)
         self._is_remote = is_address(folder)
         self._checked_folders: set[str] = set()  # folders that were checked for foreign files
         self._damaged_files: set[Path] = set()
@@ -149,7 +157,7 @@ class RunFiles:
             FileNotFoundError: A file was deleted in the meantime.
         """
         for file in [file for file in self._parts(name).values() if file not in self._valid_files]:
-            with self._errors_reported(file, skip=True):
+            with self.errors_reported(file, skip=True):
                 columns = {*self._columns_of(file), *OPTIONAL_COLUMNS}
                 if missing := [column for column in TABLES[name].schema.names if column not in columns]:
                     self._damaged_files.add(file)
@@ -174,7 +182,7 @@ class RunFiles:
             FileNotFoundError: A file was deleted in the meantime.
         """
         for file in self._parts(name).values():
-            with self._errors_reported(file, skip=True):
+            with self.errors_reported(file, skip=True):
                 for _ in self._opened(file).to_batches():
                     pass
 
@@ -194,17 +202,17 @@ class RunFiles:
         """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
-        for file, piece in self._fragments(table):
-            with self._errors_reported(file):
+        for file, piece in self.fragments(table):
+            with self.errors_reported(file):
                 # A row group of recorded tensors has 16 MB. Arrow would read several of them ahead.
                 is_large = name == "tensors"
                 options = _ONE_AT_A_TIME if is_large else {}
-                for part in _row_groups(piece) if is_large else [piece]:
+                for part in row_groups(piece) if is_large else [piece]:
                     # Arrow copies the values of the rows that a filter selects, also if it selects all of them.
                     selects_all = is_large and condition is not None and _selects_all(part, condition)
                     rest = None if selects_all else condition
                     for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
-                        yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
+                        yield from self._finished(table, pa.Table.from_batches([batch]), columns).to_batches()
 
     def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
         """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
@@ -228,8 +236,8 @@ class RunFiles:
     def count(self, name: str) -> int:
         """Return the number of rows of a table without reading the rows."""
         count = 0
-        for file, piece in self._fragments(TABLES[name]):
-            with self._errors_reported(file):
+        for file, piece in self.fragments(TABLES[name]):
+            with self.errors_reported(file):
                 count += piece.count_rows()
         return count
 
@@ -248,18 +256,62 @@ class RunFiles:
         except UNREADABLE:
             return self._read_one_by_one(table, columns, condition)
         read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return _in_written_order(table, pa.concat_tables(read), columns)
+        return self._finished(table, pa.concat_tables(read), columns)
 
     def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         """Read the files one by one, and skip those with damaged contents."""
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
-        for file, piece in self._fragments(table):
-            with self._errors_reported(file):
+        for file, piece in self.fragments(table):
+            with self.errors_reported(file):
                 read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
-        return _in_written_order(table, pa.concat_tables(read), columns)
+        return self._finished(table, pa.concat_tables(read), columns)
 
-    def _fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
+    def _finished(self, table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
+        """Return the requested columns in the order in which the rows were written, with the data in block files."""
+        if table.name == "tensors" and "data" in columns and rows["block"].null_count < len(rows):
+            rows = self._with_data(rows)
+        return (as_written(rows) if table.is_sorted else rows).select(list(columns))
+
+    def _with_data(self, rows: pa.Table) -> pa.Table:
+        """Return rows of tensors with the data in block files, as views of mapped memory. Unreadable ones are left out."""
+        chunks: list[pa.Array] = []
+        small: list[bytes | None] = []
+        is_readable = []
+
+        def end_small() -> None:
+            if small:
+                chunks.append(pa.array(small, pa.large_binary()))
+                small.clear()
+
+        for index, (rank, *cells) in enumerate(
+            zip(*(rows[name].to_pylist() for name in ("rank", *Place._fields)), strict=True)
+        ):
+            place = Place(*cells)
+            is_readable.append(True)
+            if place.block is None:
+                small.append(rows["data"][index].as_py())
+                continue
+            try:
+                content = self.blocks.read(rank, place)
+            except OSError as error:
+                is_readable[-1] = False
+                self._problem(
+                    Part(rank, place.block).block(self.folder), f"cannot be read: {first_line(error)}; {REMEDY}"
+                )
+                small.append(None)
+                continue
+            if content.nbytes <= SMALL_TENSOR:
+                small.append(content.tobytes())
+            else:
+                end_small()
+                content.flags.writeable = False
+                chunks.append(binary_of(content))
+        end_small()
+        rows = rows.set_column(rows.schema.get_field_index("data"), "data", pa.chunked_array(chunks))
+        return rows if all(is_readable) else rows.filter(pa.array(is_readable))
+
+    def fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
         """Yield the files of a table; the first files are opened before any is read."""
 
         def operation() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
@@ -281,7 +333,7 @@ class RunFiles:
         return names
 
     @contextmanager
-    def _errors_reported(self, file: Path, *, skip: bool = False) -> Iterator[None]:
+    def errors_reported(self, file: Path, *, skip: bool = False) -> Iterator[None]:
         """Add an error to the problems. With `skip`, the file is no longer listed, and the error of a deleted file is raised."""
         try:
             yield
@@ -305,7 +357,7 @@ class RunFiles:
             warnings.warn(f"{self.folder}: {message}", InstrumentWarning, stacklevel=2)
 
 
-def _row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
+def row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
     """Return the row groups of a Parquet file; other fragments are returned unchanged."""
     groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
     return groups
@@ -320,19 +372,17 @@ def size_on_disk(folder: Path) -> int:
     """Return the size of the tables of a run in bytes, including journals."""
     size = 0
     for name in TABLES:
-        for file in (*part_files(folder, name).values(), *journals_of(folder, name).values()):
+        files = (part_files(folder, name), journals_of(folder, name), block_files(folder) if name == "tensors" else {})
+        for file in (file for listed in files for file in listed.values()):
             with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
                 size += file.stat().st_size
     return size
 
 
 def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
-    """Return the columns, and those needed to restore the order in which the rows were written."""
-    return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ())]))
-
-
-def _in_written_order(table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
-    return (as_written(rows) if table.is_sorted else rows).select(list(columns))
+    """Return the columns, and those needed to restore the order in which the rows were written, or to read data in block files."""
+    places = ("rank", *Place._fields) if table.name == "tensors" and "data" in columns else ()
+    return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ()), *places]))
 
 
 def first_line(error: Exception) -> str:

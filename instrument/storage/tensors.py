@@ -3,8 +3,8 @@
 Training continues while the thread writes. `end_step` waits for the thread, so that a completed step is never only in
 memory. It does not wait for a GPU: the thread receives a tensor when its copy is complete.
 
-If a step has few tensors, they go to the journal. If it has many, the thread writes a part directly, since writing them
-twice would halve the speed.
+Tensors that are stored as bytes go to block files (`instrument.storage.blocks`), and only their places to the journal. Lists of float32
+go to the journal if a step has few. If it has many, the thread writes a part directly, since writing them twice would halve the speed.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from ..runtime.deferred_interrupts import uninterrupted
 from ..stats.device_copy import HostCopy
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
+from ..values.int8_rows import NAME, int8_rows
+from .blocks import BLOCK_BYTES, NO_PLACE, BlockWriter, binary_of
 from .buffer_pool import CHECK_SECONDS, Pool
 from .parts import ROW_GROUP_BYTES
 from .row_batches import as_table
@@ -44,8 +46,8 @@ FITS_FLOAT32 = (
 class CopiedTensor(NamedTuple):
     """A tensor that was copied into a buffer of the pool."""
 
-    row: Row  # the columns before the values
-    flat: Tensor  # the elements, on the CPU: float32 for `values`, any dtype for `data`
+    row: Row  # the columns before the place
+    flat: Tensor  # the elements, on the CPU: float32 for `values`, any dtype for a block file
     as_list: bool  # whether it is stored in `values`
     buffer: Tensor
     copy: HostCopy
@@ -55,10 +57,10 @@ class TensorWriter:
     """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`."""
 
     def __init__(
-        self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]
+        self, writer: TableWriter, *, tensors: Literal["list", "bytes"] | None, when_full: Literal["wait", "drop"]
     ) -> None:
         self.writer = writer
-        self.as_list = tensors == "list"
+        self.tensors = tensors
         self.waits = when_full == "wait"
         self.pool = Pool(POOL_BYTES)
         self.error: BaseException | None = None
@@ -67,8 +69,10 @@ class TensorWriter:
         self._copying: deque[CopiedTensor] = deque()  # in the order of the hooks
         self._passing = threading.Lock()  # hooks of several GPUs run in several threads
         # The following attributes belong to the thread.
-        self._pending: list[CopiedTensor] = []
+        self._pending: list[tuple[Row, Tensor | None, bool]] = []  # see `rows_of`
+        self._buffers: list[Tensor] = []  # with the elements of pending rows
         self._pending_bytes = 0
+        self._block: BlockWriter | None = None
         self._part: pq.ParquetWriter | None = None
         self._end_of_part = ExitStack()
 
@@ -81,9 +85,13 @@ class TensorWriter:
             OSError: An earlier tensor could not be written.
         """
         self.check()
-        if dtype is not None and dtype != tensor.dtype:
+        as_list = self.tensors == "list" or (self.tensors is None and dtype is None)
+        shape, name = list(tensor.shape), None
+        if dtype == torch.int8 and tensor.is_floating_point():
+            tensor, name, as_list = int8_rows(tensor), NAME, False
+        elif dtype is not None and dtype != tensor.dtype:
             tensor = tensor.to(dtype)
-        as_list = self.as_list and tensor.dtype in FITS_FLOAT32
+        as_list = as_list and tensor.dtype in FITS_FLOAT32
         stored = torch.float32 if as_list else tensor.dtype
         size = tensor.numel() * stored.itemsize
         self._pass_on()
@@ -92,8 +100,7 @@ class TensorWriter:
             return None
         flat = buffer[:size].view(stored)
         copy = HostCopy(tensor, flat.view(tensor.shape), in_background=True)
-        name = str(tensor.dtype).removeprefix("torch.")
-        row = (*key, name, list(tensor.shape), list(source_shape))
+        row = (*key, name or str(tensor.dtype).removeprefix("torch."), shape, list(source_shape))
         self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))
         return size
 
@@ -127,6 +134,9 @@ class TensorWriter:
             self._tasks.put(None)
             self._thread.join()
             self._thread = None
+        if self._block is not None:
+            self._block.close()
+            self._block = None
 
     def check(self) -> None:
         """Raise the exception of the thread, if there is one.
@@ -164,45 +174,73 @@ class TensorWriter:
                         self._end_of_part.__exit__(type(error), error, error.__traceback__)
 
     def _receive(self, copied: CopiedTensor) -> None:
-        self._pending.append(copied)
+        if not copied.as_list:
+            place = self._block_of_part().append(copied.flat.view(torch.uint8).numpy())
+            self.pool.release(copied.buffer)
+            self._pending.append(((*copied.row, *place), None, False))
+            return
+        self._pending.append(((*copied.row, *NO_PLACE), copied.flat, True))
+        self._buffers.append(copied.buffer)
         self._pending_bytes += copied.flat.nbytes
         if self._pending_bytes >= ROW_GROUP_BYTES:
             self._write_group()
+
+    def _block_of_part(self) -> BlockWriter:
+        """Return the block file of the current part. Rows in later parts may have places in it, rows in earlier ones do not."""
+        part = self.writer.part
+        if self._block is None or self._block.number != part.number:
+            self._end_block()
+            self._block = BlockWriter(self.writer.folder, part, fsync=self.writer.fsync)
+        return self._block
+
+    def _end_block(self) -> None:
+        if self._block is not None:
+            self._block.end_step()
+            self._block.close()
+            self._block = None
 
     def _write_group(self) -> None:
         """Write the collected tensors to the part of this step."""
         if self._pending:
             if self._part is None:
                 self._part = self._end_of_part.enter_context(self.writer.new_part())
-            self._part.write_table(as_table(self.writer.table, rows_of(copied[:3] for copied in self._pending)))
+            self._part.write_table(as_table(self.writer.table, rows_of(self._pending)))
             self._release_buffers()
 
     def _end_step(self) -> None:
+        if self._block is not None and self._pending:
+            self._block.end_step()
         if self._part is not None:
             self._write_group()
             self._part = None
             self._end_of_part.close()
         elif self._pending:
-            self.writer.append(rows_of(copied[:3] for copied in self._pending).combine_chunks().to_batches()[0])
+            self.writer.append(rows_of(self._pending).combine_chunks().to_batches()[0])
             self._release_buffers()
+        if self._block is not None and self._block.size >= BLOCK_BYTES:
+            self.writer.finish_part()
+            self._end_block()
 
     def _release_buffers(self) -> None:
-        for copied in self._pending:
-            self.pool.release(copied.buffer)
-        self._pending, self._pending_bytes = [], 0
+        for buffer in self._buffers:
+            self.pool.release(buffer)
+        self._pending, self._buffers, self._pending_bytes = [], [], 0
 
 
-def rows_of(tensors: Iterable[tuple[Row, Tensor, bool]]) -> pa.Table:
+def rows_of(tensors: Iterable[tuple[Row, Tensor | None, bool]]) -> pa.Table:
     """Return plain rows of the `tensors` table. Their values share the memory of the tensors.
 
-    Each tensor has the columns before the values, its elements on the CPU (a vector), and whether they are stored in
-    `values`, as float32, or in `data`, as any dtype.
+    Each tensor has the columns before the values, its elements on the CPU (a vector; None in a block file), and whether they
+    are stored in `values`, as float32, or in `data`, as any dtype.
     """
     table = TABLES["tensors"]
     rows, flat, as_list = zip(*tensors, strict=True)
     columns = pa.array(rows, _KEYS).flatten()
     values = [_list_of(elements) if in_list else _NO_LIST for elements, in_list in zip(flat, as_list, strict=True)]
-    data = [_NO_BYTES if in_list else _bytes_of(elements) for elements, in_list in zip(flat, as_list, strict=True)]
+    data = [
+        _NO_BYTES if in_list or elements is None else _bytes_of(elements)
+        for elements, in_list in zip(flat, as_list, strict=True)
+    ]
     return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
 
 
@@ -218,6 +256,4 @@ def _list_of(flat: Tensor) -> pa.Array:
 
 def _bytes_of(flat: Tensor) -> pa.Array:
     """Return an array with one cell: the bytes of the elements."""
-    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
-    ends = pa.py_buffer(np.array([0, raw.nbytes], np.int64))
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(raw)])
+    return binary_of(flat.view(torch.uint8).numpy())

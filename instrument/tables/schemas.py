@@ -275,11 +275,16 @@ for _table in (
         "one recorded tensor",
         _columns(
             """
-            dtype | label | | dtype of the recorded tensor
+            dtype | label | | dtype of the recorded tensor; int8_scaled for 8-bit integers with a scale for each row of the last dimension
             shape | list<int64> | elements | shape of the recorded tensor
             source_shape | list<int64> | elements | shape of the tensor in the model
+            block | int64 | | number of the block file of this rank with the bytes of data; null if they are in this row
+            offset | int64 | bytes | position of the bytes in the block file
+            size | int64 | bytes | size of the bytes
+            checksum | int64 | | CRC-32 of the bytes
             values | list<float> | the tensor's own | the elements, flattened in C order; null if they are in data
-            data | large_binary | | the elements as little-endian bytes in C order; null if they are in values
+            data | large_binary | | the elements as little-endian bytes in C order; null if they are in values. Those in a block file
+                are null in the Parquet file, and are added when the table is read with run.tensors or run.sql
             """,
             IDENTITY,
         ),

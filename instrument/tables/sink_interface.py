@@ -38,7 +38,8 @@ class Sink(Protocol):
             key: The identity columns.
             source_shape: The shape of the complete tensor in the model.
             tensor: The tensor, or the recorded part of it; strided.
-            dtype: The dtype of the copy; None keeps the tensor's dtype.
+            dtype: The dtype in which the values are stored; None leaves it to the sink, which keeps every value that float32 represents.
+                Not int8 for floating-point values: a custom sink gets these rounded to 8 bits, as float32.
 
         Returns:
             The size of the stored values in bytes; None if the tensor was dropped, because no memory was available.

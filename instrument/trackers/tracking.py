@@ -99,7 +99,9 @@ class TrackingSink:
     ) -> int | None:
         """Copy the displayed part of a tensor. Returns 0, since no bytes are stored."""
         if self.tracker.shows_images:
-            self._collector.add_tensor(key, tensor, dtype)
+            from ..values.int8_rows import rounded  # imported late, like torch
+
+            self._collector.add_tensor(key, *rounded(tensor, dtype))
         return 0
 
     def end_step(self, *, wait: bool = False) -> None:

@@ -163,7 +163,7 @@ class _Step:
 class _CountingSink(ParquetSink):
     """A sink that counts the rows by table, and those of the current step by spec. `sizes`: of the tensors, in bytes."""
 
-    def __init__(self, folder: Path, tensors: Literal["list", "bytes"]) -> None:
+    def __init__(self, folder: Path, tensors: Literal["list", "bytes"] | None) -> None:
         super().__init__(folder, tensors=tensors)
         self.current = _Step(0, "train")
         self.rows: Counter[str] = Counter()
@@ -395,4 +395,5 @@ def _size_of_part(table: Table, batch: pa.RecordBatch) -> int:
         writer.append(batch)
         writer.close()
         (file,) = part_files(Path(folder), table.name).values()
-        return file.stat().st_size
+        of_blocks = sum(filter(None, batch["size"].to_pylist())) if table.name == "tensors" else 0
+        return file.stat().st_size + of_blocks

@@ -1,0 +1,144 @@
+"""Block files: the bytes of recorded tensors, one after the other. The table `tensors` has their places.
+
+    blocks/block-0000-000003.raw    rank, and the number of the part whose rows were written next
+
+A block file only grows. A row is written after its bytes, so that all places in the index can be read: while the run is in
+progress, and after its process was killed. Bytes without a row belong to a step that was not completed. Each row has the CRC-32
+of its bytes. A tensor begins at a multiple of 64 bytes, as vector instructions and mapped memory need.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pyarrow as pa
+
+from .checksums import DamagedFileError
+from .parts import Part
+from .remote_files import remote_errors
+from .remote_folder import is_address
+
+BLOCK_BYTES = 256 * 2**20  # The size at which a block file ends, at the end of a step.
+ALIGNMENT = 64
+MAPPED_FILES = 128  # The block files that one reader maps at the same time.
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Place(NamedTuple):
+    """Where the bytes of a tensor are: columns of the table `tensors`, next to the rank."""
+
+    block: int
+    offset: int
+    size: int
+    checksum: int
+
+
+NO_PLACE = (None,) * len(Place._fields)
+"""The columns of the place of a tensor that is not in a block file."""
+
+
+def binary_of(content: Bytes) -> pa.Array:
+    """Return an array of large_binary with one cell that shares the memory."""
+    ends = pa.py_buffer(np.array([0, content.nbytes], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(content)])
+
+
+class BlockWriter:
+    """Appends tensors to a new block file. An `OSError` is raised if it cannot be written."""
+
+    def __init__(self, folder: Path, part: Part, *, fsync: bool) -> None:
+        self.number = part.number
+        self.size = 0
+        self._fsync = fsync
+        path = part.block(folder)
+        path.parent.mkdir(exist_ok=True)
+        self._file = open(path, "xb", buffering=0)  # noqa: SIM115
+
+    def append(self, content: Bytes) -> Place:
+        """Write the bytes of a tensor."""
+        place = Place(self.number, self.size, content.nbytes, zlib.crc32(content))
+        padding = bytes(-content.nbytes % ALIGNMENT)
+        pieces = [piece for piece in (memoryview(content), memoryview(padding)) if len(piece)]
+        try:
+            while pieces:
+                written = os.writev(self._file.fileno(), pieces)
+                while pieces and written >= len(pieces[0]):
+                    written -= len(pieces.pop(0))
+                pieces[:1] = [piece[written:] for piece in pieces[:1]]
+        except OSError:
+            os.ftruncate(self._file.fileno(), self.size)
+            raise
+        self.size += content.nbytes + len(padding)
+        return place
+
+    def end_step(self) -> None:
+        """Make sure that the rows of the step can be written."""
+        if self._fsync:
+            os.fsync(self._file.fileno())
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(f"{self._file.name} was removed while it was being written")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class BlockReader:
+    """Reads places in the block files of a run. Those of a local run are mapped into memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: OrderedDict[Path, mmap.mmap] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "_maps": OrderedDict()}
+
+    def read(self, rank: int, place: Place, start: int = 0, end: int | None = None, *, verified: bool = False) -> Bytes:
+        """Return the bytes of a tensor, or some of them, as a view of the file. Changes of the view do not reach the file.
+
+        Args:
+            verified: Whether they are known to match the checksum. Otherwise all bytes are compared with it, but not some of them.
+
+        Raises:
+            DamagedFileError: The file ends before, or all bytes were read and do not match the checksum.
+            FileNotFoundError: The file does not exist.
+        """
+        end = place.size if end is None else end
+        file = Part(rank, place.block).block(self.folder)
+        content = self._bytes(file, place.offset + start, place.offset + end)
+        if len(content) < end - start:
+            raise DamagedFileError(f"{file.name} ends before byte {place.offset + end:,}")
+        if end - start == place.size and not verified and zlib.crc32(content) != place.checksum:
+            where = f"bytes {place.offset:,} to {place.offset + place.size:,}"
+            raise DamagedFileError(f"{where} of {file.name} do not match their checksum")
+        return content
+
+    def release(self) -> None:
+        """Remove what was read from the memory of this process. Views remain valid, and read it again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
+    def _bytes(self, file: Path, start: int, end: int) -> Bytes:
+        if start == end:
+            return np.empty(0, np.uint8)
+        if is_address(self.folder):
+            with remote_errors(file):
+                content = cast(Any, file).fs.cat_file(file.path, start=start, end=end)  # type: ignore[attr-defined]
+            return np.frombuffer(bytearray(content), np.uint8)
+        mapped = self._maps.pop(file, None)
+        if mapped is None or len(mapped) < end:  # the file has grown
+            with open(file, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if not size:
+                    return np.empty(0, np.uint8)
+                mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
+        self._maps[file] = mapped
+        if len(self._maps) > MAPPED_FILES:
+            self._maps.popitem(last=False)  # unmapped when no view of it is left
+        return np.frombuffer(mapped, np.uint8)[start:end]
