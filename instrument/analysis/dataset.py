@@ -24,14 +24,12 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ..config.base import parse_slice
 from ..errors import ConfigError, Problem, similar_names
 from ..storage.parts import ROW_GROUP_BYTES
-from ..storage.raw_tensors import RawTensors
 from ..storage.run_files import RunFiles
 from .features import (
     BATCH,
     INDEX,
     Array,
     FeatureSelection,
-    Shape,
     TensorOfBatch,
     batches_of,
     common_shape,
@@ -44,6 +42,7 @@ from .features import (
     targets_of,
 )
 from .frames import plain_labels
+from .raw_tensors import RawTensors
 
 Given: TypeAlias = str | Array | Tensor | None
 Batch: TypeAlias = dict[str, Any]
@@ -649,7 +648,7 @@ class ActivationBatches(IterableDataset[Batch]):
         if shuffle is not None and self.order.window is None:
             order = _permutation(len(data), shuffle, epoch)[offset + first : offset + end].numpy()
             length, buffers = size, None
-            load: Callable[..., Batch] = lambda begin, end, _: data.read(order[begin:end])
+            load: Callable[..., Batch] = partial(_read_in_order, data, order)
         else:
             most = SEQUENTIAL_BYTES if shuffle is None or self.order.window is None else self.order.window
             segments, chunks = data.segments(most)
@@ -694,6 +693,10 @@ def _permutation(size: int, *seed: int) -> Tensor:
     """Return a uniformly random permutation of the integers below `size`, which depends on the seed only."""
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
     return torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1))))
+
+
+def _read_in_order(data: ActivationDataset, order: Array, begin: int, end: int, _: None) -> Batch:
+    return data.read(order[begin:end])
 
 
 def _items(batch: Batch, begin: int, end: int) -> Batch:

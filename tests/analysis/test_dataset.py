@@ -217,8 +217,8 @@ def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any]
     assert sorted(place for batch in complete for place in batch) == [item[:2] for item in expected()]
     for used in (3, len(complete)) if workers else range(len(complete) + 1):
         batches, loader = start()
-        for batch, _ in zip(loader, range(used), strict=False):
-            assert batch is not None
+        for _ in zip(range(used), loader, strict=False):
+            pass
         state = json.loads(json.dumps(batches.state_dict(used) if workers or used == 0 else batches.state_dict()))
         batches, loader = start()
         batches.load_state_dict(state)
@@ -227,6 +227,7 @@ def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any]
             assert [places([batch]) for batch in loader] == complete
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata uses deprecated functions
 def test_stateful_dataloader_resumes(run: Run) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 
