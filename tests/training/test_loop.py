@@ -20,8 +20,7 @@ from instrument import ConfigError, MemorySink
 from instrument.config.parse import parse_config
 from instrument.config.schedule import Evaluations
 from instrument.probe.probe import Probe
-from instrument.tasks import Outcome
-from instrument.tasks.base import WeightedMean
+from instrument.tasks import Outcome, WeightedMean
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.forward import run_forward
