@@ -340,4 +340,5 @@ def unit_directions(weight: Tensor, context: Any = None) -> Tensor:  # noqa: ARG
 
     Otherwise, an L1 penalty of the features is avoided by small features and long directions (Bricken et al. 2023).
     """
-    return weight / weight.norm(dim=0, keepdim=True).clamp(min=torch.finfo(weight.dtype).tiny)
+    lengths: Tensor = weight.norm(dim=0, keepdim=True)
+    return weight / lengths.clamp(min=torch.finfo(weight.dtype).tiny)
