@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -120,12 +120,12 @@ class _Run:
     def __init__(self, files: RunFiles, selections: Sequence[FeatureSelection], items: Items) -> None:
         self.files, self.items, self.first = files, items, selections[0].layer
         names = pa.array(
-            [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)], pa.string()
+            [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)], "string"
         )
         condition = ds.field("layer").isin(["" if each.layer == "." else each.layer for each in selections])
         condition |= ds.field("path").isin(names) & (ds.field("role") == "input")
-        self._tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
-        index: pd.DataFrame = plain_labels(self._tensors.index).to_pandas()
+        self.tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
+        index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()
         index["tensor"] = np.arange(len(index))
         self._index = index[~index["recompute"] & (index["backward"] == 0)]
         rows = select(files, selections[0], self._index)
@@ -163,14 +163,14 @@ class _Run:
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Recorded:
         batches = list(batches_of(self.files, rows, self._samples, selection))
         tensor_of = dict(zip(rows[BATCH].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True))
-        return _Recorded(self._tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
+        return _Recorded(self.tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Recorded:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
         own = [batch.key for batch in self.batches]
         rows = rows[pd.MultiIndex.from_frame(rows[BATCH]).isin(own)]
-        recorded = self._recorded(selection, rows) if len(rows) else _Recorded(self._tensors, [], [], [])
+        recorded = self._recorded(selection, rows) if len(rows) else _Recorded(self.tensors, [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
         entries: list[Array | None] = []
@@ -187,7 +187,7 @@ class _Run:
             which.append(number)
             entries.append(None if np.array_equal(order, np.arange(len(other))) else order)
         batches = [recorded.batches[number] for number in which]
-        return _Recorded(self._tensors, [recorded.which[number] for number in which], batches, entries)
+        return _Recorded(self.tensors, [recorded.which[number] for number in which], batches, entries)
 
     def _given(self, where: str, value: Any, optional: str) -> _Recorded | _ById | None:
         """Return a recorded input by its name, or an array by the ids; None if there is no input of the name `optional`."""
@@ -222,37 +222,28 @@ class _Run:
         return self._aligned(like, where, f"the input {value!r}")
 
     def _by_id(self, where: str, values: Tensor) -> _ById:
-        ids = self.ids
-        if ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < len(values)):
-            given = f"shape {list(values.shape)}" if ids.dtype.kind in "iu" else "ids that are strings"
-            allowed = (
-                f"an array with one row for each id, up to {ids.max()}" if ids.dtype.kind in "iu" else "integer ids"
-            )
+        first, last = self.ids.min(), self.ids.max()
+        if self.ids.dtype.kind not in "iu" or not 0 <= first <= last < len(values):
+            message = "an array has one row for each sample, at the index of its id"
             raise ConfigError(
-                Problem(where, "the rows of an array are selected by the ids of the samples", given, allowed)
+                Problem(where, message, f"shape {list(values.shape)}", f"rows for the ids {first} to {last}")
             )
-        return _ById(values, np.split(ids.astype(np.int64), self.ends[:-1]))
+        return _ById(values, np.split(self.ids.astype(np.int64), self.ends[:-1]))
 
     def _positions(self, spec: Mapping[str, Any]) -> list[Tensor]:
         """Return, for each batch, the index in the model of each entry of dimension 1."""
         parts = () if spec.get("slice") is None else parse_slice(spec["slice"])
         part = parts[1] if len(parts) > 1 else slice(None)
-        positions: dict[tuple[int, int], Tensor] = {}
         for name, source in self.layers.items():
             for own, batch in zip(self.batches, source.batches, strict=True):
                 if isinstance(part, int) or len(batch.shape) < 2 or batch.shape[1] != own.shape[1]:
                     message = f"the tensors of layer {name!r} have no positions in dimension 1, or others than layer {self.first!r}"
                     fix = "pass flatten=None, or record without a 'slice' that removes dimension 1"
                     raise ConfigError(Problem("flatten", message, f"shape {list(batch.shape)}", fix=fix))
-                sizes = own.shape[1], own.source[1] if len(own.source) > 1 else own.shape[1]
-                if sizes not in positions:
-                    full = (
-                        torch.arange(sizes[1])[part]
-                        if len(range(sizes[1])[part]) == sizes[0]
-                        else torch.arange(sizes[0])
-                    )
-                    positions[sizes] = full
-        return [positions[own.shape[1], own.source[1]] for own in self.batches]
+        positions = cache(lambda source: torch.arange(source)[part])
+        whole = cache(torch.arange)
+        chosen = ((positions(batch.source[1]), batch.shape[1]) for batch in self.batches)
+        return [each if len(each) == count else whole(count) for each, count in chosen]
 
     def by_position(self, where: str, batch: int, values: Tensor) -> Tensor:
         """Return values [samples, positions, ...] at the recorded positions of a batch."""
@@ -262,35 +253,28 @@ class _Run:
             return values
         if values.ndim > 1 and values.shape[1] == source:
             return values[:, columns]
-        allowed = f"[{len(values)}, {source}]"
         message = f"the shape differs from the samples and positions of layer {self.first!r}"
-        raise ConfigError(Problem(where, message, str(list(values.shape)), allowed))
+        raise ConfigError(Problem(where, message, str(list(values.shape)), f"[{len(values)}, {source}]"))
 
-    def _kept(self, batch: int, mask: _Recorded | _ById | None) -> Tensor | None:
-        count = len(self.batches[batch].samples)
-        if mask is None and not callable(self.items.mask) and not self.items.special_tokens:
-            return None
-        keep = torch.ones(count, self.batches[batch].shape[1], dtype=torch.bool)
-        if mask is not None:
-            keep &= self._mask(batch, mask.read(batch, 0, count))
-        if callable(self.items.mask) or self.items.special_tokens:
+    def _kept(self, number: int, mask: _Recorded | _ById | None) -> Tensor | None:
+        batch, function, special = self.batches[number], self.items.mask, list(self.items.special_tokens)
+        shape = len(batch.samples), batch.shape[1]
+        masks = [] if mask is None else [self.by_position("mask", number, mask.read(number, 0, shape[0])) != 0]
+        if callable(function) or special:
             if self.tokens is None:
                 message = (
                     "special_tokens and a function as mask need recorded tokens, and no input of this name was recorded"
                 )
                 raise ConfigError(Problem("tokens", message, self.items.tokens))
-            tokens = self.by_position("tokens", batch, self.tokens.read(batch, 0, count))
-            if callable(self.items.mask):
-                keep &= self._mask(batch, torch.as_tensor(self.items.mask(tokens)))
-            keep &= ~torch.isin(tokens, torch.tensor(list(self.items.special_tokens), dtype=tokens.dtype))
+            tokens = self.by_position("tokens", number, self.tokens.read(number, 0, shape[0]))
+            masks += [torch.as_tensor(function(tokens)) != 0] if callable(function) else []
+            masks.append(~torch.isin(tokens, torch.tensor(special, dtype=tokens.dtype)))
+        for each in masks:
+            if each.shape != shape:
+                message = f"must have the shape of the samples and positions of layer {self.first!r}"
+                raise ConfigError(Problem("mask", message, str(list(each.shape)), str(list(shape))))
+        keep = torch.stack(masks).all(0) if masks else torch.ones(())
         return None if keep.all() else keep.flatten().nonzero()[:, 0].int()
-
-    def _mask(self, batch: int, mask: Tensor) -> Tensor:
-        mask = self.by_position("mask", batch, mask)
-        if mask.ndim != 2 or len(mask) != len(self.batches[batch].samples):
-            allowed = f"[{len(self.batches[batch].samples)}, {self.batches[batch].shape[1]}]: samples, positions"
-            raise ConfigError(Problem("mask", "the mask has another shape", str(list(mask.shape)), allowed))
-        return mask != 0
 
 
 def _common_dtype(names: pd.Series) -> torch.dtype:
@@ -338,6 +322,8 @@ class ActivationDataset(Dataset[Batch]):
         counts = [len(batch.samples) for run in self._runs for batch in run.batches]
         self._first_sample = np.cumsum([0, *counts])
         self._starts = np.cumsum([0, *(self._count(g) for g in range(len(counts)))])
+        if not len(self):
+            raise ConfigError(Problem("mask", "no position is an item: the mask is 0 at all positions"))
 
     def _count(self, g: int) -> int:
         """Return the number of items of a batch."""
@@ -377,20 +363,26 @@ class ActivationDataset(Dataset[Batch]):
 
     def read(self, indices: Array) -> Batch:
         """Return the items of some indices, int64 [n], as a batch."""
-        of = np.searchsorted(self._starts, indices, side="right") - 1
-        order = np.argsort(of, kind="stable")
-        batches, firsts = np.unique(of[order], return_index=True)
-        parts = np.split(order, firsts[1:])
+        if not len(indices):
+            return _items(self.read(np.zeros(1, np.int64)), 0, 0)
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+        batches, firsts = np.unique(np.searchsorted(self._starts, ordered, side="right") - 1, return_index=True)
+        ends = [*firsts[1:].tolist(), len(order)]
         pieces = [
-            (g, torch.from_numpy(indices[part] - self._starts[g]))
-            for g, part in zip(batches.tolist(), parts, strict=True)
-            if len(part)
+            (g, torch.from_numpy(ordered[first:end] - self._starts[g]))
+            for g, first, end in zip(batches.tolist(), firsts.tolist(), ends, strict=True)
         ]
         return self.join(pieces, torch.from_numpy(order))
 
     def empty(self, count: int) -> dict[str, Tensor]:
         """Return memory for the tensors of some items, by layer."""
         return {name: torch.empty(count, *self._shapes[name], dtype=self._dtypes[name]) for name in self.layers}
+
+    def release(self) -> None:
+        """Remove what was read of the mapped files from the memory of this process."""
+        for run in self._runs:
+            run.tensors.release()
 
     def join(
         self,
@@ -413,16 +405,14 @@ class ActivationDataset(Dataset[Batch]):
         for (g, where), size in zip(pieces, sizes, strict=True):
             begin, end = end, end + size
             self._copy(g, where, values, slice(begin, end) if to is None else to[begin:end], others)
-        joined = {
-            name: torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64) for name, parts in others.items()
-        }
+        joined = {name: torch.cat(parts) for name, parts in others.items()}
         if to is not None:
             joined = {name: torch.empty_like(part).index_copy_(0, to, part) for name, part in joined.items()}
-        sample, g = joined.pop("sample").numpy(), joined.pop("batch").numpy()
+        sample, of = joined.pop("sample").numpy(), joined.pop("batch").numpy()
         batch: Batch = {"x": values[self.layers[0]] if self._single else values}
         ids = self._ids[sample]
         batch["id"] = torch.from_numpy(ids.astype(np.int64)) if ids.dtype.kind in "iu" else ids.tolist()
-        batch["run"], batch["step"] = torch.from_numpy(self._run_of[g]), torch.from_numpy(self._step[g])
+        batch["run"], batch["step"] = torch.from_numpy(self._run_of[of]), torch.from_numpy(self._step[of])
         if self._targets is not None:
             batch["target"] = self._targets[torch.from_numpy(sample)]
         return {**batch, **joined}
@@ -438,19 +428,17 @@ class ActivationDataset(Dataset[Batch]):
         """Copy the items `where` of a batch to the indices `to` of `values`; add what belongs to them to `others`."""
         run, number, width = self._runs[self._run_of[g]], int(self._number[g]), self._width(g)
         kept = run.kept[number] if run.kept is not None else None
-        flat = where if kept is None else kept[where].long()
-        numbers = torch.arange(flat.start, flat.stop) if isinstance(flat, slice) else flat
-        start, stop = int(numbers.min()) // width, int(numbers.max()) // width + 1
+        numbers = torch.arange(where.start, where.stop) if isinstance(where, slice) else where
+        numbers = numbers if kept is None else kept[numbers].long()
+        first, last = int(numbers[0]), int(numbers[-1])
+        start, stop = first // width, last // width + 1
         inside = numbers - start * width
-        is_range = int(numbers[-1]) - int(numbers[0]) == len(numbers) - 1 == stop * width - start * width - 1
+        is_range = isinstance(where, slice) and last - first == len(numbers) - 1
         for name, out in values.items():
             source = run.layers[name].read(number, start, stop).reshape(-1, *self._shapes[name])
-            if isinstance(flat, slice):
-                source = source[int(inside[0]) : int(inside[-1]) + 1]
-            elif not is_range:
-                source = source[inside]
             raw = _RAW[out.itemsize]  # NumPy copies rows faster than PyTorch, but does not know all types
             target, source = out.view(raw).numpy(), source.to(out.dtype).view(raw).numpy()
+            source = source[int(inside[0]) : int(inside[-1]) + 1] if is_range else source[inside.numpy()]
             target[to if isinstance(to, slice) else to.numpy()] = source
         sample = numbers.div(width, rounding_mode="floor")
         found = {"batch": torch.full_like(numbers, g), "sample": sample + int(self._first_sample[g])}
@@ -498,13 +486,13 @@ class ActivationDataset(Dataset[Batch]):
         Args:
             batch_size: The number of items of a batch. The last batch of an epoch has fewer if the number of items is no multiple.
             shuffle: The seed of the order. Default: None, in the order of the data set.
-            window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (a part of a recorded tensor; 16 MB of tensors
-                in Parquet files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both permutations are
-                uniform. Two windows are in memory. None: a uniform permutation of all items, 8 bytes for each.
+            window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (a part of a recorded tensor; 16 MB of
+                tensors in Parquet files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both
+                permutations are uniform. Two windows are in memory. None: a uniform permutation of all items, 8 bytes for each.
             drop_last: Whether an incomplete last batch is left out.
             rank: The number of this process. Default: that of `torch.distributed`; 0 if it is not initialized.
-            ranks: The number of processes. Default: that of `torch.distributed`. Each process gets other items, and equally many: up to `ranks`
-                - 1 items of an epoch are left out.
+            ranks: The number of processes. Default: that of `torch.distributed`. Each process gets other items, and equally many: up to
+                `ranks` - 1 items of an epoch are left out.
 
         Raises:
             ConfigError: An argument has a wrong value.
@@ -655,38 +643,39 @@ class ActivationBatches(IterableDataset[Batch]):
             if shuffle is not None:
                 places = _permutation(int(chunks[-1]) + 1, shuffle, epoch).numpy()
                 segments = segments[np.argsort(places[chunks], kind="stable")]
+            segments = np.column_stack([segments, np.cumsum(segments[:, 2] - segments[:, 1])])
             batches = -(-(end - first) // size)
             windows = -(-batches // max(1, most // max(data.item_bytes, 1) // size))
             length = -(-batches // windows) * size  # windows of equal size
-            load = partial(self._window, segments, np.cumsum(segments[:, 2] - segments[:, 1]), epoch, offset + first)
+            load = partial(self._window, segments, epoch, offset + first)
             buffers = [data.empty(min(length, end - first)) for _ in range(min(windows, 2))]
         starts = [
             (at, min(at + length, end - first)) for at in range((begin - first) // length * length, end - first, length)
         ]
         with ThreadPoolExecutor(1) as reader:
-            following = reader.submit(load, *starts[0], buffers and buffers[0])
+            following = reader.submit(load, starts[0], buffers and buffers[0])
             for number, (at, stop) in enumerate(starts, 1):
                 window = following.result()
                 if number < len(starts):
-                    following = reader.submit(load, *starts[number], buffers and buffers[number % 2])
+                    following = reader.submit(load, starts[number], buffers and buffers[number % 2])
                 for i in range(max(at, begin - first), stop, size):
                     yield window if buffers is None else _items(window, i - at, min(i + size, stop) - at)
 
     def _window(
-        self, segments: Array, ends: Array, epoch: int, offset: int, begin: int, end: int, buffers: Mapping[str, Tensor]
+        self, segments: Array, epoch: int, offset: int, items: tuple[int, int], buffers: Mapping[str, Tensor]
     ) -> Batch:
-        """Read the items from `begin` to `end` of the segments into buffers."""
-        begin, end = offset + begin, offset + end
-        first, last = np.searchsorted(ends, [begin, end - 1], side="right")
-        pieces = [(int(g), slice(int(a), int(b))) for g, a, b in segments[first : last + 1]]
-        skipped = int(ends[last]) - end
-        pieces[-1] = (pieces[-1][0], slice(pieces[-1][1].start, pieces[-1][1].stop - skipped))
-        skipped = begin - int(ends[first] - (segments[first, 2] - segments[first, 1]))
-        pieces[0] = (pieces[0][0], slice(pieces[0][1].start + skipped, pieces[0][1].stop))
+        """Read a range of the items of the segments into buffers."""
+        begin, end = offset + items[0], offset + items[1]
+        g, first, last, ends = segments.T
+        of = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
+        first = np.maximum(first[of], last[of] - (ends[of] - begin))
+        last = np.minimum(last[of], last[of] - (ends[of] - end))
+        pieces = [(i, slice(a, b)) for i, a, b in zip(g[of].tolist(), first.tolist(), last.tolist(), strict=True)]
         shuffle = self.order.shuffle
-        return self.data.join(
-            pieces, None if shuffle is None else _permutation(end - begin, shuffle, epoch, begin), buffers
-        )
+        to = None if shuffle is None else _permutation(end - begin, shuffle, epoch, 1 + begin)
+        batch = self.data.join(pieces, to, buffers)
+        self.data.release()
+        return batch
 
 
 def _permutation(size: int, *seed: int) -> Tensor:
@@ -695,8 +684,8 @@ def _permutation(size: int, *seed: int) -> Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1))))
 
 
-def _read_in_order(data: ActivationDataset, order: Array, begin: int, end: int, _: None) -> Batch:
-    return data.read(order[begin:end])
+def _read_in_order(data: ActivationDataset, order: Array, items: tuple[int, int], _: None) -> Batch:
+    return data.read(order[slice(*items)])
 
 
 def _items(batch: Batch, begin: int, end: int) -> Batch:

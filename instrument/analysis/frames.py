@@ -215,7 +215,8 @@ def _from_bytes(data: Any, dtype: str, length: int = 1) -> _Array:
     """Return the elements in some bytes. `length`: of the last dimension, whose rows have a scale each in `int8_scaled`."""
     if dtype == SCALED:
         rows = np.frombuffer(data, [("scale", "<f4"), ("codes", np.int8, (length,))])
-        return (rows["codes"] * rows["scale"][:, None]).reshape(-1)
+        elements: _Array = (rows["codes"] * rows["scale"][:, None]).reshape(-1)
+        return elements
     if dtype == "bfloat16":
         return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
     if dtype == "complex32":

@@ -18,7 +18,6 @@ from .sql import lazy_frame, run_query
 
 if TYPE_CHECKING:
     import polars as pl
-
     from torch import Tensor
 
     from .dataset import ActivationDataset
@@ -253,8 +252,8 @@ class Run(RunTables):
             flatten: `tokens`: an item is a position of dimensions 0 and 1, at which the mask is true. Default: None.
             mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model; an array
                 with one row for each id; or a function of the tokens of a batch. None: all positions.
-            tokens: The token ids, [samples, positions]: the name of a recorded input of the model, or an array with one row for each id. The
-                default is left out if it was not recorded.
+            tokens: The token ids, [samples, positions]: the name of a recorded input of the model, or an array with one row for each id.
+                The default is left out if it was not recorded.
             special_tokens: Token ids whose positions are left out.
             with_targets: True: the recorded target of each sample. A name: that of a recorded input of the model, such as `labels`.
             hook: As in `features`, like the following arguments.

@@ -65,7 +65,9 @@ class RawTensors:
         """
         table = TABLES["tensors"]
         read = [name for name in table.names if name not in _VALUES]
-        pieces, groups, rows = [], [], []
+        pieces: list[pa.Table] = []
+        groups: list[_Group] = []
+        rows: list[tuple[int, int]] = []
         for file, piece in files.fragments(table):
             for part in row_groups(piece):
                 with files.errors_reported(file):
@@ -108,13 +110,13 @@ class RawTensors:
                 their checksum. Slices are not verified.
             TypeError: The dtype is not supported.
         """
-        rank, dtype, shape, place = self._cells[i]
+        _, dtype, shape, place = self._cells[i]
         if place.block is None:
             values, data = self._cells_outside(i)
             whole = array_of(values, data, shape, dtype, copy=False)
             return whole[start:stop] if shape else whole
         content, shape = self._bytes(i, start, stop)
-        return array_of(None, memoryview(content), shape, dtype)
+        return array_of(None, content.data, shape, dtype)
 
     def tensor(self, i: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a tensor, or entries of dimension 0, in the recorded dtype; int8 with scales as float32.

@@ -6,7 +6,6 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby
 from operator import itemgetter
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds

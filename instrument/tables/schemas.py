@@ -281,7 +281,7 @@ for _table in (
             block | int64 | | number of the block file of this rank with the bytes of data; null if they are in this row
             offset | int64 | bytes | position of the bytes in the block file
             size | int64 | bytes | size of the bytes
-            checksum | int64 | | CRC-32 of the bytes
+            checksum | int64 | | CRC-32 of the sums of each 4 KB (of 64-bit words, modulo 2^64), followed by the other bytes
             values | list<float> | the tensor's own | the elements, flattened in C order; null if they are in data
             data | large_binary | | the elements as little-endian bytes in C order; null if they are in values. Those in a block file
                 are null in the Parquet file, and are added when the table is read with run.tensors or run.sql

@@ -107,8 +107,10 @@ def test_dataset_has_unpadded_tokens(run: Run) -> None:
     one = data[-2]
     assert (int(one["id"]), int(one["position"])) == items[-2][:2]
     assert torch.equal(one["x"]["up"], items[-2][4])
-    some = data[[7, 0, 7]]
-    assert places([some]) == [items[i][:2] for i in (7, 0, 7)]
+    for some in ([7, 0, 7], [0, 2, 1, 3], [-1], [], np.array([50, 3])):
+        assert places([data[some]]) == [items[i][:2] for i in some]
+    with pytest.raises(IndexError, match=f"the data set has {len(items)} items"):
+        data[len(items)]
 
 
 def test_dataset_without_flatten_has_samples() -> None:
@@ -264,6 +266,28 @@ def test_iteration_leaves_random_state(run: Run) -> None:
     assert states[2] == random.getstate()
 
 
+@pytest.mark.parametrize("megabytes", tiered([64, 4096], quick=[64]))
+def test_iteration_needs_constant_memory(tmp_path: Path, megabytes: int) -> None:
+    def anonymous() -> float:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) / 1024
+
+    model = nn.Identity()
+    values = torch.zeros(16, 256, 1024)  # 16 MB
+    with instrument.attach(model, {"f": {**RECORD, "layers": "."}}, out=tmp_path) as probe:
+        for step in range(megabytes // 16):
+            probe.batch(ids=range(16 * step, 16 * step + 16))
+            model(values)
+            probe.end_step()
+    data = instrument.load(tmp_path).dataset(".", flatten="tokens", mask=None)
+    before, most, count = anonymous(), 0.0, 0
+    for batch in data.batches(256, shuffle=0, window=8 * 2**20):
+        count += len(batch["x"])
+        most = max(most, anonymous())
+    assert count == len(data) == megabytes * 256
+    assert most - before < 2 * 8 + 16  # two windows, batches, and the index
+
+
 def test_runs_follow_each_other(tmp_path: Path) -> None:
     for name, first in {"a": 0, "b": 35}.items():
         record(tmp_path / name, first=first)
@@ -347,8 +371,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         "special_tokens: positions are left out only.*flatten='tokens'",
     ),
     "function": ({"layer": "up", "mask": lambda tokens: tokens}, "mask: positions are left out only"),
-    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*up to 134"),
+    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*ids 100 to 134"),
     "shape": ({"layer": "up", "flatten": "tokens", "mask": np.ones((135, 3))}, r"mask: the shape.*\[5, 3\].*\[5, 6\]"),
+    "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
+    "dimensions": ({"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))}, "mask: must have the shape"),
+    "one row": ({"layer": "up", "flatten": "tokens", "mask": lambda tokens: tokens[0]}, "mask: must have the shape"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
     "step": ({"layer": "up", "step": 99}, "step: no recorded tensor of layer 'up' has this step"),

@@ -247,9 +247,9 @@ def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pyt
     table_files: list[str] = []
     original = sql._table_files
 
-    def noted(queried: instrument.Run, table: str) -> sql._TableFiles:
+    def noted(queried: instrument.Run, table: str, **options: bool) -> sql._TableFiles:
         table_files.append(table)
-        return original(queried, table)
+        return original(queried, table, **options)
 
     monkeypatch.setattr(sql, "_table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
@@ -322,8 +322,8 @@ def test_files_merged_while_listing_are_listed_again(
     run = instrument.load(folder)
     original = sql._table_files
 
-    def merged(queried: instrument.Run, table: str) -> sql._TableFiles:
-        found = original(queried, table)
+    def merged(queried: instrument.Run, table: str, **options: bool) -> sql._TableFiles:
+        found = original(queried, table, **options)
         if part(folder, 1).exists():
             pq.write_table(
                 pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")

@@ -181,7 +181,7 @@ def test_config_is_parsed_with_defaults() -> None:
     config = parse_config({**CONFIG, "hooks": {"look": RECORD}, "apply": {"init": INIT}, "sink": None})
     assert (config.name, config.seed, config.device, config.scheduler) == ("run", 0, "auto", None)
     assert (config.data.slice.split, config.data.eval_slice.split) == (None, None)
-    assert (config.train.steps, config.train.batch_size, config.sink.tensors) == (3, 64, "list")
+    assert (config.train.steps, config.train.batch_size, config.sink.tensors) == (3, 64, None)
     assert config.hooks == parse_hooks({"look": RECORD})
     assert config.apply == parse_apply({"init": INIT})
     assert config.model.to_config() == CONFIG["model"]
@@ -269,7 +269,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (PATCH, {"fn": "replace"}, "", "replace requires 'run'"),
     (PATCH, {"fn": "replace", "from_sample": 0}, "", "'from_sample' requires fn patch"),
     (CLIP, {"norm": 1.0, "samples": 2}, "samples", "must be a list"),
-    (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not an allowed value"),
+    (RECORD, {"tensors": True, "dtype": "int4"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
     (CLIP, {}, "", "requires exactly one of min/max, value, norm, quantile, ratio; given: none"),
     (CLIP, {"norm": 1.0, "value": 1.0}, "", "given: value and norm"),

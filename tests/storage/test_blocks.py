@@ -91,9 +91,25 @@ def test_hooks_without_statistics_or_with_a_dtype_store_bytes(
         content = (tmp_path / "run" / "blocks" / "block-0000-000000.raw").read_bytes()
         stored = VALUES.to(getattr(torch, row["dtype"]))
         assert content[: row["size"]] == bytes(stored.view(torch.uint8).numpy())
-        assert row["checksum"] == zlib.crc32(content[: row["size"]])
+        assert row["checksum"] == zlib.crc32(content[: row["size"]])  # it has less than 4 KB
     expected = VALUES if "dtype" not in fields else VALUES.to(getattr(torch, fields["dtype"])).float()
     assert torch.equal(torch.tensor(run.tensors()["values"][0]).float(), expected)
+
+
+def test_checksum_of_pages_depends_on_each_bit_and_their_order(tmp_path: Path) -> None:
+    pages = torch.randint(0, 256, (3 * 4096 + 5,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    recorded(tmp_path / "run", pages)
+    (row,) = pq.read_table(tmp_path / "run" / "tensors").to_pylist()
+    content = bytes(pages.numpy())
+    words = [int.from_bytes(content[i : i + 8], "little") for i in range(0, 3 * 4096, 8)]
+    sums = [sum(words[i : i + 512]) % 2**64 for i in range(0, len(words), 512)]
+    expected = b"".join(each.to_bytes(8, "little") for each in sums) + content[3 * 4096 :]
+    assert row["checksum"] == zlib.crc32(expected)
+    changed = [bytearray(content) for _ in range(3)]
+    changed[0][5000] ^= 128
+    changed[1][-1] ^= 1
+    changed[2][:8192] = content[4096:8192] + content[:4096]
+    assert row["checksum"] not in [blocks.checksum_of(np.frombuffer(each, np.uint8)) for each in changed]
 
 
 def test_option_of_the_sink_takes_precedence(tmp_path: Path) -> None:
@@ -215,7 +231,7 @@ def test_slice_reads_only_its_bytes(tmp_path: Path) -> None:
     flip_bit(block, 0)
     tensors = raw(tmp_path)
     assert torch.equal(tensors.tensor(0, 1), VALUES[0, 1:])
-    with pytest.raises(DamagedFileError, match="bytes 0 to 48 of block-0000-000000.raw do not match their checksum"):
+    with pytest.raises(DamagedFileError, match=r"bytes 0 to 48 of block-0000-000000\.raw do not match their checksum"):
         tensors.tensor(0)
 
 
