@@ -281,30 +281,23 @@ class DenseGAN(nn.Module):
 
 
 class TopK(nn.Module):
-    """ReLU that also sets all but the `k` largest features of each token to zero (Gao et al. 2024, equation 3).
-
-    Args:
-        k: The maximum number of features per token that are not zero.
-    """
+    """ReLU that also sets all but the `k` largest features [..., F] of each token to zero (Gao et al. 2024, section 2.3)."""
 
     def __init__(self, k: int) -> None:
         super().__init__()
         self.k = k
 
     def forward(self, features: Tensor) -> Tensor:
-        """Map features [..., F] to features of the same shape. `k` may not exceed F."""
+        """Return the features, of the same shape."""
         largest = features.relu().topk(self.k, dim=-1)
         return torch.zeros_like(features).scatter(-1, largest.indices, largest.values)
 
 
 class SparseAutoencoder(nn.Module):
-    """A dictionary of directions: each activation is a sparse sum of them, with positive coefficients, the features.
+    """Features = activation(encoder(x - bias)), and reconstruction = decoder(features) + bias: a sparse sum of directions.
 
-        features = activation(encoder(x - bias));  reconstruction = decoder(features) + bias
-
-    The activation is ReLU (Bricken et al. 2023, "Towards monosemanticity") or the `k` largest of it (Gao et al. 2024, "Scaling and
-    evaluating sparse autoencoders"). Before the training, the directions have length 1, and the encoder is the transpose of the decoder
-    (Gao et al. 2024, appendix A.1).
+    The activation is ReLU (Bricken et al. 2023, "Towards monosemanticity") or `TopK` (Gao et al. 2024, "Scaling and evaluating
+    sparse autoencoders"). At first, the directions have length 1, and the encoder is the transpose of the decoder (section 2.4).
 
     Args:
         width: The number of values of an activation.

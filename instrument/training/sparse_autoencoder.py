@@ -110,42 +110,27 @@ class SparseReconstruction:
 
 
 class PatchedModel:
-    """The model of a run of `mode: forward`, whose loss is computed with a replaced output of a layer.
-
-    Args:
-        run: The folder of the run.
-        layer: The layer.
-
-    Raises:
-        ConfigError: There is no such run or layer, or the run trained its model.
-    """
+    """The model of a run of `mode: forward` without its hooks, whose loss is computed with a replaced output of a layer."""
 
     def __init__(self, run: str, layer: str) -> None:
         config = parse_config({**_record(run, "task.run")["config"], "hooks": {}, "rules": {}, "device": "auto"})
         with process_state(seed=config.seed, deterministic=False):
             self.experiment = prepare(config)
         if not isinstance(self.experiment.data.train, Slice):
-            raise ConfigError(
-                Problem("task.run", "the dataset of the run is iterable, so its samples have no index", given=run)
-            )
+            message = "the dataset of the run is iterable, so its samples have no index"
+            raise ConfigError(Problem("task.run", message, given=run))
         self.dataset = self.experiment.data.train.dataset
         self.model = self.experiment.model.eval().requires_grad_(False)
-        names = [name for name, _ in self.model.named_modules()]
-        if layer not in names or not layer:
-            similar = similar_names(layer, names)
+        layers = dict(self.model.named_modules())
+        if layer not in layers or not layer:
+            similar = similar_names(layer, layers)
             raise ConfigError(Problem("task.layer", "the model has no such layer", given=layer, similar=similar))
-        self.layer = self.model.get_submodule(layer)
+        self.layer = layers[layer]
 
     def losses(self, ids: Sequence[int], patch: Tensor, mask: Tensor | None) -> dict[str, WeightedMean]:
-        """Return the losses of the model on samples, and the recovered loss, with their weights in the mean over several batches.
+        """Return the losses of the model on samples with an output [N, T, width] of the layer at the tokens of a mask [N, T].
 
-        Args:
-            ids: The indices of the samples in the dataset of the run.
-            patch: What replaces the output of the layer: [N, T, width].
-            mask: The tokens whose output is replaced: bool [N, T]; None for all tokens.
-
-        Raises:
-            ValueError: The output of the layer has another shape.
+        Their weights are the numbers of terms of the task of the run. That of the recovered loss is its denominator.
         """
         config, device = self.experiment.config, self.experiment.device
         options = loader_options(config.data, config.seed, pins_memory=False)
@@ -169,9 +154,7 @@ class PatchedModel:
             if value is None:
                 return None
             if value.shape != given.shape:
-                raise ValueError(
-                    f"the layer returned {list(given.shape)}, but the recorded batch has {list(value.shape)}"
-                )
+                raise ValueError(f"the layer returned {list(given.shape)}, but {list(value.shape)} was recorded")
             new = value.to(given.dtype) if selected is None else torch.where(selected, value.to(given.dtype), given)
             return map_tensors(output, lambda path, tensor: new if path == first else tensor)
 
@@ -181,7 +164,11 @@ class PatchedModel:
                 loss = call_task(self.experiment.task, self.model, batch).loss
         finally:
             handle.remove()
-        assert loss is not None
+        if loss is None:
+            given = self.experiment.config.task.target
+            raise ConfigError(
+                Problem("task.run", "the task of the run computes no loss", given, fix="set task.run=null")
+            )
         return loss.double()
 
 
@@ -195,6 +182,6 @@ def _record(run: str, where: str) -> Mapping[str, Any]:
         raise ConfigError(Problem(where, "the folder does not exist", given=run, fix=fix))
     record = read_record(Path(run), where)
     if record["config"].get("mode") != "forward":
-        message = "the activations of one set of weights are needed, so the run must have mode: forward"
+        message = "the run must have mode: forward, so that all its activations are those of the same weights"
         raise ConfigError(Problem(where, message, given=record["config"].get("mode"), allowed="forward"))
     return record

@@ -238,6 +238,13 @@ def test_model_of_the_run_is_checked(folder: Path, monkeypatch: pytest.MonkeyPat
         PatchedModel("activations", "block.0")
     with pytest.raises(ConfigError, match=r"task.run: [\s\S]*must have mode: forward[\s\S]*train"):
         PatchedModel("language", "blocks.0")
+    config = {**instrument.load("activations").info["config"], "hooks": {}, "rules": {}}
+    config |= {"task": {"_target_": "instrument.tasks.ForwardOnly"}, "data": {**config["data"], "slice": {"stop": 2}}}
+    run(parse_config(config), folder / "without_loss", Terminal(quiet=True), raw=config, overrides={})
+    with pytest.raises(ConfigError, match=r"task.run: the task of the run computes no loss[\s\S]*ForwardOnly"):
+        PatchedModel("without_loss", "blocks.0").losses([0], torch.zeros(1, LENGTH, WIDTH), None)
+    with pytest.raises(ValueError, match=r"the layer returned \[1, 16, 8\], but \[1, 2, 8\] was recorded"):
+        PatchedModel("activations", "blocks.0").losses([0], torch.zeros(1, 2, WIDTH), None)
     with pytest.raises(ValueError, match="l1 must be at least 0, got -1"):
         SparseReconstruction(l1=-1)
     with pytest.raises(ValueError, match="'valid'"):
