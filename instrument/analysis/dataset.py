@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial, reduce
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -158,7 +158,7 @@ class _Run:
             raise ConfigError(Problem("with_targets", "no targets were recorded", fix=fix))
         self.mask = None if flat else mask
         self.kept = [self._kept(batch, mask) for batch in range(len(self.batches))] if flat else None
-        del self._index, self._samples
+        del self._index, self._samples, self.items  # for workers, which may not be able to import a function
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Recorded:
         batches = list(batches_of(self.files, rows, self._samples, selection))
@@ -287,8 +287,8 @@ class ActivationDataset(Dataset[Batch]):
     """A map-style data set of recorded tensors; see `instrument.Run.dataset`.
 
     `data[i]` is an item. `data[[3, 1]]`, `data[10:20]` and an index array give a batch: the same entries with one more dimension.
-    The index needs 16 bytes for each sample, 4 for each position that is an item if a mask leaves out others, and about 1 kB for
-    each recorded batch.
+    The index needs 24 bytes for each sample and 8 for each further layer, 4 for each position that is an item if a mask leaves out
+    others, and about 1.5 kB for each recorded tensor.
 
     Attributes:
         layers: The names of the layers.
@@ -301,7 +301,7 @@ class ActivationDataset(Dataset[Batch]):
         items.check()
         self.layers = [each.layer for each in selections]
         self._single = single
-        self._runs = [_Run(each, selections, items) for each in files]
+        self._runs = list(_runs(files, selections, items))
         first = self._runs[0]
         for run in self._runs[1:]:
             if run.shapes != first.shapes or (run.targets is None) != (first.targets is None):
@@ -488,7 +488,8 @@ class ActivationDataset(Dataset[Batch]):
             shuffle: The seed of the order. Default: None, in the order of the data set.
             window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (a part of a recorded tensor; 16 MB of
                 tensors in Parquet files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both
-                permutations are uniform. Two windows are in memory. None: a uniform permutation of all items, 8 bytes for each.
+                permutations are uniform. Two windows, of one batch at least, are in memory. None: a uniform permutation of all items,
+                8 bytes for each.
             drop_last: Whether an incomplete last batch is left out.
             rank: The number of this process. Default: that of `torch.distributed`; 0 if it is not initialized.
             ranks: The number of processes. Default: that of `torch.distributed`. Each process gets other items, and equally many: up to
@@ -512,6 +513,17 @@ class ActivationDataset(Dataset[Batch]):
         if shuffle is not None and shuffle < 0:
             raise ConfigError(Problem("shuffle", "must be a seed", shuffle, "0, 1, 2, ..., or None"))
         return ActivationBatches(self, Order(batch_size, shuffle, window, drop_last, ranks), rank)
+
+
+def _runs(files: Sequence[RunFiles], selections: Sequence[FeatureSelection], items: Items) -> Iterator[_Run]:
+    """Yield the runs. If there are several, errors name the folder."""
+    for each in files:
+        try:
+            yield _Run(each, selections, items)
+        except ConfigError as error:
+            where = f" in {each.folder}" if len(files) > 1 else ""
+            problems = (replace(problem, message=problem.message + where) for problem in error.problems)
+            raise ConfigError(*problems) from None
 
 
 def _item(batch: Batch, i: int) -> Batch:

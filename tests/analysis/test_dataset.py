@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,6 +157,8 @@ def test_mask_and_tokens_can_be_given(tmp_path: Path) -> None:
         batch = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)[:]
         assert places([batch]) == [item[:2] for item in items]
         assert batch["token"].tolist() == [item[2] for item in items]
+        data = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)
+        assert places([pickle.loads(pickle.dumps(data))[:]]) == places([batch])  # for workers that are not forked
     assert len(run.dataset("up", flatten="tokens", mask=None)) == 35 * 6
 
 
@@ -298,6 +301,8 @@ def test_runs_follow_each_other(tmp_path: Path) -> None:
         assert batch["run"].tolist() == [0] * count + [1] * count
         assert places([batch])[:count] == [(name - 35, position) for name, position in places([batch])[count:]]
         assert sorted(places(data.batches(16, shuffle=0))) == sorted(places([batch]))
+    with pytest.raises(ConfigError, match=f"no tensors of this layer were recorded in {tmp_path / 'a'}"):
+        run.dataset("down")
     assert instrument.load([tmp_path / "a"]).names == ["."]
     with pytest.raises(ConfigError, match="must be a folder, or a list of local folders"):
         instrument.load([])
@@ -374,7 +379,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*ids 100 to 134"),
     "shape": ({"layer": "up", "flatten": "tokens", "mask": np.ones((135, 3))}, r"mask: the shape.*\[5, 3\].*\[5, 6\]"),
     "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
-    "dimensions": ({"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))}, "mask: must have the shape"),
+    "dimensions": (
+        {"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))},
+        "mask: must have the shape",
+    ),
     "one row": ({"layer": "up", "flatten": "tokens", "mask": lambda tokens: tokens[0]}, "mask: must have the shape"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
