@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import runpy
 import shutil
@@ -12,9 +13,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.special
+import scipy.stats
 import torch
 import yaml
 from conftest import REPOSITORY, Answer
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 from tiers import tiered
 from torch import nn
 
@@ -252,3 +257,58 @@ def test_patching_reports_the_effect_of_each_layer(script: Script) -> None:
     patched = instrument.load("runs/patching_b").effects
     assert (patched.changed_fraction > 0).all()
     assert set(patched.layer) == {"0", "1", "2", "3", "4"}
+
+
+def trained_on_digits(
+    sizes: list[int], lr: float, steps: int, classes: int
+) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    """Return the network that an example trains on the first 1400 digits, all images, and the digits."""
+    images, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    images = images.float() / 16
+    torch.manual_seed(0)
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images[:1400]), digits[:1400] % classes).backward()
+        optimizer.step()
+    return model, images, digits
+
+
+@pytest.mark.slow
+def test_probes_find_the_digit_in_each_layer(script: Script) -> None:
+    rows = [line.split() for line in script("probe.py")]
+    model, images, digits = trained_on_digits([64, 32, 16, 2], 0.01, 200, classes=2)
+    found = {}
+    outputs = images
+    for layer, (row, module) in enumerate(zip(rows, model, strict=True)):
+        with torch.no_grad():
+            outputs = module(outputs)
+        recorded = instrument.load("runs/probe/test").features(str(layer))
+        np.testing.assert_array_equal(recorded.X, outputs[1400:].numpy())
+        assert row[:4] == ["layer", str(layer), type(module).__name__, str(outputs.shape[1])]
+        reference = LogisticRegression(C=100, max_iter=10_000).fit(outputs[:1400], digits[:1400])
+        found[layer] = float(row[-1].rstrip("%")) / 100
+        best = reference.score(outputs[1400:], digits[1400:])
+        assert best - 0.25 < found[layer] < best + 0.1  # the probe of the example has not converged
+    assert found[0] > 0.8
+    assert found[4] < 0.5
+
+
+@pytest.mark.slow
+def test_student_learns_from_recorded_logits(script: Script) -> None:
+    before, after, *rows = script("distillation.py")
+    teacher, images, digits = trained_on_digits([64, 128, 128, 10], 0.005, 100, classes=10)
+    with torch.no_grad():
+        logits = teacher(images)
+        torch.manual_seed(1)
+        student = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))(images[:1400])
+    target, found = (scipy.special.softmax(each[:1400].double().numpy() / 4, axis=1) for each in (logits, student))
+    expected = 16 * scipy.stats.entropy(target, found, axis=1).mean()
+    assert float(before.split()[-1]) == pytest.approx(expected, rel=1e-4)
+    assert float(after.split()[-1]) < expected / 100
+    accuracies = {row.split()[0]: float(row.split()[-1].rstrip("%")) / 100 for row in rows}
+    truth = (logits[1400:].argmax(1) == digits[1400:]).float().mean().item()
+    assert accuracies["teacher"] == pytest.approx(truth, abs=6e-4)
+    assert accuracies["student"] > truth - 0.05

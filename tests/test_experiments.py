@@ -49,6 +49,7 @@ def test_guide_lists_the_experiments_with_their_commands() -> None:
         command = (REPOSITORY / "conf" / "exp" / f"{name}.yaml").read_text().splitlines()[1]
         assert f"{command} ".startswith(f"# python -m instrument {row} ")
     tested = Path(__file__).read_text() + (REPOSITORY / "tests/interpret/test_class_activation_map.py").read_text()
+    tested += (REPOSITORY / "tests/training/test_sparse_autoencoder.py").read_text()
     assert [name for name in names if f'"{name}"' not in tested and f"+exp={name}" not in tested] == []
 
 

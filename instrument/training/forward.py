@@ -48,8 +48,8 @@ def run_forward(
             probe.epoch = epoch
             scale = points[epoch] if experiment.config.forward.integrate else 1.0
             with probe.operators_of_step():
-                row, weight, classified = forward_step(experiment, probe, loaded, scale)
-            sums.add(row, weight, classified, loaded.total)
+                row, weights = forward_step(experiment, probe, loaded, scale)
+            sums.add(row, weights, loaded.total)
             report(row, "forward")
             if on_step_end is not None:
                 on_step_end(sums)
@@ -62,7 +62,7 @@ def run_forward(
 
 def forward_step(
     experiment: Experiment, observer: StepObserver, loaded: LoadedBatch, scale: float = 1.0
-) -> tuple[Mapping[str, float | None], float, Tensor | float]:
+) -> tuple[Mapping[str, float | None], Mapping[str, Tensor | float]]:
     """Run the model on one batch, with `forward.grad` also its backward pass.
 
     Args:
@@ -71,8 +71,8 @@ def forward_step(
         scale: A factor of the inputs, with `forward.grad`.
 
     Returns:
-        The metrics of the step, as the observer returned them; the weight of its loss: the number of samples or terms,
-        over all processes, or 1 if losses are added; and the number of targets in its accuracy.
+        The metrics of the step, as the observer returned them, and the weight of each metric over all processes: the number of
+        samples or terms for the loss, or 1 if losses are added; the number of targets for the accuracy.
     """
     config = experiment.config.forward
     weights, total = batch_weights(experiment, [loaded])
@@ -89,8 +89,8 @@ def forward_step(
             experiment.model.zero_grad()
     observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()
-    metrics, classified = mean_over_processes(experiment, [outcome], weights)
-    return observer.end_step(**metrics, samples=loaded.total), total, classified
+    metrics, weights_of_metrics = mean_over_processes(experiment, [outcome], weights)
+    return observer.end_step(**metrics, samples=loaded.total), {"loss": total, **weights_of_metrics}
 
 
 class _Sums(Mapping[str, "float | None"]):
@@ -102,24 +102,23 @@ class _Sums(Mapping[str, "float | None"]):
     def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
         self._sums: dict[str, float | None] = dict(sums)
         self._adds_losses = adds_losses
-        self._pending: tuple[Mapping[str, float | None], float, Tensor | float, int] | None = None
+        self._pending: tuple[Mapping[str, float | None], Mapping[str, Tensor | float], int] | None = None
 
-    def add(self, row: Mapping[str, float | None], weight: float, classified: Tensor | float, samples: int) -> None:
+    def add(self, row: Mapping[str, float | None], weights: Mapping[str, Tensor | float], samples: int) -> None:
         """Add a batch."""
         self._read_pending()
-        self._pending = (row, weight, classified, samples)
+        self._pending = (row, weights, samples)
 
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        (row, weight, classified, samples), self._pending = self._pending, None
-        custom = (name for name, value in custom_metrics_in(row).items() if value is not None)
-        weights = {"loss": weight, "accuracy": float(classified)}
-        weights |= dict.fromkeys(custom, samples if self._adds_losses else weight)
-        for name, of_metric in weights.items():
-            value = row[name]
-            self._add(name, None if value is None else value * of_metric)
-            self._add(f"{WEIGHT}{name}", of_metric)
+        (row, weights, samples), self._pending = self._pending, None
+        custom = [name for name, value in custom_metrics_in(row).items() if value is not None]
+        logged = samples if self._adds_losses else weights["loss"]
+        for name in ("loss", "accuracy", *custom):
+            value, weight = row[name], float(weights.get(name, logged))
+            self._add(name, None if value is None else value * weight)
+            self._add(f"{WEIGHT}{name}", weight)
         self._add("seconds", row["seconds"])
         self._add("samples", samples)
 

@@ -146,8 +146,8 @@ def batch_weights(experiment: Experiment, micro_batches: Sequence[LoadedBatch]) 
 
 def mean_over_processes(
     experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[float]
-) -> tuple[dict[str, Tensor | None], Tensor | float]:
-    """Return the metrics over the batches of all processes, and the number of targets in the accuracy.
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | float]]:
+    """Return the metrics over the batches of all processes, and the weights of the accuracy and of the custom metrics.
 
     Args:
         outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
@@ -165,8 +165,10 @@ def mean_over_processes(
     value = loss.value
     if value is not None and adds_losses:
         value = value * (len(outcomes) * experiment.strategy.batch_shard.size)
-    others = {name: mean.value for name, mean in zip(custom, means, strict=True)}
-    return {"loss": value, "accuracy": hits.value, **others}, hits.weight
+    others = {"accuracy": hits, **dict(zip(custom, means, strict=True))}
+    return {"loss": value, **{name: mean.value for name, mean in others.items()}}, {
+        name: mean.weight for name, mean in others.items()
+    }
 
 
 def train_step(

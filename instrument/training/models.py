@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -277,3 +278,60 @@ class DenseGAN(nn.Module):
     def forward(self, noise: Tensor) -> Tensor:
         """Map noise [N, latent] to images [N, *image]."""
         return self.generator(noise)  # type: ignore[no-any-return]
+
+
+class TopK(nn.Module):
+    """ReLU that also sets all but the `k` largest features [..., F] of each token to zero (Gao et al. 2024, section 2.3)."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the features, of the same shape."""
+        largest = features.relu().topk(self.k, dim=-1)
+        return torch.zeros_like(features).scatter(-1, largest.indices, largest.values)
+
+
+class SparseAutoencoder(nn.Module):
+    """Features = activation(encoder(x - bias)), and reconstruction = decoder(features) + bias: a sparse sum of directions.
+
+    The activation is ReLU (Bricken et al. 2023, "Towards monosemanticity") or `TopK` (Gao et al. 2024, "Scaling and evaluating
+    sparse autoencoders"). At first, the directions have length 1, and the encoder is the transpose of the decoder (section 2.4).
+
+    Args:
+        width: The number of values of an activation.
+        features: The number of features. Default: None, 8 times the width.
+        k: The maximum number of features per token that are not zero. Default: None, no maximum: train with an L1 penalty.
+
+    Raises:
+        ValueError: `k` is not from 1 to `features`.
+    """
+
+    def __init__(self, width: int, features: int | None = None, k: int | None = None) -> None:
+        super().__init__()
+        features = 8 * width if features is None else features
+        if k is not None and not 1 <= k <= features:
+            raise ValueError(f"k must be from 1 to {features}, the number of features, got {k}")
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.encoder = nn.Linear(width, features)
+        self.activation = nn.ReLU() if k is None else TopK(k)
+        self.decoder = nn.Linear(features, width, bias=False)
+        with torch.no_grad():
+            self.decoder.weight.copy_(unit_directions(self.decoder.weight))
+            self.encoder.weight.copy_(self.decoder.weight.T)
+            self.encoder.bias.zero_()
+
+    def forward(self, activations: Tensor) -> tuple[Tensor, Tensor]:
+        """Map activations [..., width] to reconstructions [..., width] and features [..., features]."""
+        features = self.activation(self.encoder(activations - self.bias))
+        return self.decoder(features) + self.bias, features
+
+
+def unit_directions(weight: Tensor, context: Any = None) -> Tensor:  # noqa: ARG001
+    """Return the weight [width, features] of a decoder with directions of length 1, as a function of `modify` after each step.
+
+    Otherwise, an L1 penalty of the features is avoided by small features and long directions (Bricken et al. 2023).
+    """
+    lengths: Tensor = weight.norm(dim=0, keepdim=True)
+    return weight / lengths.clamp(min=torch.finfo(weight.dtype).tiny)

@@ -31,6 +31,7 @@ from ..config.description import describe_forward
 from ..formatting import human_bytes, shown_path
 from ..plan.cost import Forecast
 from ..plan.display import mesh_view, plan_view
+from ..probe.metrics import METRICS
 from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
 from .compiled_models import place_of_hooks
@@ -200,7 +201,7 @@ class Terminal:
         """
         run = load(folder)
         folder, report = shown_path(folder), None if report is None else shown_path(report)
-        evaluation = "  ".join(metric_texts(metrics).values())
+        evaluation = "  ".join(evaluated(metrics))
         in_findings = () if self.quiet or self.brief else (*experiment.config.rules, "coverage")
         shown_rules = {"hidden_module", *in_findings}
         warnings = run.scan("events", ["message", "rule"], ds.field("severity") == "warning")
@@ -246,7 +247,7 @@ class Terminal:
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
         """Show the summary of a training that continued after recording stopped."""
         self.show_recording_stopped(failure)
-        self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
+        self.console.print("  ".join(["evaluation", *evaluated(metrics)]))
 
 
 class Speed:
@@ -317,9 +318,18 @@ def metric_texts(metrics: Mapping[str, float | None]) -> dict[str, str]:
     return texts
 
 
+def evaluated(metrics: Mapping[str, float | None]) -> list[str]:
+    """Return the texts of an evaluation, also those of custom metrics, such as `loss_recovered 0.9447`."""
+    custom = {name: value for name, value in metrics.items() if name not in (*METRICS, "skipped")}
+    return [
+        *metric_texts(metrics).values(),
+        *(f"{name} {value:.4g}" for name, value in custom.items() if value is not None),
+    ]
+
+
 def evaluation_text(progress: Progress) -> str:
     """Return a text such as `step 50/100  evaluation  loss 0.3819  accuracy 88.6%`."""
-    return "  ".join([step_text(progress), "evaluation", *metric_texts(progress.metrics).values()])
+    return "  ".join([step_text(progress), "evaluation", *evaluated(progress.metrics)])
 
 
 def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableType:

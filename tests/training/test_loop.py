@@ -20,9 +20,10 @@ from instrument import ConfigError, MemorySink
 from instrument.config.parse import parse_config
 from instrument.config.schedule import Evaluations
 from instrument.probe.probe import Probe
-from instrument.tasks import Outcome
+from instrument.tasks import Outcome, WeightedMean
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
+from instrument.training.forward import run_forward
 from instrument.training.loader import first_batch
 from instrument.training.loop import Progress, evaluate, gradient_norm, train_step
 
@@ -57,6 +58,27 @@ def test_metrics_of_a_task_are_means_over_samples() -> None:
         assert rows[phase]["half"] == 0.5
     assert rows["train"]["last"] == 8.0
     assert last["brightness"] == rows["eval"]["brightness"]
+
+
+class Ratios:
+    """A task with a ratio of two sums over a batch, weighted by its denominator."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        images, targets = batch
+        weight = targets.double().sum()
+        ratio = WeightedMean(images.double().sum() / weight, weight)
+        return Outcome(nn.functional.cross_entropy(model(images), targets), len(images), metrics={"ratio": ratio})
+
+
+def test_metric_with_a_weight_is_the_ratio_of_the_sums() -> None:
+    task = {"_target_": f"{__name__}.Ratios"}
+    train = {"steps": 1, "batch_size": 20, "eval_batch_size": 20}
+    experiment = prepare_experiment(task=task, train={**train, "accumulate": 2})
+    _, evaluated = run_in_memory(experiment)
+    _, forward = run_in_memory(prepare_experiment(task=task, train=train, mode="forward"), loop=run_forward)
+    for found, samples in ((evaluated, experiment.data.test), (forward, experiment.data.train)):
+        pixels, classes = (sum(float(np.double(each[i]).sum()) for each in samples) for i in (0, 1))
+        assert found["ratio"] == pytest.approx(pixels / classes, rel=1e-6)
 
 
 def weights(experiment: Experiment) -> list[torch.Tensor]:

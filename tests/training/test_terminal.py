@@ -23,6 +23,7 @@ from instrument.training.terminal import (
     Speed,
     Terminal,
     bar_with_texts,
+    evaluation_text,
     metric_texts,
     progress_bar,
     progress_lines,
@@ -189,6 +190,19 @@ def test_bar_is_redrawn_at_most_ten_times_per_second(clock: Clock, tmp_path: Pat
             show(progress_at(step))
             counts.append(len(written_to(console)))
     assert len(set(counts)) in range(4, 7)  # in half a second
+
+
+def test_evaluation_shows_the_metrics_of_the_task() -> None:
+    metrics = {
+        "loss": 0.5,
+        "accuracy": None,
+        "seconds": 2.0,
+        "skipped": None,
+        "loss_recovered": 0.94473,
+        "unknown": None,
+    }
+    text = evaluation_text(Progress(step=5, steps=10, metrics=metrics, rows=0, phase="eval"))
+    assert text == "step  5/10  evaluation  loss 0.5000  loss_recovered 0.9447"
 
 
 def test_evaluations_are_above_the_bar_and_the_warning_below(clock: Clock, tmp_path: Path) -> None:
