@@ -17,7 +17,6 @@ from ..config.record import StatisticsSpec
 from ..errors import HookError
 from ..formatting import human_bytes
 from ..stats.cpu_kernel import KernelCast
-from ..stats.cpu_kernel import KernelCast
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
 from ..stats.portable import widest

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..config.record import RecordSpec
 from ..stats.casts import Casts
-from ..stats.casts import Casts
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure, measure_of_call
 from ..tables.schemas import TABLES
