@@ -26,14 +26,14 @@ from .replay import rows_of
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-Steps = int | Collection[int] | None
+Numbers = int | Collection[int] | None
 MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 _BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 _INDEX = [*_BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
 _INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
-_VALUES = [*_BATCH, "dtype", "shape", "values", "data"]
+_VALUES = [*_BATCH, "call", "dtype", "shape", "values", "data"]
 _SAMPLES = [*_BATCH, "position", "sample", "id", "target", "target_dtype"]
 
 
@@ -84,10 +84,15 @@ class FeatureSelection:
     hook: str | None = None
     role: str = "output"
     phase: str | None = None
-    step: Steps = None
-    epoch: Steps = None
-    call: int | None = None
+    step: Numbers = None
+    epoch: Numbers = None
+    call: Numbers = None
     path: str | None = None
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether the array has a dimension of calls."""
+        return isinstance(self.call, Collection)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -117,13 +122,15 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     """
     rows = _select(files, selection)
     samples = _samples_of(files, rows)
-    batches = list(_batches(files, rows, samples, selection))
-    shape, dtype = _common_shape(batches, selection), _common_dtype(rows)
+    tensors = list(_batches(files, rows, samples, selection))
+    shape, dtype = _squeezed(_common_shape(tensors, selection)), _common_dtype(rows)
+    batches = [*{batch.key: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
     destinations = np.full(len(read), -1)
     destinations[first] = np.arange(len(first))
-    size = (len(first), *_squeezed(shape))
+    calls = sorted(rows["call"].unique().tolist())
+    size = (len(first), len(calls), *shape) if selection.joins_calls else (len(first), *shape)
     features: Array = (
         np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
     )
@@ -132,7 +139,10 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     for batch in batches:
         start, end = end, end + len(batch.samples)
         destinations_of[batch.key] = destinations[start:end]
-    _copy_values(files, selection, rows, destinations_of, features)
+    if len(tensors) < len(batches) * len(calls):
+        features[...] = 0 if dtype.kind in "iub" else np.nan
+    parts = dict(zip(calls, features.swapaxes(0, 1) if selection.joins_calls else [features], strict=True))
+    _copy_values(files, selection, rows, destinations_of, parts)
     return Features(features, _targets(samples.iloc[read[first]]), ids)
 
 
@@ -157,7 +167,7 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
             message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
             similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
             raise ConfigError(Problem(name, message, value, _shown(known), similar))
-    for name in _CHOICES:
+    for name in _CHOICES[:-1] if selection.joins_calls else _CHOICES:
         values = sorted(rows[name].unique().tolist())
         if len(values) > 1:
             several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
@@ -171,12 +181,12 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
         message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
         fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
         raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-    if rows.duplicated(_BATCH).any():
+    if rows.duplicated([*_BATCH, "call"]).any():
         message = (
             f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
-    return rows.sort_values(_BATCH, kind="stable", ignore_index=True)
+    return rows.sort_values([*_BATCH, "call"], kind="stable", ignore_index=True)
 
 
 def _firings_at(layer: str) -> ds.Expression:
@@ -328,19 +338,21 @@ def _copy_values(
     selection: FeatureSelection,
     rows: pd.DataFrame,
     destinations: Mapping[tuple[int, int, int], Array],
-    features: Array,
+    parts: Mapping[int, Array],
 ) -> None:
-    """Copy each tensor to the indices of its batch in `destinations`; entries with index -1 are left out."""
+    """Copy each tensor to the part of its call, to the indices of its batch in `destinations`; entries with index -1 are left out."""
     condition = _firings_at("" if selection.layer == "." else selection.layer)
     for name in ("hook", "role", "phase", "path", "call", "step"):
         condition &= ds.field(name).isin(pa.array(rows[name].unique()))
-    left = set(destinations)
+    left = {key for key in rows[[*_BATCH, "call"]].itertuples(index=False, name=None) if key[:3] in destinations}
+    count = len(left)
     unreleased = 0
     for batch in files.scan("tensors", _VALUES, condition):
-        for step, micro_step, rank, dtype, shape, values, data in rows_of(batch):
+        for step, micro_step, rank, call, dtype, shape, values, data in rows_of(batch):
             destination = destinations.get((step, micro_step, rank))
             if destination is None:
                 continue
+            features = parts[call]
             array = array_of(values, data, (shape[0], *features.shape[1:]), dtype, copy=False)
             start = int(destination[0]) if len(destination) else 0
             if np.array_equal(destination, np.arange(start, start + len(destination))):
@@ -349,11 +361,11 @@ def _copy_values(
                 features[destination[destination >= 0]] = array[destination >= 0]
             else:
                 features[destination] = array
-            left.discard((step, micro_step, rank))
+            left.discard((step, micro_step, rank, call))
         unreleased += batch.nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
             unreleased = 0
     if left:
         problems = "; ".join(files.problems) or "the files were removed"
-        raise InstrumentError(f"{len(left)} of {len(destinations)} tensors cannot be read: {problems}")
+        raise InstrumentError(f"{len(left)} of {count} tensors cannot be read: {problems}")
