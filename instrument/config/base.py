@@ -209,8 +209,8 @@ class HookBase(Selection):
     )
     phase: Phase = Field(
         "train",
-        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), or in mode: forward "
-        "(forward, the default there).",
+        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), in the rollouts of a loop "
+        "(rollout), or in mode: forward (forward, the default there).",
     )
 
     @property
@@ -319,8 +319,8 @@ class HookBase(Selection):
             )
         if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
             raise ValueError("'steps' cannot be combined with every, start or stop")
-        if self.phase == "eval" and self.definition.gradient:
-            raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
+        if self.phase in ("eval", "rollout") and self.definition.gradient:
+            raise ValueError(f"kind {self.kind} requires gradients, which phase {self.phase} does not compute")
         if self.phase in ("forward", "probe") and self.definition.frequency in ("step", "occasion"):
             makes_step = self.definition.frequency == "step"
             missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
