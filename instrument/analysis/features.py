@@ -95,6 +95,11 @@ class FeatureSelection:
         return isinstance(self.call, Collection)
 
     @property
+    def key(self) -> list[str]:
+        """The columns that identify a tensor."""
+        return [*_BATCH, "call"] if self.joins_calls else _BATCH
+
+    @property
     def given(self) -> dict[str, Any]:
         """The conditions on columns other than the layer."""
         names = ("hook", "role", "phase", "path", "call", "step", "epoch")
@@ -102,9 +107,9 @@ class FeatureSelection:
 
 
 class _Batch(NamedTuple):
-    """The tensor of one batch. `key`: step, micro-step and rank. `samples`: for each entry, the index among all samples read."""
+    """The tensor of one batch. `key`: see `FeatureSelection.key`. `samples`: for each entry, the index among all samples read."""
 
-    key: tuple[int, int, int]
+    key: tuple[int, ...]
     shape: Shape
     samples: Array
 
@@ -124,7 +129,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     samples = _samples_of(files, rows)
     tensors = list(_batches(files, rows, samples, selection))
     shape, dtype = _squeezed(_common_shape(tensors, selection)), _common_dtype(rows)
-    batches = [*{batch.key: batch for batch in tensors}.values()]  # those of several calls have the same samples
+    batches = [*{batch.key[:3]: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
     destinations = np.full(len(read), -1)
@@ -138,7 +143,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     end = 0
     for batch in batches:
         start, end = end, end + len(batch.samples)
-        destinations_of[batch.key] = destinations[start:end]
+        destinations_of[batch.key[:3]] = destinations[start:end]
     if len(tensors) < len(batches) * len(calls):
         features[...] = 0 if dtype.kind in "iub" else np.nan
     parts = dict(zip(calls, features.swapaxes(0, 1) if selection.joins_calls else [features], strict=True))
@@ -181,12 +186,12 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
         message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
         fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
         raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-    if rows.duplicated([*_BATCH, "call"]).any():
+    if rows.duplicated(selection.key).any():
         message = (
             f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
-    return rows.sort_values([*_BATCH, "call"], kind="stable", ignore_index=True)
+    return rows.sort_values(selection.key, kind="stable", ignore_index=True)
 
 
 def _firings_at(layer: str) -> ds.Expression:
@@ -245,9 +250,9 @@ def _batches(
     spec = _settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
-    for cells in rows[[*_BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
-        key, shape, source = cells[:3], tuple(map(int, cells[3])), tuple(map(int, cells[4]))
-        group = groups.get(key)
+    for cells in rows[[*selection.key, "shape", "source_shape"]].itertuples(index=False, name=None):
+        key, shape, source = cells[:-2], tuple(map(int, cells[-2])), tuple(map(int, cells[-1]))
+        group = groups.get(key[:3])
         if group is None:
             unknown.append(key)
             continue
@@ -265,7 +270,7 @@ def _batches(
         fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
         raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
     if unknown:
-        first = ", ".join(f"{name} {value}" for name, value in zip(_BATCH, unknown[0], strict=True))
+        first = ", ".join(f"{name} {value}" for name, value in zip(selection.key, unknown[0], strict=True))
         which = first if len(unknown) == 1 else f"the first at {first}"
         files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
@@ -337,7 +342,7 @@ def _copy_values(
     files: RunFiles,
     selection: FeatureSelection,
     rows: pd.DataFrame,
-    destinations: Mapping[tuple[int, int, int], Array],
+    destinations: Mapping[tuple[int, ...], Array],
     parts: Mapping[int, Array],
 ) -> None:
     """Copy each tensor to the part of its call, to the indices of its batch in `destinations`; entries with index -1 are left out."""
