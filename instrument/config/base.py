@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..fields.field_types import (
-    LARGEST,
-    Count,
-    Dimension,
-    Glob,
-    Globs,
-    Heads,
-    Index,
-    IndexList,
-    Indices,
-    Number,
-    Selection,
-)
+from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Number, Selection
 from ..fields.globs import matches
 from ..fields.registry import Registry
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES, COLLECTIVES, KINDS, Kind
@@ -89,7 +78,7 @@ def _call_text(value: Any) -> Any:
 def _range_of(text: str) -> range:
     """Return the calls that a text of the field `calls` selects."""
     (part,) = parse_slice(text)
-    return range(part, part + 1) if isinstance(part, int) else range(LARGEST)[part]
+    return range(part, part + 1) if isinstance(part, int) else range(sys.maxsize)[part]
 
 
 CallRange = Annotated[str, BeforeValidator(_call_text, json_schema_input_type=int | str)]
