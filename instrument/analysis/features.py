@@ -26,14 +26,14 @@ from .replay import rows_of
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-Steps = int | Collection[int] | None
+Numbers = int | Collection[int] | None
 MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 INDEX = [*BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
 INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
-_VALUES = [*BATCH, "dtype", "shape", "values", "data"]
+_VALUES = [*BATCH, "call", "dtype", "shape", "values", "data"]
 _SAMPLES = [*BATCH, "position", "sample", "id", "target", "target_dtype"]
 
 
@@ -84,10 +84,20 @@ class FeatureSelection:
     hook: str | None = None
     role: str = "output"
     phase: str | None = None
-    step: Steps = None
-    epoch: Steps = None
-    call: int | None = None
+    step: Numbers = None
+    epoch: Numbers = None
+    call: Numbers = None
     path: str | None = None
+
+    @property
+    def joins_calls(self) -> bool:
+        """Whether the array has a dimension of calls."""
+        return isinstance(self.call, Collection)
+
+    @property
+    def key(self) -> list[str]:
+        """The columns that identify a tensor."""
+        return [*BATCH, "call"] if self.joins_calls else BATCH
 
     @property
     def given(self) -> dict[str, Any]:
@@ -97,9 +107,9 @@ class FeatureSelection:
 
 
 class TensorOfBatch(NamedTuple):
-    """The tensor of one batch. `key`: step, micro-step and rank. `samples`: for each entry, the index among all samples read."""
+    """The tensor of one batch. `key`: see `FeatureSelection.key`. `samples`: for each entry, the index among all samples read."""
 
-    key: tuple[int, int, int]
+    key: tuple[int, ...]
     shape: Shape
     source: Shape
     samples: Array
@@ -118,13 +128,15 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     """
     rows = select(files, selection)
     samples = samples_of(files, rows)
-    batches = list(batches_of(files, rows, samples, selection))
-    shape, dtype = common_shape(batches, selection), _common_dtype(rows)
+    tensors = list(batches_of(files, rows, samples, selection))
+    shape, dtype = squeezed(common_shape(tensors, selection)), _common_dtype(rows)
+    batches = [*{batch.key[:3]: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
     destinations = np.full(len(read), -1)
     destinations[first] = np.arange(len(first))
-    size = (len(first), *squeezed(shape))
+    calls = sorted(rows["call"].unique().tolist())
+    size = (len(first), len(calls), *shape) if selection.joins_calls else (len(first), *shape)
     features: Array = (
         np.empty(size, dtype) if out is None else np.lib.format.open_memmap(out, mode="w+", dtype=dtype, shape=size)
     )
@@ -132,8 +144,11 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     end = 0
     for batch in batches:
         start, end = end, end + len(batch.samples)
-        destinations_of[batch.key] = destinations[start:end]
-    _copy_values(files, selection, rows, destinations_of, features)
+        destinations_of[batch.key[:3]] = destinations[start:end]
+    if len(tensors) < len(batches) * len(calls):
+        features[...] = 0 if dtype.kind in "iub" else np.nan
+    parts = dict(zip(calls, features.swapaxes(0, 1) if selection.joins_calls else [features], strict=True))
+    _copy_values(files, selection, rows, destinations_of, parts)
     return Features(features, targets_of(samples.iloc[read[first]]), ids)
 
 
@@ -170,7 +185,7 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
             message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
             similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
             raise ConfigError(Problem(name, message, value, shown(known), similar))
-    for name in _CHOICES:
+    for name in _CHOICES[:-1] if selection.joins_calls else _CHOICES:
         values = sorted(rows[name].unique().tolist())
         if len(values) > 1:
             several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
@@ -184,12 +199,12 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
         message = f"each process recorded a shard of the tensors, placed {shards['placement'].iloc[0]!r}, not complete samples"
         fix = "record a layer whose output is complete, or all of its units: 'units' in the hook; run.tensors() reads the shards"
         raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-    if rows.duplicated(BATCH).any():
+    if rows.duplicated(selection.key).any():
         message = (
             f"layer {selection.layer!r} has several tensors of the same batch, because a phase began twice in a step"
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
-    return rows.sort_values(BATCH, kind="stable", ignore_index=True)
+    return rows.sort_values(selection.key, kind="stable", ignore_index=True)
 
 
 def _firings_at(layer: str) -> ds.Expression:
@@ -250,9 +265,9 @@ def batches_of(
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
-    for cells in rows[[*BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
-        key, shape, source = cells[:3], tuple(map(int, cells[3])), tuple(map(int, cells[4]))
-        group = groups.get(key)
+    for cells in rows[[*selection.key, "shape", "source_shape"]].itertuples(index=False, name=None):
+        key, shape, source = cells[:-2], tuple(map(int, cells[-2])), tuple(map(int, cells[-1]))
+        group = groups.get(key[:3])
         if group is None:
             unknown.append(key)
             continue
@@ -270,7 +285,7 @@ def batches_of(
         fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
         raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
     if unknown:
-        first = ", ".join(f"{name} {value}" for name, value in zip(BATCH, unknown[0], strict=True))
+        first = ", ".join(f"{name} {value}" for name, value in zip(selection.key, unknown[0], strict=True))
         which = first if len(unknown) == 1 else f"the first at {first}"
         files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
@@ -349,20 +364,22 @@ def _copy_values(
     files: RunFiles,
     selection: FeatureSelection,
     rows: pd.DataFrame,
-    destinations: Mapping[tuple[int, int, int], Array],
-    features: Array,
+    destinations: Mapping[tuple[int, ...], Array],
+    parts: Mapping[int, Array],
 ) -> None:
-    """Copy each tensor to the indices of its batch in `destinations`; entries with index -1 are left out."""
+    """Copy each tensor to the part of its call, to the indices of its batch in `destinations`; entries with index -1 are left out."""
     condition = _firings_at("" if selection.layer == "." else selection.layer)
     for name in ("hook", "role", "phase", "path", "call", "step"):
         condition &= ds.field(name).isin(pa.array(rows[name].unique()))
-    left = set(destinations)
+    left = {key for key in rows[[*BATCH, "call"]].itertuples(index=False, name=None) if key[:3] in destinations}
+    count = len(left)
     unreleased = 0
     for batch in files.scan("tensors", _VALUES, condition):
-        for step, micro_step, rank, dtype, shape, values, data in rows_of(batch):
+        for step, micro_step, rank, call, dtype, shape, values, data in rows_of(batch):
             destination = destinations.get((step, micro_step, rank))
             if destination is None:
                 continue
+            features = parts[call]
             array = array_of(values, data, (shape[0], *features.shape[1:]), dtype, copy=False)
             start = int(destination[0]) if len(destination) else 0
             if np.array_equal(destination, np.arange(start, start + len(destination))):
@@ -371,7 +388,7 @@ def _copy_values(
                 features[destination[destination >= 0]] = array[destination >= 0]
             else:
                 features[destination] = array
-            left.discard((step, micro_step, rank))
+            left.discard((step, micro_step, rank, call))
         unreleased += batch.nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
@@ -379,4 +396,4 @@ def _copy_values(
             unreleased = 0
     if left:
         problems = "; ".join(files.problems) or "the files were removed"
-        raise InstrumentError(f"{len(left)} of {len(destinations)} tensors cannot be read: {problems}")
+        raise InstrumentError(f"{len(left)} of {count} tensors cannot be read: {problems}")

@@ -165,7 +165,7 @@ class Run(RunTables):
         phase: str | None = None,
         step: int | Collection[int] | None = None,
         epoch: int | Collection[int] | None = None,
-        call: int | None = None,
+        call: int | Collection[int] | None = None,
         path: str | None = None,
         out: str | Path | None = None,
     ) -> Features:
@@ -183,7 +183,8 @@ class Run(RunTables):
             phase: The phase, such as `train` or `eval`. Required if tensors were recorded in several phases.
             step: The step or steps. Required, or `epoch`, if a sample occurs in several steps.
             epoch: The epoch or epochs. Default: all.
-            call: The index of the module's call in the micro-step. Required if there are several calls.
+            call: The index of the module's call in the micro-step. Required if there are several calls. With a list or a range, `X` has
+                the dimension of the recorded calls among them after that of the samples.
             path: The path of the tensor in a nested output, such as `last_hidden_state`. Required if there are several.
             out: A `.npy` file. `X` is written to it and mapped from it, for arrays larger than memory. Default: None,
                 in memory.
@@ -193,7 +194,8 @@ class Run(RunTables):
 
             - `X`: [samples, ...], in the recorded dtype. Dimensions of size 1 at the end of the shape of a sample are
               removed, so the output [N, 2048, 1, 1] of a global pooling layer gives [N, 2048]. bfloat16 and float8 are
-              converted to float32.
+              converted to float32. [samples, calls, ...] for several calls; calls that the batch of a sample does not have are
+              NaN, or 0 for integers.
             - `y`: the target of each sample, [samples]; None without scalar targets
             - `ids`: the index of each sample in the complete dataset, in ascending order. Ids that are strings are in
               the order in which they were recorded.

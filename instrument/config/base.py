@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -63,6 +64,25 @@ def _slice_text(text: str) -> str:
 
 SliceText = Annotated[str, AfterValidator(_slice_text), BeforeValidator(_refuse_list)]
 """A slice in NumPy notation, as text."""
+
+
+def _call_text(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("must be one call, such as 0, or a range in quotes, such as '10:20'")
+    text = str(value)
+    if "," in text or "-" in text or not _range_of(text):
+        raise ValueError(f"{text!r} selects no calls: it must be one call, such as 0, or a range such as '10:20'")
+    return text
+
+
+def _range_of(text: str) -> range:
+    """Return the calls that a text of the field `calls` selects."""
+    (part,) = parse_slice(text)
+    return range(part, part + 1) if isinstance(part, int) else range(sys.maxsize)[part]
+
+
+CallRange = Annotated[str, BeforeValidator(_call_text, json_schema_input_type=int | str)]
+"""Calls of a module within a micro-step, as text: one, or a range in NumPy notation."""
 
 
 SELECTION = ("units", "heads", "positions", "samples", "slice")
@@ -171,10 +191,15 @@ class HookBase(Selection):
         description="Act only on this slice, in NumPy notation: '0:4, :, ::2' or '[:, -1, 64:128]'. Cannot be combined with "
         "other selections.",
     )
+    calls: CallRange | None = Field(
+        None,
+        description="Act only in these calls of the module within a micro-step, counted from 0: one, such as 0, or a range, such as "
+        "'10:20' or '1:'. In a generation with a cache, call k computes the k-th new token.",
+    )
     phase: Phase = Field(
         "train",
-        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), or in mode: forward "
-        "(forward, the default there).",
+        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), in the rollouts of a loop "
+        "(rollout), or in mode: forward (forward, the default there).",
     )
 
     @property
@@ -182,6 +207,11 @@ class HookBase(Selection):
         """The steps and the phase in which this hook runs."""
         steps = None if self.steps is None else frozenset(self.steps)
         return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
+
+    @property
+    def call_range(self) -> range | None:
+        """The calls of a module in which this hook acts; None for all."""
+        return None if self.calls is None else _range_of(self.calls)
 
     @property
     def definition(self) -> Kind:
@@ -278,8 +308,8 @@ class HookBase(Selection):
             )
         if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
             raise ValueError("'steps' cannot be combined with every, start or stop")
-        if self.phase == "eval" and self.definition.gradient:
-            raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
+        if self.phase in ("eval", "rollout") and self.definition.gradient:
+            raise ValueError(f"kind {self.kind} requires gradients, which phase {self.phase} does not compute")
         if self.phase in ("forward", "probe") and self.definition.frequency in ("step", "occasion"):
             makes_step = self.definition.frequency == "step"
             missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
@@ -313,6 +343,8 @@ class HookBase(Selection):
             )
         if self.always_call and kind.name != "forward":
             raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
+        if self.calls is not None and (kind.family != "module" or kind.gradient):
+            raise ValueError(f"'calls' requires kind forward_pre, forward or function, not {self.kind}")
         if self.keep_as is not None and self.tensor_role == "change":
             raise ValueError(
                 "'keep_as' requires a tensor of the module; role change is computed from two, without a graph"

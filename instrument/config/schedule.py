@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-Phase = Literal["train", "forward", "eval", "probe"]
+Phase = Literal["train", "forward", "eval", "probe", "rollout"]
 
 STEP_PHASES = ("train", "forward")
-"""The phases that consist of steps. The phases `eval` and `probe` run between two steps."""
+"""The phases that consist of steps. The phases `eval`, `probe` and `rollout` run between two steps."""
 
 
 def common(one: range, other: range) -> range:

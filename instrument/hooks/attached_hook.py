@@ -26,7 +26,7 @@ from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.sums import needs_of
-from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
+from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, OTHER_CALLS, not_floating_point
 from ..tables.statistics import Sum
 from ..values.dtensor import (
     NOT_SHARDED,
@@ -59,6 +59,7 @@ class AttachedHook(HookCoverage):
         "_is_composed",
         "_scheduled_step_and_phase",
         "action",
+        "calls",
         "checked_paths",
         "condition",
         "direct",
@@ -88,6 +89,7 @@ class AttachedHook(HookCoverage):
         self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
+        self.calls = site.spec.call_range  # None: all
         self.split_dim = site.spec.split_dim if isinstance(site.spec, RecordSpec) else None
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
@@ -165,6 +167,13 @@ class AttachedHook(HookCoverage):
             self._scheduled_step_and_phase = (self.clock.moment.step, self.site.spec.phase)
         if self.condition is not None:
             self.condition.load_state_dict(state["condition"])
+
+    def acts_in(self, call: int) -> bool:
+        """Return whether the hook acts in a call of its module. A call that `calls` leaves out is not expected to fire."""
+        if self.calls is None or call in self.calls:
+            return True
+        self.count_exempt(OTHER_CALLS)
+        return False
 
     def matches_path(self, path: str) -> bool:
         """Return whether the spec selects the tensor at this path."""

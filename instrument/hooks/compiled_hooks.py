@@ -226,7 +226,7 @@ class GraphHooks:
         for attached in attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
-            elif not call.is_recomputed:
+            elif not call.is_recomputed and attached.acts_in(call.index):
                 attached.count_opportunity()
 
     def _count_gradients(self, attached_hooks: Sequence[AttachedHook], call: Call, missing: str) -> None:
@@ -257,7 +257,7 @@ class GraphHooks:
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
             for index, attached in enumerate(self._stages[stage]):
-                is_scheduled = attached.is_scheduled and attached.accepts(value, path)
+                is_scheduled = attached.is_scheduled and attached.accepts(value, path) and attached.acts_in(firing.call)
                 if not is_scheduled or (firing.recompute and not attached.runs_in_recomputation):
                     continue
                 new = None if attached.direct is None else attached.direct(value, path, firing)

@@ -1,8 +1,9 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a path in the values, a split dimension, a selected part, a condition, a kept tensor, a shard, a placement that depends on
-the tensor, and a gradient scaler if the hook changes gradients or all processes merge its rows. Without stages, recording is one call of
-the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors and hooks.
+Stages are: a range of calls, a path in the values, a split dimension, a selected part, a condition, a kept tensor, a shard, a placement
+that depends on the tensor, and a gradient scaler if the hook changes gradients or all processes merge its rows. Without stages, recording
+is one call of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors
+and hooks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def direct_of(attached: AttachedHook) -> Direct | None:
     """Return what a hook does with a plain tensor; None if its action or its spec needs more."""
     action, spec, clock = attached.action, attached.site.spec, attached.clock
     has_stages = (
-        attached.selector is not None
+        attached.calls is not None
+        or attached.selector is not None
         or attached.split_dim is not None
         or attached.condition is not None
         or spec.keep_as is not None

@@ -294,7 +294,8 @@ class FunctionHooks(SuspendableModuleHooks):
             frame, _ = module_frame()
             if frame is not None:
                 call = self.calls.enter(self, args)
-                running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks)
+                acting = {name: each for name, each in self.scheduled.items() if each.acts_in(call.index)}
+                running = HookedModule(frame, acting, call=call, leaf_hooks=self.leaf_hooks)
                 self.threads.mode.enter(running)
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002

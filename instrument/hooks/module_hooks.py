@@ -248,6 +248,7 @@ class ModuleHooks(SuspendableModuleHooks):
                 value = new
             else:
                 return value
+        attached_hooks = [attached for attached in attached_hooks if attached.acts_in(call.index)]
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
         ]
@@ -274,6 +275,8 @@ class ModuleHooks(SuspendableModuleHooks):
                 wide = torch.promote_types(torch.promote_types(tensor.dtype, given.dtype), torch.float32)
                 change = tensor.detach().to(wide) - given.to(wide)
         for attached in self.changes:
+            if not attached.acts_in(call.index):
+                continue
             attached.count_opportunity()
             if change is not None and tensor is not None and attached.matches_path(path):
                 firing = firing_of(call.index, 0, False, call.origin)

@@ -248,11 +248,12 @@ class Probe(OwnedByProcess):
 
     @property
     def phase(self) -> str:
-        """The current phase: `train`, `forward`, `eval`, `probe` or `sanity`.
+        """The current phase: `train`, `forward`, `eval`, `probe`, `rollout` or `sanity`.
 
         A hook runs in the phase of its spec. `train` is the phase of training steps and `forward` that of a loop that
-        does not train; `end_step` ends their steps. `eval` is an evaluation and `probe` the pass of a probe batch, both
-        between two steps; see `in_phase`. `sanity` is a check before the training; no hook runs in it.
+        does not train; `end_step` ends their steps. `eval` is an evaluation, `probe` the pass of a probe batch, and
+        `rollout` collects the data of later steps, all between two steps; see `in_phase`. `sanity` is a check before the
+        training; no hook runs in it.
 
         The loop can assign it. This ends the current micro-step.
 
@@ -281,7 +282,7 @@ class Probe(OwnedByProcess):
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Set the phase for the duration of a `with` block between two steps: `eval`, or `probe` for a probe batch.
+        """Set the phase for the duration of a `with` block between two steps: `eval`, `probe` for a probe batch, or `rollout`.
 
             with probe.in_phase("probe"):
                 loss_of(model(fixed_batch)).backward()

@@ -97,7 +97,7 @@ class ScheduledHooks:
         moment = self.clock.moment
         if phase == moment.phase:
             return
-        if self.has_opportunities or (moment.phase in ("eval", "probe") and not moment.micro_step):
+        if self.has_opportunities or (moment.phase in ("eval", "probe", "rollout") and not moment.micro_step):
             self.end_micro_step()
         if moment.phase in STEP_PHASES:
             self._interrupted_micro_step = self.clock.moment.micro_step

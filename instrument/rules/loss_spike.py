@@ -16,6 +16,9 @@ from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
+ROUNDING = (
+    8 * 2.0**-23
+)  # losses up to this size are the rounding of float32 terms of order 1 that cancel, such as those of a new policy
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
@@ -27,8 +30,9 @@ class LossSpikeRule(WindowRule):
     It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of
     episodes. Nothing was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its
     returns. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
-    median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at
-    least two) is reported at once.
+    median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at least
+    two, none of them negative) is reported at once. Losses up to 1e-6 are no reference there, and not if a loss was negative: they are
+    the rounding of terms that cancel, as in a policy gradient with normalized advantages and equal probabilities.
     """
 
     rule: Literal["loss_spike"]
@@ -69,9 +73,12 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
             yield exceeded
 
     def _exceeded(self, loss: float) -> Firing | None:
+        largest = max(map(abs, self._losses), default=0.0)
+        if largest <= ROUNDING and (len(self._losses) < self.spec.after or self._lowest < 0):
+            return None
         if len(self._losses) < self.spec.after:
-            bound = max(SUDDEN, self.spec.factor) * max(map(abs, self._losses), default=0.0)
-            if len(self._losses) < min(FEWEST, self.spec.after) or not 0 < bound < loss:
+            bound = max(SUDDEN, self.spec.factor) * largest
+            if len(self._losses) < FEWEST or self._lowest < 0 or loss <= bound:
                 return None
             return Firing(f"{loss:.4g}, {self._first:.4g} at first", loss, bound)
         if 0 < loss <= self.spec.factor * min(self._losses):

@@ -17,6 +17,7 @@ NOT_CALLED_COPIED = (
     "instead, no code calls it, its parent uses its parameters functionally or calls .forward() directly, or an exception "
     "ended the forward pass before the call"
 )
+OTHER_CALLS = "the module was called, but in none of the calls that 'calls' selects"
 AT_OTHER_STEPS = "the module was not called at steps at which the hook was scheduled; it was called at other steps"
 RAISED = "the module was called, but its forward pass raised an exception, which was caught"
 REPLACED = "the module was replaced during the run; the new module has no hooks"

@@ -160,7 +160,7 @@ MOMENT = _columns(
         number of steps completed before it
     micro_step | int32 | batch | micro-batch in the step, or batch in the evaluation, from 0
     epoch | int32 | epoch | pass over the data, from 0
-    phase | label | | train, eval, probe (the probe batch), or forward (mode: forward)
+    phase | label | | train, eval, probe (the probe batch), rollout, or forward (mode: forward)
     rank | int32 | | process of a distributed run, from 0
     """
 )

@@ -261,7 +261,7 @@ def test_failed_evaluation_or_phase_restores_the_phase(model: nn.Module) -> None
     with probe_of(model, h=RECORD) as probe:
         with pytest.raises(ValueError, match="no"), probe.evaluating():
             raise ValueError("no")
-        with pytest.raises(ValueError, match="'probe', 'sanity', not 'test'"):
+        with pytest.raises(ValueError, match="'rollout', 'sanity', not 'test'"):
             probe.phase = "test"
         assert probe.phase == "train"
 

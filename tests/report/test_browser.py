@@ -245,6 +245,19 @@ def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, t
         assert "loss not finite" in [trace["name"] for trace in report.plot("training-chart")]
 
 
+def test_numbers_of_rollouts_are_drawn(open_page: Open, tmp_path: Path) -> None:
+    with instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / "run") as probe:
+        for step in range(3):
+            with probe.in_phase("rollout"):
+                probe.log(episode_return=step**2)
+            probe.end_step(loss=-float(step))
+    with open_page(tmp_path / "run") as report:
+        report.choose("training-metric", "episode_return")
+        assert [(trace["name"], trace["x"], trace["y"]) for trace in report.plot("training-chart")] == [
+            ("rollouts", [0, 1, 2], [0, 1, 4])
+        ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [WIDE, PHONE])
 def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, width: int) -> None:

@@ -1,7 +1,7 @@
 // Training curves, with lanes below that show the steps of interventions and alerts.
 
 RUN.push((report) => {
-  const phases = [report.metrics.train, report.metrics.eval].filter(Boolean);
+  const phases = [report.metrics.train, report.metrics.eval, report.metrics.rollout].filter(Boolean);
   const names = metricsOf(report, phases);
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);
@@ -16,13 +16,14 @@ function metricsOf(report, curves) {
 
 function drawTraining(report) {
   const metric = document.getElementById("training-metric").value;
-  const { train, eval: evaluation } = report.metrics;
+  const { train, eval: evaluation, rollout } = report.metrics;
   const traces = [];
   if (train?.statistics[metric]) traces.push(stepLine(train.first, train.statistics[metric][0], "training", { line: { color: report.colours[0], width: 1.8 } }));
   if (evaluation?.statistics[metric]) {
     const marker = { color: report.colours[1], size: 8, symbol: "diamond" };
     traces.push(stepLine(evaluation.first, evaluation.statistics[metric][0], "evaluation", { mode: "lines+markers", marker, line: { dash: "dot" } }));
   }
+  if (rollout?.statistics[metric]) traces.push(stepLine(rollout.first, rollout.statistics[metric][0], "rollouts", { line: { color: report.colours[2 % report.colours.length] } }));
   if (train?.bad[metric]) traces.push(crosses(train.bad[metric], `${metric} not finite`, 1));
   if (evaluation?.bad[metric]) traces.push(crosses(evaluation.bad[metric], `${metric} of an evaluation not finite`, 0.95));
   const alertLanes = ["rules", "alerts"].filter((name) => report.alerts.some((alert) => alert.lane === name));
@@ -30,7 +31,7 @@ function drawTraining(report) {
   report.acted.forEach((one, i) => traces.push(lane(one, report.colours[(i + 2) % report.colours.length])));
   for (const name of alertLanes) traces.push(alertLane(name, report.alerts.filter((alert) => alert.lane === name)));
   const share = lanes.length ? Math.min(0.45, 0.09 * lanes.length + 0.05) : 0;
-  const type = axisType([train, evaluation].flatMap((axis) => axis?.statistics[metric] ?? []), document.getElementById("training-scale").value);
+  const type = axisType([train, evaluation, rollout].flatMap((axis) => axis?.statistics[metric] ?? []), document.getElementById("training-scale").value);
   plot("training-chart", traces, {
     height: 320 + 24 * lanes.length,
     xaxis: { title: { text: train ? stepTitle(train, "means") : "step" }, anchor: lanes.length ? "y3" : "y" },
