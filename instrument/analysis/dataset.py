@@ -26,7 +26,6 @@ from ..errors import ConfigError, Problem, similar_names
 from ..storage.parts import ROW_GROUP_BYTES
 from ..storage.run_files import RunFiles
 from .features import (
-    BATCH,
     INDEX,
     Array,
     FeatureSelection,
@@ -132,7 +131,8 @@ class _Run:
         self._samples = samples_of(files, rows)
         recorded = self._recorded(selections[0], rows)
         self.batches = recorded.batches
-        self._like = {name: rows[name].iloc[0] for name in ("phase", "call")}
+        calls = rows["call"].unique().tolist()
+        self._like = {"phase": rows["phase"].iloc[0], "call": calls if selections[0].joins_calls else calls[0]}
         self.layers = {self.first: recorded}
         self.layers |= {each.layer: self._aligned(each, "layer", f"layer {each.layer!r}") for each in selections[1:]}
         flat = items.flatten is not None
@@ -162,14 +162,16 @@ class _Run:
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Recorded:
         batches = list(batches_of(self.files, rows, self._samples, selection))
-        tensor_of = dict(zip(rows[BATCH].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True))
+        tensor_of = dict(
+            zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True)
+        )
         return _Recorded(self.tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Recorded:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
         own = [batch.key for batch in self.batches]
-        rows = rows[pd.MultiIndex.from_frame(rows[BATCH]).isin(own)]
+        rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin(own)]
         recorded = self._recorded(selection, rows) if len(rows) else _Recorded(self.tensors, [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
@@ -179,7 +181,7 @@ class _Run:
             other = recorded.batches[number].samples if number >= 0 else np.empty(0, np.int64)
             order = pd.Index(other).get_indexer(pd.Index(batch.samples))
             if (order < 0).any():
-                moment = ", ".join(f"{name} {value}" for name, value in zip(BATCH, batch.key, strict=True))
+                moment = ", ".join(f"{name} {value}" for name, value in zip(selection.key, batch.key, strict=True))
                 lacks = "no tensor" if number < 0 else "not all samples"
                 message = f"{what} has {lacks} at {moment}, at which layer {self.first!r} was recorded"
                 fix = "record both with the same schedule and 'samples', or select other steps with step="
@@ -215,7 +217,7 @@ class _Run:
                 Problem(where, message, value, shown(layers), fix="record the inputs of the model: layers: '.'")
             )
         rows = rows[rows["hook"] == rows["hook"].mode()[0]]
-        call = self._like["call"] if (rows["call"] == self._like["call"]).any() else None
+        call = self._like["call"] if rows["call"].isin(np.atleast_1d(self._like["call"])).any() else None
         like = FeatureSelection(
             layers[0] or ".", rows["hook"].iloc[0], "input", self._like["phase"], path=value, call=call
         )
@@ -316,6 +318,16 @@ class ActivationDataset(Dataset[Batch]):
         self._run_of = np.repeat(np.arange(len(self._runs)), [len(run.batches) for run in self._runs])
         self._number = np.concatenate([np.arange(len(run.batches)) for run in self._runs])
         self._step = np.array([batch.key[0] for run in self._runs for batch in run.batches])
+        self._call = (
+            np.array([batch.key[3] for run in self._runs for batch in run.batches])
+            if selections[0].joins_calls
+            else None
+        )
+        self._call = (
+            np.array([batch.key[3] for run in self._runs for batch in run.batches])
+            if selections[0].joins_calls
+            else None
+        )
         self._ids = np.concatenate([run.ids for run in self._runs])
         targets = [torch.from_numpy(run.targets) for run in self._runs if run.targets is not None]
         self._targets = torch.cat(targets) if targets else None
@@ -413,6 +425,8 @@ class ActivationDataset(Dataset[Batch]):
         ids = self._ids[sample]
         batch["id"] = torch.from_numpy(ids.astype(np.int64)) if ids.dtype.kind in "iu" else ids.tolist()
         batch["run"], batch["step"] = torch.from_numpy(self._run_of[of]), torch.from_numpy(self._step[of])
+        if self._call is not None:
+            batch["call"] = torch.from_numpy(self._call[of])
         if self._targets is not None:
             batch["target"] = self._targets[torch.from_numpy(sample)]
         return {**batch, **joined}

@@ -236,7 +236,7 @@ class Run(RunTables):
         phase: str | None = None,
         step: int | Collection[int] | None = None,
         epoch: int | Collection[int] | None = None,
-        call: int | None = None,
+        call: int | Collection[int] | None = None,
         path: str | None = None,
     ) -> ActivationDataset:
         """Return the recorded tensors of a layer, or of several layers, as a data set of PyTorch.
@@ -263,7 +263,8 @@ class Run(RunTables):
             phase: The phase.
             step: The step or steps. Default: all.
             epoch: The epoch or epochs. Default: all.
-            call: The index of the module's call in the micro-step.
+            call: The index of the module's call in the micro-step. With a list or a range, the entries of each call are items, such as the
+                tokens of a generation.
             path: The path of the tensor in a nested output.
 
         Returns:
@@ -271,6 +272,7 @@ class Run(RunTables):
 
             - `x`: the tensor in the recorded dtype, without dimensions of size 1 at its end
             - `id`, `run` (index in `folders`) and `step`: int64; ids may be strings
+            - `call`, int64, if `call` is a list or a range
             - `position` in the sequence, int64, with `flatten`
             - `token`: the token id, or without `flatten` those of the sample
             - `mask`: without `flatten`, if it was recorded

@@ -270,3 +270,26 @@ def test_command_line_records_a_window_of_each_prompt(tmp_path: Path) -> None:
     X, _, ids = run.features("lm_head", call=range(2, 5))
     assert ids.tolist() == [0, 1, 2]
     assert X.argmax(-1).tolist() == [[*tokens[2:5]] for tokens in run.generated["tokens"]]
+
+
+def test_data_set_has_the_tokens_of_each_request(tmp_path: Path) -> None:
+    model = language_model("llama")
+    hooks = {
+        "last": {**RECORD, "layers": "model.layers.*", "slice": ":, -1", "calls": "1:6"},
+        "tokens": {**RECORD, "layers": ".", "kind": "forward_pre", "path": "input_ids", "calls": "1:6"},
+    }
+    _, _, new = recorded(model, hooks, [7, 2, 9], out=tmp_path)
+    run = instrument.load(tmp_path)
+    data = run.dataset(layers=["model.layers.0", "model.layers.1"], call=range(2, 5))
+    assert len(data) == 3 * 3
+    X, _, ids = run.features("model.layers.1", call=range(2, 5))
+    row_of = {name: row for row, name in enumerate(ids.tolist())}
+    for item in data:
+        row, call = [7, 2, 9].index(int(item["id"])), int(item["call"])
+        assert torch.equal(item["x"]["model.layers.1"], torch.from_numpy(X[row_of[int(item["id"])], call - 2]))
+        assert item["token"].flatten().tolist() == [int(new[row, call - 1])]  # the input of call k is token k - 1
+    shuffled = next(iter(data.batches(9, shuffle=0)))
+    assert sorted(zip(shuffled["id"].tolist(), shuffled["call"].tolist(), strict=True)) == [
+        (name, call) for name in (2, 7, 9) for call in (2, 3, 4)
+    ]
+    assert len(run.dataset("model.layers.0", call=3)) == 3
