@@ -51,13 +51,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """The interface of TensorBoard, Weights & Biases and MLflow.
-
-    Attributes:
-        shows_images: Whether it shows pictures.
-    """
-
-    shows_images: bool
+    """The interface of TensorBoard, Weights & Biases and MLflow."""
 
     def log(self, step: int, summary: StepSummary) -> None:
         """Show the summary of a step."""
@@ -79,10 +73,8 @@ class TrackingSink:
         self.outcome: Outcome = "done"
         self._collector = SummaryCollector()
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that are shown."""
-        return ("events", *SCALAR_TABLES, *(("tensors",) if self.tracker.shows_images else ()))
+    tables = ("events", *SCALAR_TABLES)
+    """The tables that are shown."""
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Collect rows. They are shown at the end of the step."""
@@ -92,26 +84,24 @@ class TrackingSink:
 
     def keep(
         self,
-        key: Row,
+        key: Row,  # noqa: ARG002
         source_shape: Sequence[int],  # noqa: ARG002
-        tensor: Tensor,
-        dtype: torch.dtype | None = None,
+        tensor: Tensor,  # noqa: ARG002
+        dtype: torch.dtype | None = None,  # noqa: ARG002
     ) -> int | None:
-        """Copy the displayed part of a tensor. Returns 0, since no bytes are stored."""
-        if self.tracker.shows_images:
-            self._collector.add_tensor(key, tensor, dtype)
+        """Do nothing: tensors are not shown. Returns 0, since no bytes are stored."""
         return 0
 
-    def end_step(self, *, wait: bool = False) -> None:
-        """Pass the collected summaries to the tracker. With `wait`, also those whose pictures a GPU is still copying."""
-        for step, summary in self._collector.take(wait=wait):
+    def end_step(self) -> None:
+        """Pass the collected summaries to the tracker."""
+        for step, summary in self._collector.take():
             with _calling(self.name):
                 self.tracker.log(step, summary)
 
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
         try:
-            self.end_step(wait=True)
+            self.end_step()
         finally:
             with _calling(self.name):
                 self.tracker.close(self.outcome)

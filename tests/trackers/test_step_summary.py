@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tracker_files import key, metrics, row
@@ -53,7 +52,6 @@ def test_content_is_taken_once() -> None:
     collector.add("metrics", [metrics(0, loss=1.0)])
     collector.add("layers", [row("layers", "a")])
     collector.add("coverage", [row("coverage", "seen")])
-    collector.add_tensor(key(1), torch.zeros(3), None)
     assert [step for step, _ in collector.take()] == [0]
     assert list(collector.take()) == []
 
@@ -68,17 +66,6 @@ def test_events_are_grouped_by_severity() -> None:
     assert summary.texts == {
         "events/warning": "fallback: digits, not MNIST\n\nreplaced a.0: gone", "events/info": "resumed: goes on",
     }  # fmt: skip
-
-
-def test_first_image_of_a_tag_is_kept_as_a_copy() -> None:
-    collector = SummaryCollector()
-    shown, written_over = torch.zeros(2, 4, 4), torch.ones(2, 4, 4)
-    collector.add_tensor(key(1), shown, None)
-    shown.fill_(1.0)
-    collector.add_tensor(key(1, micro_step=1), written_over, None)
-    ((step, summary),) = collector.take(wait=True)
-    assert (step, list(summary.pictures)) == (1, ["seen/a.0/image"])
-    assert summary.pictures["seen/a.0/image"].convert("RGB").getpixel((0, 0)) == (0, 0, 0)
 
 
 def test_histogram_has_equal_bins() -> None:
