@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn.parameter import Parameter
 from ..actions.base import Action, Context, KeptTensors
 from ..actions.intervention import describe
 from ..actions.selection import Selector, act_on_indices
-from ..actions.together import Together, path_of_call
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
 from ..config.record import RecordSpec, StatisticsSpec
@@ -25,6 +23,7 @@ from ..fields.globs import matches
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..stats.flatten import unreadable
 from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 from ..tables.statistics import Sum
@@ -39,7 +38,7 @@ from ..values.dtensor import (
     reduced,
     sharded_like,
 )
-from ..values.nested import iter_tensors
+from ..values.nested import iter_tensors, map_tensors
 from .clock import FIRST_CALL, Clock, FiringIndex
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
@@ -73,7 +72,6 @@ class AttachedHook(HookCoverage):
         "split_dim",
         "state",
         "subsampling",
-        "together",
         "was_ever_scheduled",
     )
 
@@ -85,7 +83,6 @@ class AttachedHook(HookCoverage):
         self.direct: Direct | None = None  # what it does with plain tensors while it is scheduled
         self._composed: Direct | None = None  # the same, also while it is not scheduled
         self._is_composed = False
-        self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
         self.split_dim = site.spec.split_dim if isinstance(site.spec, RecordSpec) else None
@@ -307,41 +304,6 @@ class AttachedHook(HookCoverage):
             else None
         )
 
-    def fire_together(
-        self,
-        tensors: Mapping[str, Tensor],
-        firing: FiringIndex = FIRST_CALL,
-        *,
-        values: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run an action with `together: true` on all tensors of a call; see `fire`.
-
-        Args:
-            tensors: The tensors by path.
-            firing: Which of several firings this is.
-            values: The tensors that gradients belong to, by path. Default: None, unknown or no gradients.
-
-        Returns:
-            The tensors that replace them; the same object for a tensor that is unchanged.
-        """
-        for path, tensor in tensors.items():
-            self.check_shape(path, tensor)
-        placed = {path: self._placed(tensor, path, firing) for path, tensor in tensors.items()}
-        context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
-        context.shards = next(iter(placed.values()))[0]
-        context.scope = context.shards.scope or self.scope
-        known = {path: value for path, value in (values or {}).items() if path in tensors}
-        context.values = {path: self._placed(value, path, firing)[2] for path, value in known.items()}
-        amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
-        parts = {path: part for path, (*_, part) in placed.items()}
-        if amp_scale is None:
-            new = self._run_together(parts, context)
-        else:
-            given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
-            changed = self._run_together(given, context)
-            new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
-        return {path: _replaced(tensor, placed[path][1], parts[path], new[path]) for path, tensor in tensors.items()}
-
     def check_shape(self, path: str, tensor: Tensor) -> None:
         """Check once for each path that the spec fits the shape; see `fire`."""
         if self.checked_paths is not None and path not in self.checked_paths and not is_sharded(tensor):
@@ -439,19 +401,6 @@ class AttachedHook(HookCoverage):
             self._keep(name, result, context)
         return result
 
-    def _run_together(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
-        assert self.together is not None, "only its hooks get several tensors"
-        with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
-            for tensor in tensors.values():
-                check_not_captured(tensor, context)
-            change = self.together.change
-            action = change if self.selector is None else partial(self.selector.apply_together, self.together)
-            new = call_action(action, tensors, context)
-            if (name := self.site.spec.keep_as) is not None:
-                for path, tensor in new.items():
-                    self._keep(name, tensor, replace(context, path=path))
-            return new
-
 
 PLACED_FAMILIES = ("module", "loss", "parameter", "optimizer")
 """The families of kinds whose plain tensors have a placement."""
@@ -481,6 +430,34 @@ def fire_all(
     for attached in attached_hooks:
         tensor = attached.fire(tensor, path, firing, value=value)
     return tensor
+
+
+def act_on_tensors(
+    attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
+) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
+    """Run hooks on all tensors of a value, in the order of the configuration.
+
+    Args:
+        attached_hooks: The hooks.
+        value: A tensor or nested tensors.
+        firing: Which of several firings this is.
+        in_place: See `map_tensors`.
+
+    Returns:
+        The new value, the hooks that fired, and why hooks could not act on a tensor.
+    """
+    fired: set[AttachedHook] = set()
+    obstacles: dict[AttachedHook, str] = {}
+
+    def act(path: str, tensor: Tensor) -> Tensor:
+        accepting = [attached for attached in attached_hooks if attached.accepts(tensor, path)]
+        if accepting and (reason := unreadable(tensor)) is not None:
+            obstacles.update(dict.fromkeys(accepting, reason))
+            return tensor
+        fired.update(accepting)
+        return fire_all(accepting, tensor, path, firing)
+
+    return map_tensors(value, act, in_place=in_place), fired, obstacles
 
 
 def no_gradient_reason() -> str:

@@ -19,7 +19,6 @@ from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
 from .plain_calls import firing_of
-from .together import JoinedGradients, groups_of, is_together
 
 
 class CallGradients:
@@ -120,48 +119,6 @@ class CallGradients:
             hook.finish_registration()
         self.unfinished.clear()
 
-    def join(self, value: Any, root: str = "") -> Any:
-        """Register a hook with `together: true` for all gradients of a value. Return the aliases of its tensors.
-
-        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient,
-        unless it is in `separate`.
-
-        Args:
-            value: The output or the inputs of a module, or the output of a function.
-            root: The path of the value.
-        """
-        (attached,) = self.attached_hooks
-        tensors: dict[str, Tensor] = {}
-        seen: set[int | str] = set()
-        # A tensor has the first of its paths that the hook matches.
-        for path, tensor in sorted(
-            self.tensors_with_gradient(value, root), key=lambda item: not attached.matches_path(item[0])
-        ):
-            if self._key(path, tensor) not in seen:
-                seen.add(self._key(path, tensor))
-                tensors[path] = tensor
-        values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
-        fired, clock, paths = self.fired, self.clock, list(tensors)
-        index, recompute, origin = self.call.index, self.call.is_recomputed, self.call.origin
-        passes = count()
-
-        def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            given = {
-                path: gradient
-                for path, gradient in zip(paths, gradients, strict=True)
-                if gradient is not None and path in values
-            }
-            if clock.closed or not given:
-                return gradients
-            attached.count_gradient(is_repeated=attached in fired)
-            fired.add(attached)
-            new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
-            return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
-
-        aliases = JoinedGradients.apply(on_gradients, *tensors.values()) if tensors else ()
-        self.aliases = {self._key(*item): alias for item, alias in zip(tensors.items(), aliases, strict=True)}
-        return self.with_aliases(value)
-
     def alias(self, path: str, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
         return self.aliases.setdefault(self._key(path, tensor), alias_of(tensor))
@@ -256,19 +213,3 @@ def finish_gradient(
     """
     fired = set(attached_hooks if backward else ())
     return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)
-
-
-def gradient_groups(
-    attached_hooks: Sequence[AttachedHook], value: Any, root: str = ""
-) -> tuple[Sequence[Sequence[AttachedHook]], bool]:
-    """Return the hooks on the gradients of a value in groups, and whether hooks with `together: true` join the gradients.
-
-    If a hook acts on several gradients together, the hooks before and after it are groups of their own. Otherwise all hooks
-    are one group.
-    """
-    together = [attached for attached in attached_hooks if is_together(attached)]
-    if together and torch.is_grad_enabled():
-        paths = [path for path, tensor in iter_tensors(value, root) if tensor.requires_grad]
-        if any(sum(map(attached.matches_path, paths)) > 1 for attached in together):
-            return groups_of(attached_hooks, is_together), True
-    return [attached_hooks], False

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -47,7 +46,7 @@ from ..tables.reasons import (
 from ..values.dtensor import sharding_hooks
 from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients, gradient_groups
+from .call_gradients import CallGradients
 from .clock import Clock
 from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
@@ -55,7 +54,6 @@ from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform
-from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()
 
@@ -173,8 +171,8 @@ class HookedFunctions(FunctionMode):
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
         """Run hooks on every tensor of the arguments or the result of a function."""
 
-        def act(group: Sequence[Owner], path: str, tensor: Tensor) -> Tensor:
-            for running, attached, function_path in group:
+        def act(path: str, tensor: Tensor) -> Tensor:
+            for running, attached, function_path in owners:
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
                     if not attached.is_record_hook and attached.matches_path(full_path):
@@ -195,13 +193,7 @@ class HookedFunctions(FunctionMode):
         if not owners:
             return value
         with self._clock.timer or _UNMEASURED:
-            for group in groups_of(owners, _is_together):
-                value = (
-                    self._act_together(group[0], value)
-                    if _is_together(group[0])
-                    else map_tensors(value, partial(act, group))
-                )
-            return value
+            return map_tensors(value, act)
 
     def _observe_attention(
         self, by_role: Mapping[str, list[Owner]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -219,16 +211,6 @@ class HookedFunctions(FunctionMode):
                 if not isinstance(found, str):
                     self._act(by_role[role], found[role])
 
-    def _act_together(self, owner: Owner, value: Any) -> Any:
-        """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
-        running, attached, path = owner
-        value, obstacle = act_together(attached, value, running.call.firing(), path)
-        if obstacle is None:
-            running.fired.add(attached)
-        else:
-            running.obstacles[attached] = obstacle
-        return value
-
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
         """Register hooks on the gradients of the result of a function. Return the result for the caller.
 
@@ -242,9 +224,6 @@ class HookedFunctions(FunctionMode):
                     gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
                 gradients.registered.clear()
                 gradients.aliases.clear()
-                if gradient_groups([attached], value, path)[1]:
-                    value = gradients.join(value, path)
-                    continue
                 value = gradients.register_outputs(
                     value, versions, running.leaf_hooks, needs_alias=needs_alias, root=path
                 )
@@ -391,11 +370,6 @@ class FunctionThreads(threading.local):
     def are_observed_by(self, attached_hooks: Sequence[AttachedHook]) -> bool:
         """Whether any thread is in a call of a module with these hooks, whose forward hook then removes the mode."""
         return any(mode.is_observed_by(attached_hooks) for mode in list(self.modes.values()))
-
-
-def _is_together(owner: Owner) -> bool:
-    """Return whether the hook of an owner has `together: true`."""
-    return is_together(owner.observer)
 
 
 def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

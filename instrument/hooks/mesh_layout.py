@@ -44,9 +44,7 @@ _OPERATIONS = (
     "Silu Softplus Sqrt Sub Tanh ToCopy Where"
 )
 # Functions of PyTorch and of hooks that return the tensor, or an elementwise function of it.
-_FUNCTIONS = (
-    "BackwardHookFunction JoinedGradients RegisterPostBackwardFunction _DDPSink _Gradient _Reverse _StraightThrough"
-)
+_FUNCTIONS = "BackwardHookFunction RegisterPostBackwardFunction _DDPSink _Gradient _Reverse _StraightThrough"
 _ELEMENTWISE = {f"{name}Backward0" for name in _OPERATIONS.split()} | {f"{name}Backward" for name in _FUNCTIONS.split()}
 # The names of operations of PyTorch. Other functions, such as reentrant checkpoints and compiled code, hide the shards that they use.
 _OPERATION = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopySlices")

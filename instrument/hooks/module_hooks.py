@@ -23,7 +23,7 @@ from ..stats.flatten import unreadable
 from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
-from .attached_hook import AttachedHook
+from .attached_hook import AttachedHook, act_on_tensors
 from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
@@ -31,7 +31,6 @@ from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
 from .tensor_gradients import InputGradients, OutputGradients
-from .together import act_on_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")

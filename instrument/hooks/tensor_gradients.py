@@ -32,7 +32,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients, gradient_groups, gradient_hook
+from .call_gradients import CallGradients, gradient_hook
 from .clock import Clock, graph_task
 from .direct import is_plain_float
 from .gradient_contribution import (
@@ -45,7 +45,6 @@ from .gradient_contribution import (
 )
 from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
-from .together import is_together
 
 
 class PendingInputGradients:
@@ -135,7 +134,6 @@ class InputGradients:
             value: Its arguments by name; see `join_arguments`.
             call: The call.
         """
-        groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients(partial(self._stored_tensors, module))
@@ -146,17 +144,12 @@ class InputGradients:
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
                 pending.register(self.leaf_hooks, tensor, hook)
-        # The hook that is next to the module sees its gradients first.
-        for group in reversed(groups):
-            contributions = CallGradients(group, call, self.clock)
-            if not in_place:
-                counts = Counter(id(tensor) for _, tensor in iter_tensors(value))
-                contributions.separate = {identity for identity, count in counts.items() if count > 1}
-            if joins and is_together(group[0]):
-                value = contributions.join(value)
-            else:
-                value = self._register_contributions(contributions, value, pending, in_place=in_place)
-            contributions.count_opportunities(missing_is_expected=True)
+        contributions = CallGradients(self.contribution_hooks, call, self.clock)
+        if not in_place:
+            counts = Counter(id(tensor) for _, tensor in iter_tensors(value))
+            contributions.separate = {identity for identity, count in counts.items() if count > 1}
+        value = self._register_contributions(contributions, value, pending, in_place=in_place)
+        contributions.count_opportunities(missing_is_expected=True)
         totals.count_opportunities(missing_is_expected=True)
         return value
 
@@ -204,10 +197,7 @@ class OutputGradients:
         self.changes = not all(attached.is_record_hook for attached in attached_hooks)
         layout = self.clock.layout
         self.is_simple = (layout is None or not layout.is_model_parallel) and not any(
-            attached.site.spec.needs_value
-            or is_together(attached)
-            or not attached.matches_path("")
-            or _needs_alias(attached)
+            attached.site.spec.needs_value or not attached.matches_path("") or _needs_alias(attached)
             for attached in attached_hooks
         )
 
@@ -240,24 +230,16 @@ class OutputGradients:
         """
         if self._register_simple(output, call):
             return output
-        groups, joins = gradient_groups(self.attached_hooks, output)
-        # The hook that is next to the caller sees its gradients first.
-        for group in reversed(groups):
-            gradients = CallGradients(group, call, self.clock, inputs)
-            if joins and is_together(group[0]):
-                output = gradients.join(output)
-            else:
-                needs_alias = any(map(_needs_alias, gradients.attached_hooks))
-                output = gradients.register_outputs(
-                    output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
-                )
-                gradients.finish_registration()
-            missing_is_expected = (
-                not gradients.expected_paths
-                and next(module.parameters(), None) is None
-                and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
-            )
-            gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        gradients = CallGradients(self.attached_hooks, call, self.clock, inputs)
+        needs_alias = any(map(_needs_alias, gradients.attached_hooks))
+        output = gradients.register_outputs(output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias)
+        gradients.finish_registration()
+        missing_is_expected = (
+            not gradients.expected_paths
+            and next(module.parameters(), None) is None
+            and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
+        )
+        gradients.count_opportunities(missing_is_expected=missing_is_expected)
         return output
 
 

@@ -24,12 +24,11 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from ..values.nested import iter_tensors
-from .attached_hook import AttachedHook, no_gradient_reason
+from .attached_hook import AttachedHook, act_on_tensors, no_gradient_reason
 from .clock import FiringIndex
 from .compiled_hooks import export_refusal
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
-from .together import act_on_tensors
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 

@@ -164,15 +164,3 @@ def test_intervention_changes_one_path(name: str, path: str) -> None:
     _, probe = run_step(net, {"own": spec}, x, loss=torch.clone)
     assert_close(gradients(net), gradients(reference), rtol=1e-10, atol=1e-12)
     assert [row["path"] for row in probe.sink.records("effects")] == [path]
-
-
-def scale_first(tensors: dict[str, Tensor], context: Any) -> dict[str, Tensor]:
-    return {path: tensor * (4 if path == "0" else 1) for path, tensor in tensors.items()}
-
-
-def test_joined_gradients_are_those_of_each_argument() -> None:
-    model, h = Weighted().eval(), torch.ones(2, 3, requires_grad=True)
-    spec = {"layers": ".", "kind": "full_backward", "action": "modify", "fn": scale_first, "together": True}
-    hidden = h * 1.0
-    run_step(model, {"own": spec}, hidden, hidden, loss=torch.sum)
-    assert set(h.grad.flatten().tolist()) == {4 * 2.0 + 3.0}
