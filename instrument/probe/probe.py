@@ -706,7 +706,6 @@ class Probe(OwnedByProcess):
             self.event(
                 "metrics", f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
             )
-        self._hooks.report_hook_order()
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:
