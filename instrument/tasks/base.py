@@ -313,12 +313,6 @@ class HasLoss:
         return str(loss_option(self.loss, "reduction", "mean"))
 
 
-def is_pytorch_loss(loss: Loss | None) -> bool:
-    """Return whether a loss is a module or function of PyTorch, whose number of terms is known."""
-    function = loss.func if isinstance(loss, partial) else loss
-    return type(function).__module__ == nn.CrossEntropyLoss.__module__ or function in _CLASS_FUNCTIONS
-
-
 def counted_targets(loss: Loss | None, targets: Any) -> Tensor | None:
     """Return which integer targets a loss does not ignore; None if it ignores none."""
     function = loss.func if isinstance(loss, partial) else loss

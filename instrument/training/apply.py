@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..config.apply import (
     FreezeSpec,
     InitSpec,
     ReplaceSpec,
-    ReprSpec,
     SetSpec,
     WrapSpec,
 )
@@ -136,9 +134,6 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
             _replace_module(build_module(spec.module, f"{where}.module"), layer, layers, where)
         case WrapSpec():
             _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
-        case ReprSpec():
-            # A partial function can be copied and pickled with its module.
-            layer.module.extra_repr = partial(_labelled, spec.label, layer.module.extra_repr)  # type: ignore[method-assign]
         case SetSpec():
             _set(spec, layer, where)
         case AddParameterSpec():
@@ -155,12 +150,6 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
                 parent.module._modules[key] = new
-
-
-def _labelled(label: str, original_repr: Callable[[], str]) -> str:
-    """Return an `extra_repr` with a label in front."""
-    original_text = original_repr()
-    return f"{label}, {original_text}" if original_text else label
 
 
 def _set(spec: SetSpec, layer: Layer, where: str) -> None:

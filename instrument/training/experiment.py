@@ -24,7 +24,7 @@ from ..config.schedule import Evaluations
 from ..errors import ConfigError, Problem, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import argument_names, build
-from ..plan.cost import Length, firings_of
+from ..plan.cost import Length
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
@@ -60,7 +60,6 @@ from .loader import (
     first_batch,
     samples_of,
 )
-from .loss_checks import check_loss_of_parts
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 from .recorded_tensor_checks import recording_problems
@@ -202,10 +201,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     recordings = recording_problems(plan, archive, phases, inferred_by_phase, length)
     if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
         raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
-    _check_conditions(plan, length)
     _check_rules(config, plan, length)
-    if trains or (config.forward.grad and config.forward.of is None):
-        check_loss_of_parts(config, task, model, data.train, shard, options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model, lambda: _forward(task, model, first, differentiable=False)[0]):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
@@ -243,21 +239,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         weights=weights,
         output_notice=output_notice,
     )
-
-
-def _check_conditions(plan: HookPlan, length: Length) -> None:
-    """Check that the run is long enough for the conditions of hooks, which require earlier values."""
-    problems = []
-    for name, spec in plan.specs.items():
-        # A module can be called several times in a step. The default also allows short trials of a configuration.
-        if spec.definition.family != "parameter" or spec.condition is None:
-            continue
-        after, times = spec.condition.after, firings_of(spec, length).times
-        if "after" in spec.condition.model_fields_set and times <= after:
-            message = f"cannot be reached: the hook fires {times:,} times at each parameter"
-            problems.append(Problem(f"hooks.{name}.when.after", message, after, fix="reduce 'after'"))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
