@@ -104,12 +104,7 @@ class AttachedHook(HookCoverage):
         self._scheduled_step_and_phase: tuple[int, str] | None = None
 
     def update_schedule(self, scheduled: bool, *, has_new_spec: bool) -> bool:
-        """Update whether the hook runs at the new time of the clock. Return whether that changed.
-
-        Args:
-            scheduled: Whether its schedule is active.
-            has_new_spec: Whether fields of its spec may have changed.
-        """
+        """Update whether the hook runs at the new time of the clock. Return whether that changed."""
         moment = (self.clock.moment.step, self.clock.moment.phase)
         if scheduled and moment != self._scheduled_step_and_phase:
             self._scheduled_step_and_phase = moment
@@ -212,9 +207,7 @@ class AttachedHook(HookCoverage):
         shards, and all processes draw the same random numbers.
 
         Args:
-            tensor: The tensor.
             path: Its path in a nested value, or the name of the parameter.
-            firing: Which of several firings this is.
             value: The tensor that a gradient belongs to.
             amp_scale: The factor of a gradient scaler in the tensor.
 
@@ -287,7 +280,6 @@ class AttachedHook(HookCoverage):
         """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
 
         Args:
-            tensor: The tensor.
             value, amp_scale: See `fire`.
 
         Returns:
@@ -438,9 +430,6 @@ def act_on_tensors(
     """Run hooks on all tensors of a value, in the order of the configuration.
 
     Args:
-        attached_hooks: The hooks.
-        value: A tensor or nested tensors.
-        firing: Which of several firings this is.
         in_place: See `map_tensors`.
 
     Returns:

@@ -25,9 +25,6 @@ class CallGradients:
     """The expected gradients of one call of a module, of its inputs or of its outputs.
 
     Args:
-        attached_hooks: The sites.
-        call: The call.
-        clock: The clock of the probe.
         in_place: See `map_tensors`.
     """
 
@@ -95,11 +92,8 @@ class CallGradients:
         Call `finish_registration` afterwards.
 
         Args:
-            output: The output of a module or a function.
             versions: The versions of the input tensors before the call, by identity.
-            leaf_hooks: The hooks on leaf tensors.
             needs_alias: Whether the caller gets an alias of every tensor.
-            root: The path of the output.
         """
         read_only = all(attached.is_record_hook for attached in self.attached_hooks)
         for path, tensor in self.tensors_with_gradient(output, root):
@@ -162,10 +156,6 @@ def gradient_hook(
     """Return the hook to register on a tensor, which calls several sites.
 
     Args:
-        attached_hooks: The sites, in order.
-        path: The path of the tensor.
-        call: The call that the tensor belongs to.
-        clock: The clock of the probe.
         fired: Receives the sites when they fire for the first time. Those in it are not counted again.
         value: A copy of the tensor, if a site needs it.
     """
@@ -207,9 +197,7 @@ def finish_gradient(
     Args:
         attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
-        call: The index of the call.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.
-        gradient: The gradient.
     """
     fired = set(attached_hooks if backward else ())
     return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)

@@ -63,12 +63,9 @@ class HookedModule(RunningModule):
     """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
 
     Attributes:
-        call: The call.
         leaf_hooks: The gradient hooks on leaf tensors of the module.
         called: The hooks whose functions were called, by code that is not compiled.
-        fired: The hooks on values that fired.
         obstacles: Why a hook could not act on a tensor.
-        gradients: The expected gradients of each hook on gradients.
     """
 
     call: Call
@@ -98,12 +95,7 @@ class HookedModule(RunningModule):
 
 
 class HookedFunctions(FunctionMode):
-    """The hooks on the functions that one thread calls.
-
-    Args:
-        specs: The specs of the function kinds.
-        clock: The clock of the probe.
-    """
+    """The hooks on the functions that one thread calls."""
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         # The mode of another probe sees what these functions call.
@@ -237,7 +229,6 @@ class FunctionHooks(SuspendableModuleHooks):
 
     Args:
         attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
-        threads: The mode of each thread.
     """
 
     early = True
@@ -327,7 +318,6 @@ class FunctionPauses(InertWhenCopied):
     They are never suspended: an encoder layer without hooks takes PyTorch's fast path, which rounds differently.
 
     Args:
-        modules: The modules whose functions are hooked.
         clock, threads: See `FunctionHooks`.
     """
 

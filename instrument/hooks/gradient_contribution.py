@@ -45,8 +45,6 @@ class ModuleContribution:
         """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs.
 
         Args:
-            node: The node.
-            inputs: The indices of the inputs.
             region: The region of the tensor, a view, in what the node modifies in place; None for other nodes.
         """
 
@@ -90,7 +88,6 @@ def find_contributions(
     """Traverse the graph from a module's outputs to its inputs, and collect contributions from the nodes on the way.
 
     Args:
-        outputs: The outputs of the module.
         contributions: The contributions to its inputs, by the edge at which the gradient arrives.
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
@@ -116,11 +113,7 @@ def find_contributions(
 
 
 class StoredTensors:
-    """The tensors of a graph that a module and its submodules store as attributes, such as an auxiliary loss.
-
-    Args:
-        module: The module, after a call.
-    """
+    """The tensors of a graph that a module and its submodules store as attributes, such as an auxiliary loss."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [

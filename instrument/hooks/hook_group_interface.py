@@ -16,12 +16,7 @@ from .suspendable_hook import SuspendableHooks
 
 
 class HookGroup:
-    """The hooks of one family at one location.
-
-    Args:
-        attached_hooks: The sites.
-        clock: The clock of the probe.
-    """
+    """The hooks of one family at one location."""
 
     attached_hooks: Sequence[AttachedHook] = ()
 
@@ -78,8 +73,6 @@ class ModuleCallHooks(InertWhenCopied):
     """Base of hooks that see the calls of one module.
 
     Args:
-        attached_hooks: The sites, at least one.
-        calls: The calls of the module.
         note_inputs: See `Calls.add_group`.
     """
 
@@ -97,10 +90,8 @@ class SuspendableModuleHooks(ModuleCallHooks):
 
     Args:
         attached_hooks, calls, note_inputs: See `ModuleCallHooks`.
-        suspend: Whether the hooks may be suspended.
 
     Attributes:
-        active: Whether any site is scheduled.
         unscheduled: The sites that are not scheduled. Empty after the next call of the module.
     """
 

@@ -59,9 +59,7 @@ class HookTimer(Generic[HookKey]):
     """A timer for hooks. Nested hooks are counted once.
 
     Attributes:
-        seconds: The total time in hooks.
         action_seconds: The time in the action of each site, in seconds; part of `seconds`.
-        firings: The number of firings of each site.
     """
 
     def __init__(self) -> None:

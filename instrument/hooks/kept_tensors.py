@@ -21,7 +21,6 @@ class Kept(NamedTuple):
     """A kept tensor.
 
     Attributes:
-        tensor: The tensor.
         has_lost_graph: Whether it belongs to the first pass of a reentrant checkpoint, which has no graph.
     """
 
@@ -66,9 +65,6 @@ class TensorStore:
         """Keep a copy of a tensor, since it may be modified in place later.
 
         Args:
-            name: The value of `keep_as`.
-            location: The layer and the path.
-            tensor: The tensor.
             is_recomputed, segment: See `for_intervention`.
             has_lost_graph: See `Kept`.
         """

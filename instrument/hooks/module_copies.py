@@ -61,7 +61,6 @@ def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor
     """Return a copy of the arguments of a module. Tensors in other objects, such as caches, are copied.
 
     Args:
-        arguments: The arguments by name.
         copy_tensor: Takes the path of a tensor and the tensor, and returns its copy.
 
     Raises:

@@ -130,9 +130,7 @@ class InputGradients:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
         Args:
-            module: The module.
             value: Its arguments by name; see `join_arguments`.
-            call: The call.
         """
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -223,9 +221,6 @@ class OutputGradients:
         """Register hooks for all output tensors. Return the output for the caller.
 
         Args:
-            module: The module.
-            output: Its output.
-            call: The call.
             inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
         """
         if self._register_simple(output, call):

@@ -156,7 +156,6 @@ def in_place_message(sites: Sequence[Site], step: int) -> str:
 
     Args:
         sites: All sites of the plan. Those with `via: module` are named.
-        step: The optimizer step.
     """
     affected = [site for site in sites if site.spec.via == "module"]
     names = ", ".join(dict.fromkeys(f"{site.label!r} ({site.layer.type})" for site in affected))

@@ -176,7 +176,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     """Build a module from its target.
 
     Args:
-        target: The target, with its arguments.
         where: The configuration key of the target, for error messages.
 
     Raises:

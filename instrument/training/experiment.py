@@ -74,24 +74,15 @@ class Experiment:
     """All objects of a run.
 
     Attributes:
-        config: The configuration.
-        device: The device of this process.
-        data: The slices of the dataset.
-        batches: The batches of the steps.
         eval_loader: The batches of an evaluation; None in `mode: forward`.
         probe_batch: The probe batch; None without one.
-        length: The length of the run.
-        task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
-        optimizer: The optimizer; None in `mode: forward`.
         uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
-        scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
         called_model: The model that the task calls: `model`, or its compiled version.
         train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
-        plan: The plan of the hooks.
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.

@@ -45,9 +45,6 @@ class HookTrials:
     effects, and built-in statistics are not computed, because they cannot fail. The state of an optimizer does not exist
     yet, so only its shape is checked.
 
-    Args:
-        phases: The batches, by phase.
-
     Attributes:
         misfits: By name of the spec, the problem of the first field that does not fit a tensor.
         failures: By name of the spec, the first error of its action.

@@ -22,8 +22,6 @@ def prune(module: nn.Module, name: str, folder: str, round: int, keep: float) ->
     """Set the pruned weights of a module to zero, as a function of `apply` with `action: call`.
 
     Args:
-        module: A module with a parameter `weight`.
-        name: The name of the module.
         folder, round, keep: See `Pruned`.
     """
     weight = module.get_parameter("weight")
@@ -61,7 +59,6 @@ class Pruned:
 
         Args:
             name: The name of the parameter in the state dict.
-            parameter: The parameter.
 
         Raises:
             FileNotFoundError: The previous round saved no weights.

@@ -61,8 +61,6 @@ class Processes:
     """The process group of a run, as seen by one of its processes. Create it with `open`.
 
     Attributes:
-        rank: Rank of this process, from 0.
-        size: Number of processes.
         store: Key-value store of torchrun, shared by all processes.
         control: Gloo process group for control messages.
     """

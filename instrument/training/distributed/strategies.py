@@ -114,7 +114,6 @@ class Strategy:
         """Return the module that the training loop calls.
 
         Args:
-            forward: Module that computes the loss of a batch.
             has_unused: Whether some trainable parameters may receive no gradient in this process.
         """
         return forward
@@ -127,7 +126,6 @@ class Strategy:
         """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
 
         Args:
-            trained: Module returned by `wrap`.
             last: Whether this is the last micro-step of the step.
 
         Raises:
@@ -172,8 +170,6 @@ class DataParallel(Strategy):
     by their local tensors; so the gradients are summed over `dp` here, after the last backward pass of a step.
 
     Args:
-        parallel: The configuration.
-        device: The device of this process.
         reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
