@@ -46,7 +46,7 @@ from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
 from .mesh_layout import MeshLayout
-from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .module_calls import current_segment, is_first_reentrant_pass
 from .plain_calls import firing_of
 
 
@@ -325,36 +325,28 @@ class AttachedHook(HookCoverage):
             rank=self.clock.rank,
             ids=self.clock.ids,
             targets=self.clock.targets,
-            tensors=self._kept_tensors(firing),
+            tensors=self._kept_tensors(),
             state=self.state,
             holds=None if spec.follows is None else True,  # a rule turns the hook on
             unit_dim=spec.unit_dim,
         )
 
-    def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:
+    def _kept_tensors(self) -> KeptTensors:
         """Return the kept tensors that the action may use."""
         store = self.clock.kept
-        if not store.original and not firing.recompute:
+        if not store.original:
             return KeptTensors()
         if self.is_record_hook or self.site.spec.definition.gradient or self.frequency == "step":
             return store.all()
-        segment = recomputed_segment() if firing.recompute else None
-        return store.for_intervention(is_recomputed=firing.recompute, segment=segment)
-
-    @property
-    def runs_in_recomputation(self) -> bool:
-        """Whether it also runs when activation checkpointing recomputes a forward pass: it changes or keeps a tensor."""
-        return not self.is_record_hook or self.site.spec.keep_as is not None
+        return store.for_intervention(in_checkpoint=current_segment() is not None and torch.is_grad_enabled())
 
     def _keep(self, name: str, tensor: Tensor, context: Context) -> None:
         """Keep a tensor for hook functions. A gradient belongs to the original pass, also that of a recomputed one."""
-        is_recomputed = context.recompute and not self.site.spec.definition.gradient
+        is_gradient = self.site.spec.definition.gradient
+        if context.recompute and not is_gradient:
+            return
         location = ".".join(part for part in (context.layer, context.path) if part)
-        segment = recomputed_segment() if is_recomputed else None
-        has_lost_graph = not self.site.spec.definition.gradient and is_first_reentrant_pass()
-        self.clock.kept.keep(
-            name, location, tensor, is_recomputed=is_recomputed, segment=segment, has_lost_graph=has_lost_graph
-        )
+        self.clock.kept.keep(name, location, tensor, has_lost_graph=not is_gradient and is_first_reentrant_pass())
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Pass all tensors of the spec, or their selected parts, to the action before it is called for each of them."""
@@ -376,8 +368,6 @@ class AttachedHook(HookCoverage):
         check_not_captured(tensor, context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
-            if name is not None:
-                self._keep(name, tensor, context)
             return tensor  # recorded in the original pass
         action: Callable[[Tensor, Context], Tensor | None] = self.action
         if self.condition is not None:

@@ -153,9 +153,7 @@ class HookedFunctions(FunctionMode):
             if is_transformed:
                 running.obstacles[attached] = TRANSFORMED
             elif not (
-                running.call.is_recomputed
-                and not attached.runs_in_recomputation
-                and not attached.site.spec.definition.gradient
+                running.call.is_recomputed and attached.is_record_hook and not attached.site.spec.definition.gradient
             ):
                 by_role[attached.role].append(owner)
         return by_role

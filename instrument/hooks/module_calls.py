@@ -231,11 +231,6 @@ def current_segment() -> object | None:
     return next((segment for segment, _ in _segments()), None)
 
 
-def recomputed_segment() -> object | None:
-    """Return the innermost checkpoint segment that is being recomputed; None outside of a recomputation."""
-    return next((segment for segment, is_being_recomputed in _segments() if is_being_recomputed), None)
-
-
 def is_first_reentrant_pass() -> bool:
     """Return whether the current code is the first pass of a reentrant segment, which has no graph."""
     if torch.is_grad_enabled():

@@ -221,7 +221,7 @@ class ModuleHooks(SuspendableModuleHooks):
             else:
                 return value
         active_hooks = [
-            attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
+            attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook
         ]
         new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:
