@@ -412,20 +412,18 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
         message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
         problems.append(Problem("budget", message, fix="set reduce=none"))
     for name, spec in hooks.items():
-        if isinstance(spec, RecordSpec) and spec.condition is not None:
+        if not isinstance(spec, RecordSpec):
+            continue
+        if spec.condition is not None:
             message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
             problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and spec.split_dim == 0:
+        if spec.split_dim == 0:
             message = "dimension 0 has other samples in each process, but reduce=global merges rows of the same index"
             problems.append(Problem(f"hooks.{name}.split_dim", message, 0, fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and spec.custom_statistics:
-            message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
-            given = spec.custom_statistics[0].target
-            problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and "fingerprint" in spec.stats:
-            message = "fingerprints of the parts of several processes cannot be merged into one row, as reduce=global requires"
-            fix = "set reduce=none, so that each process records its own"
-            problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
+        unmerged = [*(own.target for own in spec.custom_statistics), *({"fingerprint"} & {*spec.stats})]
+        if unmerged:
+            message = "the values of several processes cannot be merged into one row, as reduce=global requires"
+            problems.append(Problem(f"hooks.{name}.stats", message, unmerged[0], fix="set reduce=none"))
     return problems
 
 
