@@ -207,7 +207,7 @@ class AttachedHook(HookCoverage):
         shards, and all processes draw the same random numbers.
 
         Args:
-            path: Its path in a nested value, or the name of the parameter.
+            path: The path of the tensor in a nested value, or the name of the parameter.
             value: The tensor that a gradient belongs to.
             amp_scale: The factor of a gradient scaler in the tensor.
 
@@ -278,9 +278,6 @@ class AttachedHook(HookCoverage):
         self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None
     ) -> Tensor | None:
         """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
-
-        Args:
-            value, amp_scale: See `fire`.
 
         Returns:
             The tensor that replaces it, the same object if it is unchanged; None if it cannot be read.
@@ -418,9 +415,6 @@ def act_on_tensors(
     attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
 ) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
     """Run hooks on all tensors of a value, in the order of the configuration.
-
-    Args:
-        in_place: See `map_tensors`.
 
     Returns:
         The new value, the hooks that fired, and why hooks could not act on a tensor.

@@ -22,11 +22,7 @@ from .plain_calls import firing_of
 
 
 class CallGradients:
-    """The expected gradients of one call of a module, of its inputs or of its outputs.
-
-    Args:
-        in_place: See `map_tensors`.
-    """
+    """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, in_place: Any = ()) -> None:
         self.attached_hooks = (
@@ -195,7 +191,6 @@ def finish_gradient(
     """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
 
     Args:
-        attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.
     """

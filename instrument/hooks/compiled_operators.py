@@ -275,7 +275,6 @@ def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage
     """Call the operator that ends a call. Return the call tensor.
 
     Args:
-        missing, begins: See `GraphHooks.end`.
         stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
     """
     if stage is None:

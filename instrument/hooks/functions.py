@@ -223,11 +223,7 @@ class HookedFunctions(FunctionMode):
 
 
 class FunctionHooks(SuspendableModuleHooks):
-    """The sites of the function kinds at one module.
-
-    Args:
-        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
-    """
+    """The sites of the function kinds at one module."""
 
     early = True
 
@@ -314,9 +310,6 @@ class FunctionPauses(InertWhenCopied):
     """The hooks that pause the modes of all threads in modules whose result a mode would change.
 
     They are never suspended: an encoder layer without hooks takes PyTorch's fast path, which rounds differently.
-
-    Args:
-        clock, threads: See `FunctionHooks`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], clock: Clock, threads: FunctionThreads) -> None:

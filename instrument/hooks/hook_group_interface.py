@@ -70,11 +70,7 @@ def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
 
 
 class ModuleCallHooks(InertWhenCopied):
-    """Base of hooks that see the calls of one module.
-
-    Args:
-        note_inputs: See `Calls.add_group`.
-    """
+    """Base of hooks that see the calls of one module."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, note_inputs: bool = True) -> None:
         super().__init__(attached_hooks, calls.clock)
@@ -87,9 +83,6 @@ class ModuleCallHooks(InertWhenCopied):
 
 class SuspendableModuleHooks(ModuleCallHooks):
     """Base of hooks that are suspended if no site is scheduled, in each phase after the first call of the module.
-
-    Args:
-        attached_hooks, calls, note_inputs: See `ModuleCallHooks`.
 
     Attributes:
         unscheduled: The sites that are not scheduled. Empty after the next call of the module.

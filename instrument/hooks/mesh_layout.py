@@ -385,7 +385,6 @@ def layout_of(
 
     Args:
         mesh: The mesh of the processes that train it. None for that of its parameters, or the mesh that it is a part of.
-        declared, data: See `MeshLayout`.
         is_sampled: Whether a budget pauses record hooks in some steps.
 
     Raises:

@@ -43,7 +43,6 @@ class ModuleHooks(SuspendableModuleHooks):
     registered when it was compiled.
 
     Args:
-        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         early: Whether the forward hook runs before those of other code that are registered already.

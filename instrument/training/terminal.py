@@ -247,7 +247,10 @@ class Terminal:
 
 
 class Speed:
-    """The mean speed of training, without the first step, which is slower, if there are others. The time of evaluations is measured separately."""
+    """The mean speed of training. The first step, which is slower, counts only while there is no other.
+
+    The time of evaluations is measured separately.
+    """
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
