@@ -129,7 +129,7 @@ class AttachedHook(HookCoverage):
         self._is_composed = True
         self.direct = self._composed if self.is_scheduled else None
 
-    def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
+    def _timed(self, direct: Direct, timer: HookTimer) -> Direct:
         def timed(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
             with timer.measure_time(self):
                 new = direct(tensor, path, firing)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,10 +21,6 @@ from ..fields.pip_extras import pip_command
 from ..tables.sink_interface import Row
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Outcome = Literal["done", "failed", "killed"]
 OUTCOMES: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
@@ -82,13 +78,7 @@ class TrackingSink:
         for _, _, _, rule, *_ in rows if table == "events" else ():
             self.outcome = OUTCOMES.get(rule, self.outcome)
 
-    def keep(
-        self,
-        key: Row,  # noqa: ARG002
-        source_shape: Sequence[int],  # noqa: ARG002
-        tensor: Tensor,  # noqa: ARG002
-        dtype: torch.dtype | None = None,  # noqa: ARG002
-    ) -> int | None:
+    def keep(self, *tensor: Any, **options: Any) -> int | None:  # noqa: ARG002
         """Do nothing: tensors are not shown. Returns 0, since no bytes are stored."""
         return 0
 

@@ -45,7 +45,9 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
         selected = select_layers(spec, layers, where)
         if not selected:  # its structure is optional
             continue
-        order = _in_order(model, selected)
+        chosen, visited = {id(layer.module): layer for layer in selected}, list[nn.Module]()
+        model.apply(visited.append)
+        order = [chosen[key] for key in dict.fromkeys(map(id, visited)) if key in chosen]
         # A layer includes the parameters of its parametrizations.
         if isinstance(spec, InitSpec | FillSpec | FreezeSpec):
             order = [layer for layer in order if layer.parametrized not in order]
@@ -61,13 +63,6 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
                 raise ConfigError(Problem(where, message + user_code_location(error))) from error
         if not changed:
             raise ConfigError(_no_match_problem(spec, order, where))
-
-
-def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
-    """Return the selected layers in the order in which `nn.Module.apply` visits them."""
-    layers, visited = {id(layer.module): layer for layer in chosen}, list[nn.Module]()
-    model.apply(visited.append)
-    return [layers[key] for key in dict.fromkeys(map(id, visited)) if key in layers]
 
 
 def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:

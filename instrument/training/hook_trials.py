@@ -187,7 +187,9 @@ class HookTrials:
                 problem = replace(problem, message=message, allowed=(), fix=SMALLER_BATCH_FIX)
             self.misfits[spec.name] = problem
         is_done = (attached, path) in self._done
-        if is_done or not self._runs(attached) or (_is_of_run(spec) and self._depends_on_data(spec, tensor)):
+        # Dimension 0 may depend on the data if it is not a multiple of the number of samples.
+        depends_on_data = spec.definition.family == "module" and tensor.dim() and len(tensor) % self._samples
+        if is_done or not self._runs(attached) or (_is_of_run(spec) and depends_on_data):
             return
         self._done.add((attached, path))
         is_gradient = spec.definition.gradient
@@ -196,7 +198,9 @@ class HookTrials:
             value = tensor.detach().clone()
 
         def fire() -> None:
-            copy = _copy(tensor, has_graph=has_graph)
+            copy = tensor.detach().clone()
+            if tensor.requires_grad and has_graph:
+                copy = copy.requires_grad_().clone()  # not a leaf, because PyTorch refuses in-place writes to a leaf
             with torch.set_grad_enabled(copy.requires_grad):
                 attached.fire(copy, path, value=value)
 
@@ -207,10 +211,6 @@ class HookTrials:
         spec = attached.site.spec
         is_state = spec.tensor_role.startswith("state.")
         return self._active[attached] and not is_state and spec.name not in {*self.misfits, *self.failures}
-
-    def _depends_on_data(self, spec: HookSpec, tensor: Tensor) -> bool:
-        """Return whether the size of dimension 0 of a tensor may depend on the data: it is not a multiple of the number of samples."""
-        return spec.definition.family == "module" and bool(tensor.dim() and len(tensor) % self._samples)
 
     def _attempt(self, attached: AttachedHook, run: Callable[[], object]) -> None:
         """Run the action of a hook. Its error becomes a problem of the spec."""
@@ -271,12 +271,6 @@ def _moments(spec: HookSpec, length: Length, sizes: Callable[[int], Sequence[int
             for micro_step, size in enumerate(sizes(step)):
                 moments.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
     return moments
-
-
-def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:
-    copy = tensor.detach().clone()
-    # Not a leaf, because PyTorch refuses in-place writes to a leaf.
-    return copy.requires_grad_().clone() if tensor.requires_grad and has_graph else copy
 
 
 class _NoRows:

@@ -196,24 +196,20 @@ class DataParallel(Strategy):
         self.data_ranks = data_ranks
         self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
+        # Tensors are placed over the mesh of the stage of a pipeline if layers are parallelized.
+        names = tuple(name for name in parallel.sizes if name != "pp")
+        is_divided = parallel.plan or parallel.experts or parallel.placement
         self.ranks = Ranks(
             self.name,
             reduces=reduces,
             merged_metrics=True,
             sums_gradients=True,
             control=processes.control,
-            mesh=self._mesh_of_tensors,
+            mesh=self.mesh[names] if self.mesh is not None and is_divided else None,
             placement=parallel.placement,
             data=("dp",),
             batches=len(data_ranks),
         )
-
-    @property
-    def _mesh_of_tensors(self) -> DeviceMesh | None:
-        """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
-        names = tuple(name for name in self.parallel.sizes if name != "pp")
-        is_divided = self.parallel.plan or self.parallel.experts or self.parallel.placement
-        return self.mesh[names] if self.mesh is not None and is_divided else None
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
