@@ -47,27 +47,13 @@ class Histogram(NamedTuple):
         return self.low * (1.0 - fraction) + self.high * fraction, np.asarray(self.counts)
 
 
-def merge_histograms(histograms: Sequence[Histogram]) -> Histogram:
-    """Combine histograms into one with as many bins as the finest. A count may move to an adjacent bin."""
-    if len(histograms) == 1:
-        return histograms[0]
-    low, high = min(h.low for h in histograms), max(h.high for h in histograms)
-    counts = np.zeros(max(len(h.counts) for h in histograms), np.int64)
-    for histogram in histograms:
-        edges, own = histogram.bins()
-        middles = edges[:-1] * 0.5 + edges[1:] * 0.5
-        fraction = (middles * 0.5 - low * 0.5) / (high * 0.5 - low * 0.5) if high > low else np.zeros(len(middles))
-        np.add.at(counts, np.clip((fraction * len(counts)).astype(np.int64), 0, len(counts) - 1), own)
-    return Histogram(low, high, counts.tolist())
-
-
 @dataclass
 class StepSummary:
     """The summary of one step, by tag."""
 
     # Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
     scalars: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)  # several of a tag are added
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # the first one of each tag
     texts: dict[str, str] = field(default_factory=dict)  # events, one per line
 
 
@@ -83,7 +69,7 @@ class SummaryCollector:
             for tag, step, value, fold in scalars(table, row):
                 self._steps[step].scalars[tag, fold].append(value)
             if (histogram := Histogram.of(table, row)) is not None:
-                self._steps[row[0]].histograms[f"{tag_prefix(row)}/histogram"].append(histogram)
+                self._steps[row[0]].histograms.setdefault(f"{tag_prefix(row)}/histogram", histogram)
         for step, _, layer, rule, message, severity, *_ in rows if table == "events" else ():
             location = f" {layer}" if layer else ""
             self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{location}: {message}")
@@ -97,12 +83,12 @@ class SummaryCollector:
 @dataclass
 class _CollectedStep:
     scalars: defaultdict[tuple[str, Fold], list[float]] = field(default_factory=lambda: defaultdict(list))
-    histograms: defaultdict[str, list[Histogram]] = field(default_factory=lambda: defaultdict(list))
+    histograms: dict[str, Histogram] = field(default_factory=dict)
     texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     def summary(self) -> StepSummary:
         return StepSummary(
             {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
-            {tag: merge_histograms(several) for tag, several in self.histograms.items()},
+            self.histograms,
             {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
         )
