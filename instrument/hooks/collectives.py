@@ -234,7 +234,7 @@ class _Kernel:
             args = (*args[: self.input_at], _replaced(args[self.input_at], iter(sent)), *args[self.input_at + 1 :])
         if not is_root and self.operation in ("reduce", "gather"):
             call.outputs = ()
-        call.device = next((tensor.device for tensor in (*outputs, *inputs)), _CPU)
+        call.device = _device_of((*outputs, *inputs))
         call.started_at = _now(call.device)
         result = self.operator.redispatch(keyset & _BELOW, *args)
         *others, boxed = result if isinstance(result, tuple) else (result,)
@@ -259,6 +259,10 @@ def _is_in_join() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else _CPU
 
 
 def _now(device: torch.device) -> float | torch.Event | None:
