@@ -91,12 +91,10 @@ def test_replay_sorts_rows_of_ranks_and_early_evaluations(tmp_path: Path) -> Non
 
 def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> None:
     outputs = "{layers: '**', kind: forward, action: record, histogram: 16, quantiles: true, every: 3}"
-    maps = "{layers: '**', kind: forward, types: [Conv2d], action: record, tensors: true, samples: 2, every: 3}"
     evaluated = (
         "{layers: '**', types: [Linear], kind: forward, action: record, phase: eval, dtype: bfloat16, tensors: true}"
     )
-    filters = "{layers: '**', types: [Conv2d], kind: step_post, role: param, action: record, tensors: true, every: 4}"
-    hooks = {"look": outputs, "maps": maps, "evaluated": evaluated, "filters": filters}
+    hooks = {"look": outputs, "evaluated": evaluated}
     answer = cli(
         "model=mnist_cnn", "data=random", "hooks=gradients", *(f"+hooks.{name}={spec}" for name, spec in hooks.items()),
         "+hooks.half={layers: '**', types: [Linear], kind: forward, action: scale, factor: 0.5}",
@@ -107,7 +105,7 @@ def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> Non
     assert export.main(["out", "--to", "tensorboard", "--out", "again"]) == 0
     live, exported = read_tensorboard(Path("out/tensorboard")), read_tensorboard(Path("again"))
     assert {kind: len(tags) > 0 for kind, tags in live.items()} == {
-        "scalars": True, "histograms": True, "images": True, "texts": False,
+        "scalars": True, "histograms": True, "texts": False,
     }  # fmt: skip
     assert live.keys() == exported.keys()
     for kind, tags in live.items():
@@ -115,7 +113,6 @@ def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> Non
         for tag, points in tags.items():
             assert points == exported[kind][tag], tag
     assert any(tag.startswith("evaluated.eval/") for tag in live["scalars"])
-    assert {"maps/encoder.0.0/image", "filters/encoder.1.0/weight/image"} <= live["images"].keys()
 
 
 @pytest.mark.slow
@@ -160,17 +157,6 @@ def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, call: Call
     assert [json.loads(cell) for cell in distributions.counts] == [[1, 0], [1, 1], [1, 2]]
     assert list(pd.read_csv(folder / "csv" / "events.csv").message) == ['less, "often"']
     assert list(pd.read_csv(folder / "csv" / "effects.csv").columns) == TABLES["effects"].schema.names
-
-
-def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, call: Call) -> None:
-    folder = write_run(tmp_path / "run")
-    sink = ParquetSink(folder, tensors="bytes")
-    sink.keep(key(0, layer="odd"), [2, 2, 2], torch.zeros(2, 2, 2, dtype=torch.uint8).view(torch.bits8))
-    sink.keep(key(1), [2, 2, 2], torch.ones(2, 2, 2))
-    sink.end_step()
-    sink.close()
-    assert "NumPy does not support bits8" in call(export.main, folder, "--to", "tensorboard").expect(1).err
-    assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
 
 
 @pytest.mark.parametrize("to", ["tensorboard", "csv"])
@@ -221,7 +207,6 @@ def test_killed_and_damaged_run_is_exported_as_far_as_readable(tmp_path: Path, c
     assert list(pd.read_csv(folder / "csv" / "metrics.csv").loss) == [0.5, 1.5, 2.5]
     shown = read_tensorboard(folder / "tensorboard")
     assert shown["scalars"]["train/loss"] == [(0, 0.5), (1, 1.5), (2, 2.5)]
-    assert len(shown["images"]["seen/a.0/image"]) == 3
 
 
 def test_export_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call) -> None:

@@ -81,8 +81,6 @@ class absolute:
         "trackers",
         """
 class steps_file:
-    shows_images = False
-
     def __init__(self, run, folder):
         self.file = folder / "steps.txt"
 

@@ -53,11 +53,11 @@ def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]
     """Read the events of TensorBoard in a folder.
 
     Returns:
-        The groups `scalars`, `histograms`, `images` and `texts`. Each maps a tag to a list of (step, value).
+        The groups `scalars`, `histograms` and `texts`. Each maps a tag to a list of (step, value).
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    kinds = ("scalars", "histograms", "images", "tensors", "compressedHistograms")
+    kinds = ("scalars", "histograms", "tensors", "compressedHistograms")
     events = EventAccumulator(str(folder), size_guidance=dict.fromkeys(kinds, 0))
     events.Reload()
     tags = events.Tags()
@@ -66,7 +66,6 @@ def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]
         "histograms": {
             tag: [(e.step, e.histogram_value) for e in events.Histograms(tag)] for tag in tags["histograms"]
         },
-        "images": {tag: [(e.step, e.encoded_image_string) for e in events.Images(tag)] for tag in tags["images"]},
         "texts": {
             tag.removesuffix(TEXT): [(e.step, e.tensor_proto.string_val[0].decode()) for e in events.Tensors(tag)]
             for tag in tags["tensors"]

@@ -81,8 +81,7 @@ class Context:
         role: The role of the tensor, such as `output` or `grad_input`.
         layer: The name of the module; empty for the root module.
         module: The module.
-        path: The path of the tensor in a nested value, or the name of the parameter within its module. With
-            `together: true`, the path of the function call, or empty.
+        path: The path of the tensor in a nested value, or the name of the parameter within its module.
         moment: Step, micro-step, epoch and phase.
         call: The index of the module's call within the micro-step, from 0. -1 if activation checkpointing recomputes a call
             whose index is unknown.
@@ -93,14 +92,13 @@ class Context:
             `call`, if this call repeats no other one. -1 if it is unknown.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
             the update. For the change of a module: a copy of its input. Otherwise None.
-        values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
         shards: How the tensors of several processes form the tensor of one process.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
-            its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
+            its method `of` returns the same part of another tensor. None for a complete tensor.
         complete: The complete tensor, if the hook selects a part of one tensor. Otherwise None.
         ids: One id for each sample of the batch: its index in the dataset, or what the loop passed to `probe.batch`. None if
             the loop named no samples.
@@ -128,7 +126,6 @@ class Context:
     recompute: bool = False
     origin: int | None = None
     value: Tensor | Parameter | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
     scope: str = "global"
@@ -174,7 +171,6 @@ class Context:
         return replace(
             self,
             value=None,
-            values={},
             complete=None,
             ids=None,
             targets=None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,7 +20,6 @@ from .base import Context, Parts
 from .intervention import describe
 from .measurement import to_dense
 from .tensor_selection import TensorSelection
-from .together import Together
 
 
 class Selector:
@@ -61,27 +60,6 @@ class Selector:
             value = selection.of(value.detach())
         new = action(part, replace(context, selection=selection, complete=complete, value=value))
         return None if new is None or new is part else selection.into(tensor, new)
-
-    def apply_together(self, action: Together, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
-        """Call an action with the selected parts of all tensors of a call.
-
-        Args:
-            context: The call. The action gets it with the selected parts of `values`.
-
-        Returns:
-            The tensors with the changed parts; the same object for a tensor that is unchanged.
-
-        Raises:
-            HookError: A tensor does not have the selected elements, or the action failed.
-        """
-        selected = {path: self._select(tensor, replace(context, path=path)) for path, tensor in tensors.items()}
-        parts = {path: part for path, (_, _, part) in selected.items()}
-        values = {path: selected[path][0].of(value) for path, value in context.values.items()}
-        new = action.change(parts, replace(context, values=values))
-        return {
-            path: tensor if new[path] is parts[path] else selected[path][0].into(tensor, new[path])
-            for path, tensor in tensors.items()
-        }
 
     def _select(self, tensor: Tensor, context: Context) -> tuple[TensorSelection, Tensor, Tensor]:
         """Return the selection in a tensor, the dense tensor, and its selected part; see `apply`."""

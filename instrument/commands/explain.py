@@ -106,7 +106,6 @@ APPLY: dict[str, str] = {
     "freeze": "{layers: encoder.**, action: freeze}",
     "replace": "{types: ReLU, action: replace, module: {_target_: torch.nn.GELU}}",
     "wrap": "{layers: encoder.0, action: wrap, module: {_target_: mymodule.Residual}}",
-    "repr": "{layers: encoder.0, action: repr, label: first block}",
     "set": "{types: ReLU, action: set, attribute: inplace, value: false}",
     "add_parameter": "{layers: decoder, action: add_parameter, parameter: temperature, value: 1.0}",
     "call": "{types: Linear, action: call, fn: {_target_: mymodule.tie}}",

@@ -96,13 +96,6 @@ class WrapSpec(ApplyBase):
     module: Target = Field(description="The wrapper.")
 
 
-class ReprSpec(ApplyBase):
-    """Add a label that `print(model)` shows."""
-
-    action: Literal["repr"]
-    label: str = Field(min_length=1, description="The label.")
-
-
 class SetSpec(ApplyBase):
     """Set an existing attribute of the module, such as `inplace`."""
 
@@ -134,9 +127,7 @@ class ApplyCallSpec(ApplyBase):
     fn: Target
 
 
-ApplySpec = (
-    InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | ReprSpec | SetSpec | AddParameterSpec | ApplyCallSpec
-)
+ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | SetSpec | AddParameterSpec | ApplyCallSpec
 
 ACTIONS: dict[str, type[ApplyBase]] = {
     "init": InitSpec,
@@ -144,7 +135,6 @@ ACTIONS: dict[str, type[ApplyBase]] = {
     "freeze": FreezeSpec,
     "replace": ReplaceSpec,
     "wrap": WrapSpec,
-    "repr": ReprSpec,
     "set": SetSpec,
     "add_parameter": AddParameterSpec,
     "call": ApplyCallSpec,

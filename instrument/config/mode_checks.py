@@ -75,8 +75,6 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
         return Obstacle(
             "keep_as", "a kept tensor keeps its autograd graph, and compiled code has none", "remove 'keep_as'"
         )
-    if getattr(spec, "together", False):
-        return Obstacle("together", "a graph passes one tensor at a time", "remove 'together'")
     return None
 
 

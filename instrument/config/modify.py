@@ -42,31 +42,9 @@ class FunctionSpec(ModifySpec):
     """A custom function, called as `fn(tensor, context)` with the additional arguments of the target. None keeps the tensor."""
 
     fn: Target
-    together: bool = Field(
-        False,
-        description="Call the function once with all tensors of a call of the module or function: `fn(tensors, context)` gets a dict "
-        "by path, and returns a dict with those that change.",
-    )
 
     needs_value: ClassVar[bool] = True
-
-    def build(self, rows: Any, archive: Any) -> Any:
-        """Return the action."""
-        return implementation("together:Together")(self, rows) if self.together else super().build(rows, archive)
 
     def function(self, archive: Any) -> Any:  # noqa: ARG002
         """Return the custom function."""
         return implementation("custom_functions:custom_function")(self.fn, f"hooks.{self.name}.fn", "tensor", "context")
-
-    @model_validator(mode="after")
-    def _validate_together(self) -> FunctionSpec:
-        if self.together and self.condition is not None:
-            raise ValueError("'together' passes several tensors, but the condition of 'when' is about each tensor")
-        kinds = ("forward_pre", "forward", "full_backward_pre", "full_backward", "function", "function_grad")
-        if self.together and self.kind not in kinds:
-            hint = f"requires one of the kinds {', '.join(kinds)}"
-            if self.kind != "tensor":
-                raise ValueError(f"'together' {hint}; a site of kind {self.kind} has one tensor")
-            kind = "full_backward" if self.tensor_role == "input" else "full_backward_pre"
-            raise ValueError(f"'together' {hint}; for the gradients of each {self.tensor_role}, use {kind}")
-        return self

@@ -211,7 +211,7 @@ RULES: Registry[Any] = Registry("rules", "rule", folder="instrument.rules", chec
 
 RESERVED = frozenset([
     "budget", "compiled", "control", "coverage", "data", "device_statistics", "dropped", "error", "fallback",
-    "fast_path", "flight_recorder", "graph_break", "hidden_module", "hook_order", "init_from", "interrupted",
+    "fast_path", "flight_recorder", "graph_break", "hidden_module", "init_from", "interrupted",
     "no_end_step", "optimizer", "output", "ranks", "recording", "remote", "replaced", "resumed", "statistics", "tracking",
 ])  # fmt: skip
 """Names of other events, which no rule can have."""

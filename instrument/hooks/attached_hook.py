@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.nn.parameter import Parameter
 from ..actions.base import Action, Context, KeptTensors
 from ..actions.intervention import describe
 from ..actions.selection import Selector, act_on_indices
-from ..actions.together import Together, path_of_call
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
 from ..config.record import RecordSpec, StatisticsSpec
@@ -25,6 +23,7 @@ from ..fields.globs import matches
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..stats.flatten import unreadable
 from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, OTHER_CALLS, not_floating_point
 from ..tables.statistics import Sum
@@ -39,7 +38,7 @@ from ..values.dtensor import (
     reduced,
     sharded_like,
 )
-from ..values.nested import iter_tensors
+from ..values.nested import iter_tensors, map_tensors
 from .clock import FIRST_CALL, Clock, FiringIndex
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
@@ -47,7 +46,7 @@ from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
 from .mesh_layout import MeshLayout
-from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .module_calls import current_segment, is_first_reentrant_pass
 from .plain_calls import firing_of
 
 
@@ -74,7 +73,6 @@ class AttachedHook(HookCoverage):
         "split_dim",
         "state",
         "subsampling",
-        "together",
         "was_ever_scheduled",
     )
 
@@ -86,7 +84,6 @@ class AttachedHook(HookCoverage):
         self.direct: Direct | None = None  # what it does with plain tensors while it is scheduled
         self._composed: Direct | None = None  # the same, also while it is not scheduled
         self._is_composed = False
-        self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
         self.calls = site.spec.call_range  # None: all
@@ -109,12 +106,7 @@ class AttachedHook(HookCoverage):
         self._scheduled_step_and_phase: tuple[int, str] | None = None
 
     def update_schedule(self, scheduled: bool, *, has_new_spec: bool) -> bool:
-        """Update whether the hook runs at the new time of the clock. Return whether that changed.
-
-        Args:
-            scheduled: Whether its schedule is active.
-            has_new_spec: Whether fields of its spec may have changed.
-        """
+        """Update whether the hook runs at the new time of the clock. Return whether that changed."""
         moment = (self.clock.moment.step, self.clock.moment.phase)
         if scheduled and moment != self._scheduled_step_and_phase:
             self._scheduled_step_and_phase = moment
@@ -139,7 +131,7 @@ class AttachedHook(HookCoverage):
         self._is_composed = True
         self.direct = self._composed if self.is_scheduled else None
 
-    def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
+    def _timed(self, direct: Direct, timer: HookTimer) -> Direct:
         def timed(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
             with timer.measure_time(self):
                 new = direct(tensor, path, firing)
@@ -224,9 +216,7 @@ class AttachedHook(HookCoverage):
         shards, and all processes draw the same random numbers.
 
         Args:
-            tensor: The tensor.
-            path: Its path in a nested value, or the name of the parameter.
-            firing: Which of several firings this is.
+            path: The path of the tensor in a nested value, or the name of the parameter.
             value: The tensor that a gradient belongs to.
             amp_scale: The factor of a gradient scaler in the tensor.
 
@@ -298,10 +288,6 @@ class AttachedHook(HookCoverage):
     ) -> Tensor | None:
         """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
 
-        Args:
-            tensor: The tensor.
-            value, amp_scale: See `fire`.
-
         Returns:
             The tensor that replaces it, the same object if it is unchanged; None if it cannot be read.
         """
@@ -315,41 +301,6 @@ class AttachedHook(HookCoverage):
             if self.count_and_check_readable(tensor)
             else None
         )
-
-    def fire_together(
-        self,
-        tensors: Mapping[str, Tensor],
-        firing: FiringIndex = FIRST_CALL,
-        *,
-        values: Mapping[str, Tensor] | None = None,
-    ) -> dict[str, Tensor]:
-        """Run an action with `together: true` on all tensors of a call; see `fire`.
-
-        Args:
-            tensors: The tensors by path.
-            firing: Which of several firings this is.
-            values: The tensors that gradients belong to, by path. Default: None, unknown or no gradients.
-
-        Returns:
-            The tensors that replace them; the same object for a tensor that is unchanged.
-        """
-        for path, tensor in tensors.items():
-            self.check_shape(path, tensor)
-        placed = {path: self._placed(tensor, path, firing) for path, tensor in tensors.items()}
-        context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
-        context.shards = next(iter(placed.values()))[0]
-        context.scope = context.shards.scope or self.scope
-        known = {path: value for path, value in (values or {}).items() if path in tensors}
-        context.values = {path: self._placed(value, path, firing)[2] for path, value in known.items()}
-        amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
-        parts = {path: part for path, (*_, part) in placed.items()}
-        if amp_scale is None:
-            new = self._run_together(parts, context)
-        else:
-            given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
-            changed = self._run_together(given, context)
-            new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
-        return {path: _replaced(tensor, placed[path][1], parts[path], new[path]) for path, tensor in tensors.items()}
 
     def check_shape(self, path: str, tensor: Tensor) -> None:
         """Check once for each path that the spec fits the shape; see `fire`."""
@@ -380,36 +331,28 @@ class AttachedHook(HookCoverage):
             rank=self.clock.rank,
             ids=self.clock.ids,
             targets=self.clock.targets,
-            tensors=self._kept_tensors(firing),
+            tensors=self._kept_tensors(),
             state=self.state,
             holds=None if spec.follows is None else True,  # a rule turns the hook on
             unit_dim=spec.unit_dim,
         )
 
-    def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:
+    def _kept_tensors(self) -> KeptTensors:
         """Return the kept tensors that the action may use."""
         store = self.clock.kept
-        if not store.original and not firing.recompute:
+        if not store.original:
             return KeptTensors()
         if self.is_record_hook or self.site.spec.definition.gradient or self.frequency == "step":
             return store.all()
-        segment = recomputed_segment() if firing.recompute else None
-        return store.for_intervention(is_recomputed=firing.recompute, segment=segment)
-
-    @property
-    def runs_in_recomputation(self) -> bool:
-        """Whether it also runs when activation checkpointing recomputes a forward pass: it changes or keeps a tensor."""
-        return not self.is_record_hook or self.site.spec.keep_as is not None
+        return store.for_intervention(in_checkpoint=current_segment() is not None and torch.is_grad_enabled())
 
     def _keep(self, name: str, tensor: Tensor, context: Context) -> None:
         """Keep a tensor for hook functions. A gradient belongs to the original pass, also that of a recomputed one."""
-        is_recomputed = context.recompute and not self.site.spec.definition.gradient
+        is_gradient = self.site.spec.definition.gradient
+        if context.recompute and not is_gradient:
+            return
         location = ".".join(part for part in (context.layer, context.path) if part)
-        segment = recomputed_segment() if is_recomputed else None
-        has_lost_graph = not self.site.spec.definition.gradient and is_first_reentrant_pass()
-        self.clock.kept.keep(
-            name, location, tensor, is_recomputed=is_recomputed, segment=segment, has_lost_graph=has_lost_graph
-        )
+        self.clock.kept.keep(name, location, tensor, has_lost_graph=not is_gradient and is_first_reentrant_pass())
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Pass all tensors of the spec, or their selected parts, to the action before it is called for each of them."""
@@ -431,8 +374,6 @@ class AttachedHook(HookCoverage):
         check_not_captured(tensor, context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
-            if name is not None:
-                self._keep(name, tensor, context)
             return tensor  # recorded in the original pass
         action: Callable[[Tensor, Context], Tensor | None] = self.action
         if self.condition is not None:
@@ -447,19 +388,6 @@ class AttachedHook(HookCoverage):
         if name is not None:
             self._keep(name, result, context)
         return result
-
-    def _run_together(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
-        assert self.together is not None, "only its hooks get several tensors"
-        with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
-            for tensor in tensors.values():
-                check_not_captured(tensor, context)
-            change = self.together.change
-            action = change if self.selector is None else partial(self.selector.apply_together, self.together)
-            new = call_action(action, tensors, context)
-            if (name := self.site.spec.keep_as) is not None:
-                for path, tensor in new.items():
-                    self._keep(name, tensor, replace(context, path=path))
-            return new
 
 
 PLACED_FAMILIES = ("module", "loss", "parameter", "optimizer")
@@ -490,6 +418,28 @@ def fire_all(
     for attached in attached_hooks:
         tensor = attached.fire(tensor, path, firing, value=value)
     return tensor
+
+
+def act_on_tensors(
+    attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
+) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
+    """Run hooks on all tensors of a value, in the order of the configuration.
+
+    Returns:
+        The new value, the hooks that fired, and why hooks could not act on a tensor.
+    """
+    fired: set[AttachedHook] = set()
+    obstacles: dict[AttachedHook, str] = {}
+
+    def act(path: str, tensor: Tensor) -> Tensor:
+        accepting = [attached for attached in attached_hooks if attached.accepts(tensor, path)]
+        if accepting and (reason := unreadable(tensor)) is not None:
+            obstacles.update(dict.fromkeys(accepting, reason))
+            return tensor
+        fired.update(accepting)
+        return fire_all(accepting, tensor, path, firing)
+
+    return map_tensors(value, act, in_place=in_place), fired, obstacles
 
 
 def no_gradient_reason() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..stats.flatten import unreadable
-from ..tables.reasons import NO_INPUT_GRAPH, NO_TENSOR
+from ..tables.reasons import NO_INPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
@@ -19,18 +19,10 @@ from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
 from .plain_calls import firing_of
-from .together import JoinedGradients, groups_of, is_together
 
 
 class CallGradients:
-    """The expected gradients of one call of a module, of its inputs or of its outputs.
-
-    Args:
-        attached_hooks: The sites.
-        call: The call.
-        clock: The clock of the probe.
-        in_place: See `map_tensors`.
-    """
+    """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, in_place: Any = ()) -> None:
         self.attached_hooks = (
@@ -45,6 +37,7 @@ class CallGradients:
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
         self.expected_paths: set[str] = set()
+        self.repeated_paths: set[str] = set()  # of tensors that are several arguments, whose gradients are not recorded
         # The identities of tensors that have a separate gradient at each path. Others have one gradient at all paths.
         self.separate: set[int] = set()
         self.registered: set[tuple[AttachedHook, int | str]] = set()
@@ -95,11 +88,8 @@ class CallGradients:
         Call `finish_registration` afterwards.
 
         Args:
-            output: The output of a module or a function.
             versions: The versions of the input tensors before the call, by identity.
-            leaf_hooks: The hooks on leaf tensors.
             needs_alias: Whether the caller gets an alias of every tensor.
-            root: The path of the output.
         """
         read_only = all(attached.is_record_hook for attached in self.attached_hooks)
         for path, tensor in self.tensors_with_gradient(output, root):
@@ -119,48 +109,6 @@ class CallGradients:
             hook.finish_registration()
         self.unfinished.clear()
 
-    def join(self, value: Any, root: str = "") -> Any:
-        """Register a hook with `together: true` for all gradients of a value. Return the aliases of its tensors.
-
-        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient,
-        unless it is in `separate`.
-
-        Args:
-            value: The output or the inputs of a module, or the output of a function.
-            root: The path of the value.
-        """
-        (attached,) = self.attached_hooks
-        tensors: dict[str, Tensor] = {}
-        seen: set[int | str] = set()
-        # A tensor has the first of its paths that the hook matches.
-        for path, tensor in sorted(
-            self.tensors_with_gradient(value, root), key=lambda item: not attached.matches_path(item[0])
-        ):
-            if self._key(path, tensor) not in seen:
-                seen.add(self._key(path, tensor))
-                tensors[path] = tensor
-        values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
-        fired, clock, paths = self.fired, self.clock, list(tensors)
-        index, recompute, origin = self.call.index, self.call.is_recomputed, self.call.origin
-        passes = count()
-
-        def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-            given = {
-                path: gradient
-                for path, gradient in zip(paths, gradients, strict=True)
-                if gradient is not None and path in values
-            }
-            if clock.closed or not given:
-                return gradients
-            attached.count_gradient(is_repeated=attached in fired)
-            fired.add(attached)
-            new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
-            return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
-
-        aliases = JoinedGradients.apply(on_gradients, *tensors.values()) if tensors else ()
-        self.aliases = {self._key(*item): alias for item, alias in zip(tensors.items(), aliases, strict=True)}
-        return self.with_aliases(value)
-
     def alias(self, path: str, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
         return self.aliases.setdefault(self._key(path, tensor), alias_of(tensor))
@@ -178,30 +126,19 @@ class CallGradients:
         for attached in self.attached_hooks:
             if self.call.repeats:
                 continue
-            if any(attached.matches_path(path) for path in self.expected_paths):
+            is_missed = any(map(attached.matches_path, self.repeated_paths))
+            if is_missed:
+                attached.count_missed_opportunity(REPEATED_ARGUMENT)
+            if any(map(attached.matches_path, self.expected_paths - self.repeated_paths)):
                 attached.count_opportunity()
+            elif is_missed:
+                continue
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
                 attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
                 attached.count_exempt(NO_INPUT_GRAPH)
             else:
                 attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
-
-    def miss_callback(self, reason: str) -> Callable[[str], None]:
-        """Return a function that counts a miss for each hook. It holds no reference to the call.
-
-        Args:
-            reason: The reason, with a field `{}` for the argument of the function.
-        """
-        attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
-
-        def count_misses(detail: str) -> None:
-            for attached in attached_hooks:
-                if attached in fired:  # in an earlier backward pass
-                    attached.count_opportunity()
-                attached.count_miss(reason.format(detail))
-
-        return count_misses
 
 
 def gradient_hook(
@@ -215,10 +152,6 @@ def gradient_hook(
     """Return the hook to register on a tensor, which calls several sites.
 
     Args:
-        attached_hooks: The sites, in order.
-        path: The path of the tensor.
-        call: The call that the tensor belongs to.
-        clock: The clock of the probe.
         fired: Receives the sites when they fire for the first time. Those in it are not counted again.
         value: A copy of the tensor, if a site needs it.
     """
@@ -258,27 +191,8 @@ def finish_gradient(
     """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
 
     Args:
-        attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
-        call: The index of the call.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.
-        gradient: The gradient.
     """
     fired = set(attached_hooks if backward else ())
     return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)
-
-
-def gradient_groups(
-    attached_hooks: Sequence[AttachedHook], value: Any, root: str = ""
-) -> tuple[Sequence[Sequence[AttachedHook]], bool]:
-    """Return the hooks on the gradients of a value in groups, and whether hooks with `together: true` join the gradients.
-
-    If a hook acts on several gradients together, the hooks before and after it are groups of their own. Otherwise all hooks
-    are one group.
-    """
-    together = [attached for attached in attached_hooks if is_together(attached)]
-    if together and torch.is_grad_enabled():
-        paths = [path for path, tensor in iter_tensors(value, root) if tensor.requires_grad]
-        if any(sum(map(attached.matches_path, paths)) > 1 for attached in together):
-            return groups_of(attached_hooks, is_together), True
-    return [attached_hooks], False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Clock:
     closed: bool = False
     in_graphs: bool = False
     amp_scale: Callable[[], Tensor] | None = None
-    timer: HookTimer[Any] | None = None
+    timer: HookTimer | None = None
     parallel: Parallel | None = None
     rank: int = 0
     layout: MeshLayout | None = None

@@ -258,7 +258,7 @@ class GraphHooks:
         with self.clock.timer or nullcontext():
             for index, attached in enumerate(self._stages[stage]):
                 is_scheduled = attached.is_scheduled and attached.accepts(value, path) and attached.acts_in(firing.call)
-                if not is_scheduled or (firing.recompute and not attached.runs_in_recomputation):
+                if not is_scheduled or (firing.recompute and attached.is_record_hook):
                     continue
                 new = None if attached.direct is None else attached.direct(value, path, firing)
                 if new is None:

@@ -172,7 +172,6 @@ class Stage(NamedTuple):
     """Consecutive hooks on the same tensors.
 
     Attributes:
-        number: Its index, which the operators get.
         changes: Whether its hooks are interventions.
         needs_owner: Whether any of them needs the owner of a gradient.
     """
@@ -244,8 +243,6 @@ def traced_call(
 
     Args:
         value: The inputs or the output of a module: tensors in containers that `torch.utils._pytree` knows.
-        call: The call tensor.
-        token: The token.
         stages: The hooks on the tensors, in order.
         gradient_stages: The hooks on their gradients, in order.
         shared: The tensors whose memory other code may modify. Default: all.
@@ -278,9 +275,6 @@ def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage
     """Call the operator that ends a call. Return the call tensor.
 
     Args:
-        value: The output of the module.
-        token: The token.
-        missing, begins: See `GraphHooks.end`.
         stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
     """
     if stage is None:
@@ -319,7 +313,6 @@ def why_no_gradient(value: Any, *, is_data: bool) -> str:
     """Return why no tensor of a traced value gets a gradient; an empty text if one does.
 
     Args:
-        value: The inputs or the output of a module.
         is_data: Whether the value is computed from data alone, so that no gradient is expected.
     """
     tensors = tensors_in(value)

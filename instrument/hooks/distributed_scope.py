@@ -29,8 +29,6 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     except for buffers such as BatchNorm's running mean.
 
     Args:
-        kind: The hook kind.
-        role: The role of the tensor.
         parallel: How the processes train together; None for a single process.
     """
     if parallel is None:

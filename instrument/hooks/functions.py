@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -47,7 +46,7 @@ from ..tables.reasons import (
 from ..values.dtensor import sharding_hooks
 from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients, gradient_groups
+from .call_gradients import CallGradients
 from .clock import Clock
 from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
@@ -55,7 +54,6 @@ from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform
-from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()
 
@@ -65,12 +63,9 @@ class HookedModule(RunningModule):
     """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
 
     Attributes:
-        call: The call.
         leaf_hooks: The gradient hooks on leaf tensors of the module.
         called: The hooks whose functions were called, by code that is not compiled.
-        fired: The hooks on values that fired.
         obstacles: Why a hook could not act on a tensor.
-        gradients: The expected gradients of each hook on gradients.
     """
 
     call: Call
@@ -100,12 +95,7 @@ class HookedModule(RunningModule):
 
 
 class HookedFunctions(FunctionMode):
-    """The hooks on the functions that one thread calls.
-
-    Args:
-        specs: The specs of the function kinds.
-        clock: The clock of the probe.
-    """
+    """The hooks on the functions that one thread calls."""
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         # The mode of another probe sees what these functions call.
@@ -163,9 +153,7 @@ class HookedFunctions(FunctionMode):
             if is_transformed:
                 running.obstacles[attached] = TRANSFORMED
             elif not (
-                running.call.is_recomputed
-                and not attached.runs_in_recomputation
-                and not attached.site.spec.definition.gradient
+                running.call.is_recomputed and attached.is_record_hook and not attached.site.spec.definition.gradient
             ):
                 by_role[attached.role].append(owner)
         return by_role
@@ -173,8 +161,8 @@ class HookedFunctions(FunctionMode):
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
         """Run hooks on every tensor of the arguments or the result of a function."""
 
-        def act(group: Sequence[Owner], path: str, tensor: Tensor) -> Tensor:
-            for running, attached, function_path in group:
+        def act(path: str, tensor: Tensor) -> Tensor:
+            for running, attached, function_path in owners:
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
                     if not attached.is_record_hook and attached.matches_path(full_path):
@@ -195,13 +183,7 @@ class HookedFunctions(FunctionMode):
         if not owners:
             return value
         with self._clock.timer or _UNMEASURED:
-            for group in groups_of(owners, _is_together):
-                value = (
-                    self._act_together(group[0], value)
-                    if _is_together(group[0])
-                    else map_tensors(value, partial(act, group))
-                )
-            return value
+            return map_tensors(value, act)
 
     def _observe_attention(
         self, by_role: Mapping[str, list[Owner]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -219,16 +201,6 @@ class HookedFunctions(FunctionMode):
                 if not isinstance(found, str):
                     self._act(by_role[role], found[role])
 
-    def _act_together(self, owner: Owner, value: Any) -> Any:
-        """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
-        running, attached, path = owner
-        value, obstacle = act_together(attached, value, running.call.firing(), path)
-        if obstacle is None:
-            running.fired.add(attached)
-        else:
-            running.obstacles[attached] = obstacle
-        return value
-
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
         """Register hooks on the gradients of the result of a function. Return the result for the caller.
 
@@ -242,9 +214,6 @@ class HookedFunctions(FunctionMode):
                     gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
                 gradients.registered.clear()
                 gradients.aliases.clear()
-                if gradient_groups([attached], value, path)[1]:
-                    value = gradients.join(value, path)
-                    continue
                 value = gradients.register_outputs(
                     value, versions, running.leaf_hooks, needs_alias=needs_alias, root=path
                 )
@@ -254,12 +223,7 @@ class HookedFunctions(FunctionMode):
 
 
 class FunctionHooks(SuspendableModuleHooks):
-    """The sites of the function kinds at one module.
-
-    Args:
-        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
-        threads: The mode of each thread.
-    """
+    """The sites of the function kinds at one module."""
 
     early = True
 
@@ -347,10 +311,6 @@ class FunctionPauses(InertWhenCopied):
     """The hooks that pause the modes of all threads in modules whose result a mode would change.
 
     They are never suspended: an encoder layer without hooks takes PyTorch's fast path, which rounds differently.
-
-    Args:
-        modules: The modules whose functions are hooked.
-        clock, threads: See `FunctionHooks`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], clock: Clock, threads: FunctionThreads) -> None:
@@ -392,11 +352,6 @@ class FunctionThreads(threading.local):
     def are_observed_by(self, attached_hooks: Sequence[AttachedHook]) -> bool:
         """Whether any thread is in a call of a module with these hooks, whose forward hook then removes the mode."""
         return any(mode.is_observed_by(attached_hooks) for mode in list(self.modes.values()))
-
-
-def _is_together(owner: Owner) -> bool:
-    """Return whether the hook of an owner has `together: true`."""
-    return is_together(owner.observer)
 
 
 def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ their contributions are summed separately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ModuleContribution:
         hook: Gets the contribution when the gradient of the tensor is complete; see `complete`.
     """
 
-    def __init__(self, hook: Hook = Tensor.detach) -> None:
+    def __init__(self, hook: Hook) -> None:
         self.hook = hook
         self.is_returned = False
         self.sent: dict[int, list[Tensor]] = {}  # by backward pass; several threads may run passes through one graph
@@ -45,8 +45,6 @@ class ModuleContribution:
         """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs.
 
         Args:
-            node: The node.
-            inputs: The indices of the inputs.
             region: The region of the tensor, a view, in what the node modifies in place; None for other nodes.
         """
 
@@ -64,18 +62,13 @@ class ModuleContribution:
         """
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
-    def take(self) -> Tensor | None:
-        """Return and remove the contribution of the current backward pass. None if no gradient was collected."""
-        sent = self.sent.pop(graph_task(), None)
-        return sum(sent[1:], start=sent[0]) if sent else None
-
     def complete(self, gradient: Tensor) -> None:
         """The hook on the tensor: its gradient is complete, and so is the contribution."""
-        total = self.take()
+        sent = self.sent.pop(graph_task(), None)  # in this backward pass
         if self.is_returned:
             self.hook(gradient)
-        elif total is not None:
-            self.hook(total)
+        elif sent:
+            self.hook(sum(sent[1:], start=sent[0]))
         elif self.detached is not None and self.detached._version != self.version:
             self.hook(gradient)
 
@@ -95,7 +88,6 @@ def find_contributions(
     """Traverse the graph from a module's outputs to its inputs, and collect contributions from the nodes on the way.
 
     Args:
-        outputs: The outputs of the module.
         contributions: The contributions to its inputs, by the edge at which the gradient arrives.
         views: The contributions to inputs that are views, by the edge of the base tensor.
         since: The smallest sequence number of nodes that were created while the module ran.
@@ -121,11 +113,7 @@ def find_contributions(
 
 
 class StoredTensors:
-    """The tensors of a graph that a module and its submodules store as attributes, such as an auxiliary loss.
-
-    Args:
-        module: The module, after a call.
-    """
+    """The tensors of a graph that a module and its submodules store as attributes, such as an auxiliary loss."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [
@@ -135,13 +123,9 @@ class StoredTensors:
             if any(tensor.grad_fn is not None for _, tensor in iter_tensors(value))
         ]
 
-    def __call__(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> list[Tensor]:
-        """Return the tensors of the latest call, or those of copies of the modules."""
-        return [
-            tensor
-            for part, name in self._places
-            for _, tensor in iter_tensors(getattr(part if copies is None else copies[part], name, None))
-        ]
+    def __call__(self) -> list[Tensor]:
+        """Return the tensors of the latest call."""
+        return [tensor for part, name in self._places for _, tensor in iter_tensors(getattr(part, name, None))]
 
 
 def next_sequence_number() -> int:

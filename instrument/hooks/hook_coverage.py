@@ -19,10 +19,6 @@ from .plain_calls import FiringCounts
 class HookCoverage(FiringCounts):
     """Counts the opportunities and firings of a site.
 
-    Args:
-        site: The site.
-        clock: The clock of the probe.
-
     Attributes:
         opportunities, firings: Counts of the current micro-step. Hooks that fire often increment them directly, without a method call.
         expected, fired: Counts of all earlier micro-steps.

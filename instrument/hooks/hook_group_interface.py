@@ -16,12 +16,7 @@ from .suspendable_hook import SuspendableHooks
 
 
 class HookGroup:
-    """The hooks of one family at one location.
-
-    Args:
-        attached_hooks: The sites.
-        clock: The clock of the probe.
-    """
+    """The hooks of one family at one location."""
 
     attached_hooks: Sequence[AttachedHook] = ()
 
@@ -75,13 +70,7 @@ def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
 
 
 class ModuleCallHooks(InertWhenCopied):
-    """Base of hooks that see the calls of one module.
-
-    Args:
-        attached_hooks: The sites, at least one.
-        calls: The calls of the module.
-        note_inputs: See `Calls.add_group`.
-    """
+    """Base of hooks that see the calls of one module."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, note_inputs: bool = True) -> None:
         super().__init__(attached_hooks, calls.clock)
@@ -95,12 +84,7 @@ class ModuleCallHooks(InertWhenCopied):
 class SuspendableModuleHooks(ModuleCallHooks):
     """Base of hooks that are suspended if no site is scheduled, in each phase after the first call of the module.
 
-    Args:
-        attached_hooks, calls, note_inputs: See `ModuleCallHooks`.
-        suspend: Whether the hooks may be suspended.
-
     Attributes:
-        active: Whether any site is scheduled.
         unscheduled: The sites that are not scheduled. Empty after the next call of the module.
     """
 

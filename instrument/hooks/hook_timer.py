@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean, median
-from typing import Generic, TypeVar
+from typing import Any
 
 # Measured with three networks, for several minutes each.
 USUAL_FACTOR, FACTOR_SPREAD, MAX_FACTOR = 1.25, 0.15, 5.0
@@ -52,22 +52,17 @@ def robust_variance(seconds: Collection[float]) -> float:
     return fmean((duration - mean) ** 2 for duration in regular)
 
 
-HookKey = TypeVar("HookKey", bound=Hashable)
-
-
-class HookTimer(Generic[HookKey]):
+class HookTimer:
     """A timer for hooks. Nested hooks are counted once.
 
     Attributes:
-        seconds: The total time in hooks.
         action_seconds: The time in the action of each site, in seconds; part of `seconds`.
-        firings: The number of firings of each site.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.action_seconds: Counter[HookKey] = Counter()
-        self.firings: Counter[HookKey] = Counter()
+        self.action_seconds: Counter[Any] = Counter()
+        self.firings: Counter[Any] = Counter()
         self._depth = 0
         self._started_at = 0.0
 
@@ -94,7 +89,7 @@ class HookTimer(Generic[HookKey]):
             self._started_at = now
 
     @contextmanager
-    def measure_time(self, attached: HookKey) -> Iterator[None]:
+    def measure_time(self, attached: Any) -> Iterator[None]:
         """Measure the time of the action of a site."""
         started_at = time.perf_counter()
         with self:
@@ -102,7 +97,7 @@ class HookTimer(Generic[HookKey]):
         self.action_seconds[attached] += time.perf_counter() - started_at  # type: ignore[assignment]
 
     @contextmanager
-    def measure_action(self, attached: HookKey) -> Iterator[None]:
+    def measure_action(self, attached: Any) -> Iterator[None]:
         """Measure the action of a site, and count the firing."""
         with self.measure_time(attached):
             yield

@@ -1,7 +1,7 @@
 """The tensors that hooks with `keep_as` kept in a step, and which of them a hook function may use.
 
-A pass that activation checkpointing recomputes has its own tensors. An intervention in it must use these, since a later call
-may have replaced those of the original pass. Gradients are not recomputed: their hooks use the tensors of the original pass.
+A pass that activation checkpointing recomputes has its own tensors, so an intervention inside a checkpoint cannot use kept ones.
+Gradients are not recomputed: their hooks use the tensors of the original pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from threading import get_ident
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ class Kept(NamedTuple):
     """A kept tensor.
 
     Attributes:
-        tensor: The tensor.
         has_lost_graph: Whether it belongs to the first pass of a reentrant checkpoint, which has no graph.
     """
 
@@ -30,20 +28,18 @@ class Kept(NamedTuple):
 
 
 class TensorStore:
-    """The kept tensors of a step, by name and location: those of the original pass, and those of each recomputed segment."""
+    """The kept tensors of a step, by name and location."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, dict[str, dict[str, Kept]]] = {}
-        self.recomputed: WeakKeyDictionary[object, dict[str, dict[str, Kept]]] = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Remove all tensors."""
         self._by_thread.clear()
-        self.recomputed.clear()
 
     @property
     def original(self) -> dict[str, dict[str, Kept]]:
-        """The tensors of the original pass. Those of this thread take precedence over those of other threads."""
+        """The kept tensors. Those of this thread take precedence over those of other threads."""
         own = self._by_thread.get(get_ident(), {})
         if own and len(self._by_thread) == 1:
             return own
@@ -53,53 +49,31 @@ class TensorStore:
                 kept.setdefault(name, {}).update(by_name[name])
         return kept
 
-    def keep(
-        self,
-        name: str,
-        location: str,
-        tensor: Tensor,
-        *,
-        is_recomputed: bool,
-        segment: object | None,
-        has_lost_graph: bool,
-    ) -> None:
-        """Keep a copy of a tensor, since it may be modified in place later.
-
-        Args:
-            name: The value of `keep_as`.
-            location: The layer and the path.
-            tensor: The tensor.
-            is_recomputed, segment: See `for_intervention`.
-            has_lost_graph: See `Kept`.
-        """
-        if is_recomputed and segment is None:
-            return
-        owner = (
-            self.recomputed.setdefault(segment, {}) if is_recomputed else self._by_thread.setdefault(get_ident(), {})
-        )
-        owner.setdefault(name, {})[location] = Kept(tensor.clone(), has_lost_graph)
+    def keep(self, name: str, location: str, tensor: Tensor, *, has_lost_graph: bool) -> None:
+        """Keep a copy of a tensor, since it may be modified in place later."""
+        kept = self._by_thread.setdefault(get_ident(), {}).setdefault(name, {})
+        kept[location] = Kept(tensor.clone(), has_lost_graph)
 
     def all(self) -> KeptTensors:
         """Return the tensors of the original pass."""
         return KeptTensors({name: _tensors(by_location) for name, by_location in self.original.items()})
 
-    def for_intervention(self, *, is_recomputed: bool, segment: object | None) -> KeptTensors:
+    def for_intervention(self, *, in_checkpoint: bool) -> KeptTensors:
         """Return the tensors that an intervention in a forward pass may use. The others raise an error when it uses them.
 
         Args:
-            is_recomputed: Whether activation checkpointing recomputes the pass.
-            segment: The segment that is being recomputed; None if it is unknown.
+            in_checkpoint: Whether activation checkpointing recomputes this part of the pass, now or later.
         """
-        usable = original = self.original
-        if is_recomputed:
-            usable = {} if segment is None else self.recomputed.get(segment, {})
         needs_graph = torch.is_grad_enabled()
         result = KeptTensors()
-        for name in {**original, **usable}:
-            of_name = usable.get(name, {})
-            refused = {*original.get(name, {})} - {*of_name}
-            refused |= {location for location, kept in of_name.items() if needs_graph and kept.has_lost_graph}
-            result[name] = _UsableTensors(name, _tensors(of_name), refused) if refused else _tensors(of_name)
+        for name, by_location in self.original.items():
+            refused = {
+                location
+                for location, kept in by_location.items()
+                if in_checkpoint or (needs_graph and kept.has_lost_graph)
+            }
+            tensors = _tensors(by_location)
+            result[name] = _UsableTensors(name, tensors, refused) if refused else tensors
         return result
 
 
@@ -124,7 +98,7 @@ class _UsableTensors(Mapping[str, Tensor]):
         layers = ", ".join(repr(location or ".") for location in locations)
         return NotKeptError(
             f"the tensor that was kept as {self.name!r} at {layers} cannot be used across activation checkpoints: the "
-            "gradients would be wrong; keep and use it within one checkpoint, or disable checkpointing"
+            "gradients would be wrong; disable checkpointing"
         )
 
 

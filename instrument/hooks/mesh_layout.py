@@ -44,9 +44,7 @@ _OPERATIONS = (
     "Silu Softplus Sqrt Sub Tanh ToCopy Where"
 )
 # Functions of PyTorch and of hooks that return the tensor, or an elementwise function of it.
-_FUNCTIONS = (
-    "BackwardHookFunction JoinedGradients RegisterPostBackwardFunction _DDPSink _Gradient _Reverse _StraightThrough"
-)
+_FUNCTIONS = "BackwardHookFunction RegisterPostBackwardFunction _DDPSink _Gradient _Reverse _StraightThrough"
 _ELEMENTWISE = {f"{name}Backward0" for name in _OPERATIONS.split()} | {f"{name}Backward" for name in _FUNCTIONS.split()}
 # The names of operations of PyTorch. Other functions, such as reentrant checkpoints and compiled code, hide the shards that they use.
 _OPERATION = re.compile(r"\w+Backward\d+|(torch::autograd::)?CopySlices")
@@ -98,19 +96,15 @@ class MeshLayout:
     """How the tensors of a model are placed.
 
     Args:
-        layers: The modules of the model.
-        mesh: The mesh of its processes.
         declared: The placements of tensors by module. Later patterns replace those of earlier ones. Mesh dimensions that an entry
             does not name replicate.
         data: The dimensions of the mesh along which the processes are known to have other samples, also if experts are divided there.
-        reduces: Whether the rows of all processes are merged.
 
     Raises:
         ConfigError: A declared placement is invalid, or matches no module.
 
     Attributes:
         is_model_parallel: Whether processes divide the tensors of a sample.
-        batches: The number of batch shards.
         unknown: A description of each site with a tensor of unknown placement.
     """
 
@@ -198,10 +192,6 @@ class MeshLayout:
         """Return the placement of a tensor at a site.
 
         Args:
-            tensor: The tensor.
-            site: The site.
-            path: The path of the tensor.
-            call: The index of the module's call.
             is_complete: Whether the tensor was gathered from its shards.
         """
         definition, mesh, placements = site.spec.definition, self._mesh, None
@@ -227,10 +217,8 @@ class MeshLayout:
         """Return the placement of a tensor of a kind.
 
         Args:
-            definition: The kind.
             mesh, placements: How it is sharded; None if that is unknown.
             size: Its shape, which is that of the shard for a plain tensor.
-            is_plain: Whether it is a plain tensor.
         """
         from torch.distributed.tensor import Partial, Shard
 
@@ -396,11 +384,7 @@ def layout_of(
     """Return how the tensors of a model are placed on a mesh; None if it has none.
 
     Args:
-        plan: The hooks of the model.
         mesh: The mesh of the processes that train it. None for that of its parameters, or the mesh that it is a part of.
-        declared, data: See `MeshLayout`.
-        processes: The number of processes.
-        reduces: Whether their rows are merged.
         is_sampled: Whether a budget pauses record hooks in some steps.
 
     Raises:

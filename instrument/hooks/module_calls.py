@@ -44,7 +44,6 @@ class Call:
     Attributes:
         index: The index within the micro-step, from 0, in the order in which calls started.
         origin: The index of the call whose random numbers it repeats. Its own index if it repeats none.
-        micro_step_index: The micro-step in which it started.
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
         repeats: Whether it runs in a backward pass and repeats an earlier call.
@@ -84,9 +83,6 @@ class Calls:
 
     The hook groups of a module share this object, so that a call has the same index in all of them.
 
-    Args:
-        clock: The clock of the probe.
-
     Attributes:
         note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
         is_shared: Whether the module has several hook groups.
@@ -118,8 +114,6 @@ class Calls:
         """Start a call in a hook group.
 
         Args:
-            group: The group.
-            inputs: The arguments of the module.
             in_graph: Whether it is part of a compiled graph, in which no gradients are computed, also if there is a backward pass.
         """
         micro_step_index, indices = self.clock.micro_step_index, self.indices
@@ -235,11 +229,6 @@ def current_segment() -> object | None:
     if graph_task() == -1 and _is_grad_enabled() and saved_tensors_hooks(True) is None:
         return None
     return next((segment for segment, _ in _segments()), None)
-
-
-def recomputed_segment() -> object | None:
-    """Return the innermost checkpoint segment that is being recomputed; None outside of a recomputation."""
-    return next((segment for segment, is_being_recomputed in _segments() if is_being_recomputed), None)
 
 
 def is_first_reentrant_pass() -> bool:

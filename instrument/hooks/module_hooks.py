@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..errors import HookError
-from ..fields.field_types import describe_callable
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
-from .attached_hook import AttachedHook
+from .attached_hook import AttachedHook, act_on_tensors
 from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
@@ -31,7 +30,6 @@ from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
 from .tensor_gradients import InputGradients, OutputGradients
-from .together import act_on_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
@@ -45,14 +43,9 @@ class ModuleHooks(SuspendableModuleHooks):
     registered when it was compiled.
 
     Args:
-        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         early: Whether the forward hook runs before those of other code that are registered already.
-
-    Attributes:
-        earlier_hooks: The hooks of other code that were prepended later, each with an intervention that changes the output after
-            it.
     """
 
     plain_calls: PlainCalls | None = None  # runs calls that need no Python code
@@ -81,28 +74,21 @@ class ModuleHooks(SuspendableModuleHooks):
         self.graph = GraphHooks(attached_hooks, calls)
         self.input_gradients = InputGradients(self.clock)
         self.output_gradients = OutputGradients(self.clock)
-        self.earlier_hooks: dict[str, AttachedHook | None] = {}
         # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
-        self.intervenes_first: AttachedHook | None = (
-            None  # a scheduled intervention on outputs that other hooks should get
-        )
-        self._first_hook = self._own_hook = -1  # keys among the forward hooks of the module
 
     def attach(self) -> None:
         """Register both hooks."""
         before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
         options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
         self.hooks.add(self.module.register_forward_pre_hook(before, **options))
-        handle = self.module.register_forward_hook(after, **options, always_call=self.always_call)
-        self.hooks.add(handle)
-        registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
+        self.hooks.add(self.module.register_forward_hook(after, **options, always_call=self.always_call))
         if self.early:
+            registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
             others = list(registered.items())[:-1]
             first = max((index for index, (_, hook) in enumerate(others, 1) if _stays_before(hook)), default=0)
             for each, _ in others[first:]:
                 registered.move_to_end(each)
-        self._first_hook, self._own_hook = next(iter(registered)), handle.id
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object. A copied model gets that of the copied object."""
@@ -116,8 +102,6 @@ class ModuleHooks(SuspendableModuleHooks):
         self.graph.refresh()
         super().refresh()
         self.pre, self.forward_input, self.output, gradients, contributions, totals, self.changes = places
-        interventions = [attached for attached in self.output if not attached.is_record_hook]
-        self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         self.output_gradients.schedule(gradients)
         self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
         if key not in self._composed:
@@ -172,7 +156,7 @@ class ModuleHooks(SuspendableModuleHooks):
         original = join_arguments(args, kwargs)
         new = self._act(self.pre, original, call) if self.pre else original
         if inputs.contribution_hooks or inputs.total_hooks:
-            new = inputs.register(module, new, len(args), call)
+            new = inputs.register(module, new, call)
         self._note_inputs(new, call)
         if new is original:
             return None
@@ -197,8 +181,6 @@ class ModuleHooks(SuspendableModuleHooks):
                 return self.after(module, args, kwargs, output)
         if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None
-        if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
-            self._note_earlier_hooks()
         new = given = output if type(output) is Tensor else returned_value(output, args, kwargs)
         if call.on_output is not None:
             call.on_output(given)
@@ -223,17 +205,6 @@ class ModuleHooks(SuspendableModuleHooks):
         if self.changes and not call.is_recomputed and (first := _first_tensor(arguments)[1]) is not None:
             call.first_input = first, first.detach().clone()
 
-    def _note_earlier_hooks(self) -> None:
-        """Note the hooks of other code that run before this one although they were registered later."""
-        registered = list(self.module._forward_hooks.items())
-        self._first_hook = registered[0][0]
-        for key, hook in registered:
-            if key == self._own_hook:
-                break
-            is_ours = isinstance(getattr(hook, "__self__", None), InertWhenCopied)
-            if key > self._own_hook and not (is_ours or _stays_before(hook)):
-                self.earlier_hooks.setdefault(describe_callable(hook), self.intervenes_first)
-
     def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
         firing = firing_of(call.index, 0, call.is_recomputed, call.origin)
@@ -250,7 +221,7 @@ class ModuleHooks(SuspendableModuleHooks):
                 return value
         attached_hooks = [attached for attached in attached_hooks if attached.acts_in(call.index)]
         active_hooks = [
-            attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
+            attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook
         ]
         new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:

@@ -36,7 +36,6 @@ class OperatorSchema(NamedTuple):
         written: The positions and names of the arguments that it changes.
         unread: Those of them whose values it does not read.
         has_values: Whether its outputs have new values: it is not a view, and does not leave them uninitialized.
-        is_random: Whether it draws random numbers.
     """
 
     name: str

@@ -62,13 +62,7 @@ class _Location(NamedTuple):
 
 
 class OperatorMode(TorchDispatchMode):
-    """Records the operators of blocks.
-
-    Args:
-        layers: The modules whose names are recorded.
-        clock: The clock of the probe.
-        write: Writes rows of the table `operators`.
-    """
+    """Records the operators of blocks."""
 
     supports_higher_order_operators = True
 
@@ -212,7 +206,6 @@ class OperatorMode(TorchDispatchMode):
         """Return where an operator is called; None for operators of this package, and for those that code of a graph calls.
 
         Args:
-            frame: The innermost frame that can be the caller.
             in_graph: Whether the operator is `RECORD_OPERATOR`, which code of a graph calls.
         """
         node: Any = torch._C._current_autograd_node()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,15 +47,13 @@ class StepHooks(OptimizerHooks):
         self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
         with self.clock.timer or nullcontext():
             self._copy_parameters()
-        return run_after_gradients(args, kwargs, self._on_gradients)
+        of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
+        return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
         self._act(self.of_kind("step_pre"))
         self._copy_parameters()
-
-    def _on_gradients(self) -> None:
-        self._act([attached for attached in self.of_kind("step_pre") if _is_gradient(attached)])
 
     @torch.no_grad()
     def _copy_parameters(self) -> None:

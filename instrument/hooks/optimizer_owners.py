@@ -33,10 +33,6 @@ class OptimizerHooks(HookGroup):
     """Base of hooks before the step of an optimizer.
 
     Args:
-        optimizer: The optimizer.
-        optimizers: All optimizers.
-        attached_hooks: The sites.
-        clock: The clock of the probe.
         steps_by_loop: Whether the loop announces the step by `before_step`, so that no hook is registered.
     """
 
@@ -91,7 +87,6 @@ class OptimizerHooks(HookGroup):
         """Count that the tensor of a site does not exist.
 
         Args:
-            attached: The site.
             current: Its parameter or buffer; None if it was removed.
         """
         if current is None:
@@ -111,8 +106,6 @@ def run_after_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], act: Call
 
     Args:
         args: The positional arguments of a pre hook of `optimizer.step`: the optimizer, and possibly the closure.
-        kwargs: The keyword arguments.
-        act: The function.
 
     Returns:
         The arguments with which to call the step instead; None without a closure.

@@ -83,9 +83,6 @@ class SuspendableHooks:
     """The hooks of one object on a module, which are suspended and resumed together.
 
     They stay registered if any code was compiled: compiled code calls only the hooks that were registered when it was compiled.
-
-    Args:
-        may_suspend: Whether the hooks may be suspended.
     """
 
     def __init__(self, *, may_suspend: bool) -> None:

@@ -20,6 +20,7 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -29,10 +30,9 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..tables.reasons import REPEATED_ARGUMENT
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients, gradient_groups, gradient_hook
+from .call_gradients import CallGradients, gradient_hook
 from .clock import Clock, graph_task
 from .direct import is_plain_float
 from .gradient_contribution import (
@@ -45,9 +45,6 @@ from .gradient_contribution import (
 )
 from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
-from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
-from .separate_gradients import SeparateGradients
-from .together import is_together
 
 
 class PendingInputGradients:
@@ -62,13 +59,11 @@ class PendingInputGradients:
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
-        self.repeated: list[SeparateArguments] = []
 
-    def add_contribution(
-        self, leaf_hooks: LeafHooks, tensor: Tensor, contribution: ModuleContribution, hook: Hook
-    ) -> None:
-        """Collect the module's contribution to an input's gradient, and register the hook that gets the complete gradient."""
-        self.register(leaf_hooks, tensor, hook)
+    def add_contribution(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
+        """Collect the module's contribution to an input's gradient, for a hook."""
+        contribution = ModuleContribution(hook)
+        self.register(leaf_hooks, tensor, contribution.complete)
         self.contributions[edge_of(tensor)] = contribution, tensor
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
@@ -88,10 +83,7 @@ class PendingInputGradients:
         if self.on_leaves:
             self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
         if self.contributions:
-            stored = self.stored()
-            self._find_contributions(output, stored())
-            for arguments in self.repeated:
-                arguments.evaluate(output, stored)
+            self._find_contributions(output, self.stored()())
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -134,14 +126,12 @@ class InputGradients:
         self.stored: StoredTensors | None = None
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
-    def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
+    def register(self, module: nn.Module, value: dict[str, Any], call: Call) -> dict[str, Any]:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
         Args:
-            module, value, positional: See `Inputs`.
-            call: The call.
+            value: Its arguments by name; see `join_arguments`.
         """
-        groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients(partial(self._stored_tensors, module))
@@ -152,47 +142,36 @@ class InputGradients:
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
                 pending.register(self.leaf_hooks, tensor, hook)
-        # The hook that is next to the module sees its gradients first.
-        for group in reversed(groups):
-            contributions = CallGradients(group, call, self.clock)
-            if not in_place:
-                contributions.separate = repeated_tensors(value)
-            if joins and is_together(group[0]):
-                value = contributions.join(value)
-            else:
-                inputs = Inputs(module, value, positional)
-                value = self._register_contributions(contributions, inputs, pending, in_place=in_place)
-            contributions.count_opportunities(missing_is_expected=True)
+        contributions = CallGradients(self.contribution_hooks, call, self.clock)
+        if not in_place:
+            counts = Counter(id(tensor) for _, tensor in iter_tensors(value))
+            contributions.separate = {identity for identity, count in counts.items() if count > 1}
+        value = self._register_contributions(contributions, value, pending, in_place=in_place)
+        contributions.count_opportunities(missing_is_expected=True)
         totals.count_opportunities(missing_is_expected=True)
         return value
 
     def _register_contributions(
-        self, contributions: CallGradients, inputs: Inputs, pending: PendingInputGradients, *, in_place: bool
+        self, contributions: CallGradients, value: dict[str, Any], pending: PendingInputGradients, *, in_place: bool
     ) -> dict[str, Any]:
-        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
+        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs.
+
+        In the graph of a call, the gradients of one tensor that is several arguments are not separate: they are not recorded.
+        """
         read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
-        repeated: dict[int, dict[str, tuple[Tensor, Hook]]] = {}
-        for path, tensor in contributions.tensors_with_gradient(inputs.arguments):
-            if (hook := contributions.hook(path, tensor)) is None:
+        for path, tensor in contributions.tensors_with_gradient(value):
+            if read_only and id(tensor) in contributions.separate:
+                contributions.repeated_paths.add(path)
+            elif (hook := contributions.hook(path, tensor)) is None:
                 continue
-            if in_place and not tensor._is_view():  # only the module uses this version of the tensor
+            elif in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
             elif not read_only or in_place:  # an in-place module uses its input once
                 alias = contributions.alias(path, tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
-            elif id(tensor) in contributions.separate:
-                repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:
-                contribution = ModuleContribution(hook)
-                pending.add_contribution(self.leaf_hooks, tensor, contribution, contribution.complete)
-        for separate in repeated.values():
-            tensor = next(tensor for tensor, _ in separate.values())
-            hooks = {path: hook for path, (_, hook) in separate.items()}
-            gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
-            contribution = ModuleContribution()
-            pending.add_contribution(self.leaf_hooks, tensor, contribution, partial(gradients.deliver, contribution))
-            pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
-        return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
+                pending.add_contribution(self.leaf_hooks, tensor, hook)
+        return contributions.with_aliases(value)  # type: ignore[no-any-return]
 
     def _stored_tensors(self, module: nn.Module) -> StoredTensors:
         """Return the tensors that the module stores. The attributes are those with tensors after its first call."""
@@ -216,10 +195,7 @@ class OutputGradients:
         self.changes = not all(attached.is_record_hook for attached in attached_hooks)
         layout = self.clock.layout
         self.is_simple = (layout is None or not layout.is_model_parallel) and not any(
-            attached.site.spec.needs_value
-            or is_together(attached)
-            or not attached.matches_path("")
-            or _needs_alias(attached)
+            attached.site.spec.needs_value or not attached.matches_path("") or _needs_alias(attached)
             for attached in attached_hooks
         )
 
@@ -245,31 +221,20 @@ class OutputGradients:
         """Register hooks for all output tensors. Return the output for the caller.
 
         Args:
-            module: The module.
-            output: Its output.
-            call: The call.
             inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
         """
         if self._register_simple(output, call):
             return output
-        groups, joins = gradient_groups(self.attached_hooks, output)
-        # The hook that is next to the caller sees its gradients first.
-        for group in reversed(groups):
-            gradients = CallGradients(group, call, self.clock, inputs)
-            if joins and is_together(group[0]):
-                output = gradients.join(output)
-            else:
-                needs_alias = any(map(_needs_alias, gradients.attached_hooks))
-                output = gradients.register_outputs(
-                    output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
-                )
-                gradients.finish_registration()
-            missing_is_expected = (
-                not gradients.expected_paths
-                and next(module.parameters(), None) is None
-                and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
-            )
-            gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        gradients = CallGradients(self.attached_hooks, call, self.clock, inputs)
+        needs_alias = any(map(_needs_alias, gradients.attached_hooks))
+        output = gradients.register_outputs(output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias)
+        gradients.finish_registration()
+        missing_is_expected = (
+            not gradients.expected_paths
+            and next(module.parameters(), None) is None
+            and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
+        )
+        gradients.count_opportunities(missing_is_expected=missing_is_expected)
         return output
 
 

@@ -24,12 +24,11 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from ..values.nested import iter_tensors
-from .attached_hook import AttachedHook, no_gradient_reason
+from .attached_hook import AttachedHook, act_on_tensors, no_gradient_reason
 from .clock import FiringIndex
 from .compiled_hooks import export_refusal
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
-from .together import act_on_tensors
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
@@ -157,7 +156,6 @@ def in_place_message(sites: Sequence[Site], step: int) -> str:
 
     Args:
         sites: All sites of the plan. Those with `via: module` are named.
-        step: The optimizer step.
     """
     affected = [site for site in sites if site.spec.via == "module"]
     names = ", ".join(dict.fromkeys(f"{site.label!r} ({site.layer.type})" for site in affected))

@@ -34,8 +34,6 @@ class AttachedProbe(Probe):
     the table.
 
     Args:
-        plan: See `Probe`.
-        sink: See `Probe`.
         folder: The folder to which the sink writes; None if it writes to memory, or only to a custom sink.
         info: The entries of run.json if the sink is in memory.
         options: Further arguments of `Probe`.

@@ -63,7 +63,7 @@ class Budget:
         self.recorder = recorder
         self.steps = steps
         self.event = event
-        self.timer: HookTimer[AttachedHook] = HookTimer()
+        self.timer: HookTimer = HookTimer()
         self.measured: float | None = None  # the overhead at the last check, including the end of each step
         self.estimated: float | None = None  # without the end of each step; None after a change
         # Of steps with record hooks since the last change. Earlier steps may have been faster.

@@ -59,7 +59,6 @@ class HookSet:
         self._groups: list[HookGroup] = []
         self._gradient_groups: list[GradientHooks] = []
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
-        self._acting_first: list[ModuleHooks] = []  # also after the hooks were removed
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
         self._module_watch = ModuleWatch(self.model, attached_hooks)
@@ -93,8 +92,6 @@ class HookSet:
             self._groups.append(group)
             if isinstance(group, GradientHooks):
                 self._gradient_groups.append(group)
-            if isinstance(group, ModuleHooks) and (group.early or group.prepend):
-                self._acting_first.append(group)
             self._attach(group)
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
@@ -142,9 +139,8 @@ class HookSet:
                 torch.compiler.reset()
 
     def end_step(self) -> None:
-        """Report replaced modules and hooks of other code, and end the calls of modules that an interrupt left unfinished."""
+        """Report replaced modules, and end the calls of modules that an interrupt left unfinished."""
         self.report_replacements()
-        self.report_hook_order()
         if self._functions is not None:
             self._functions.mode.leave_all()
         self.steps.end_step()
@@ -187,20 +183,6 @@ class HookSet:
                 attached.count_exempt(OTHER_STEP)
         for attached in scheduled:
             attached.update_coverage(SKIPPED_STEP if skipped else None)
-
-    def report_hook_order(self) -> None:
-        """Report each hook of other code that got an output before an intervention changed it, once for each module."""
-        for group in self._acting_first:
-            for hook, attached in group.earlier_hooks.items():
-                if attached is not None:
-                    group.earlier_hooks[hook] = None  # reported
-                    site = attached.site
-                    self.event(
-                        "hook_order",
-                        f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {hook} gets the unchanged output, because it "
-                        "was registered later, with prepend=True; attach the intervention after that hook is registered",
-                        layer=site.layer.name,
-                    )
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""

@@ -115,7 +115,7 @@ class Calibration:
         self.paused: list[tuple[float, float]] = []
         self._in_block = 0
 
-    def add(self, seconds: float, timer: HookTimer[AttachedHook]) -> None:
+    def add(self, seconds: float, timer: HookTimer) -> None:
         """Add a completed step. The first one of a block is still affected by the previous block and is not counted."""
         self.steps += 1
         recorded = any(attached.is_record_hook for attached in timer.firings)

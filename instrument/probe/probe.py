@@ -26,7 +26,6 @@ from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
-from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
@@ -221,10 +220,8 @@ class Probe(OwnedByProcess):
                         self._finish(exc)
                 finally:
                     self.sink.close()
-        messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
-        for part, message in messages.items():
-            if isinstance(exc, RuntimeError) and part in str(exc):
-                raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
+        if isinstance(exc, RuntimeError) and IN_PLACE_ERROR in str(exc):
+            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     def detach(self) -> None:
         """Remove all hooks before the end of the block. Nothing is recorded from then on."""
@@ -710,7 +707,6 @@ class Probe(OwnedByProcess):
             self.event(
                 "metrics", f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
             )
-        self._hooks.report_hook_order()
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:

@@ -53,7 +53,6 @@ class Reference:
         about: The entries `runs` (the names of the runs), `last_step`, `versions` and `config`.
 
     Attributes:
-        statistics: The names of the statistics.
         index: The index of each location, given as the values of `KEY`.
     """
 

@@ -26,7 +26,6 @@ class RelationRule(CatalogueRule[RuleBase]):
         """Register the rule.
 
         Args:
-            relation: The name of the relation.
             fields: The further fields of its entry in the configuration. Default: none.
         """
         super().__init_subclass__(**options)

@@ -68,8 +68,6 @@ def check_references(
     """Check that references concern what the hooks of a model record.
 
     Args:
-        rules: The rules.
-        hooks: The hooks.
         layers: The hook and the layer of each site.
 
     Raises:

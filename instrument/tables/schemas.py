@@ -378,7 +378,7 @@ for _table in (
             layer | string | | the layer of the event; null if it concerns no layer
             rule | label | | name of the rule in the configuration that fired, such as non_finite; of other events:
                 coverage, dropped, metrics, budget, fallback, hidden_module, fast_path, replaced, optimizer, clipping,
-                init_from, data, output, no_end_step, hook_order, ranks, compiled, graph_break, device_statistics, statistics,
+                init_from, data, output, no_end_step, ranks, compiled, graph_break, device_statistics, statistics,
                 flight_recorder, placement, recording, tracking, remote, control, resumed, restarted, replay, counterfactual, error,
                 interrupted
             message | string | | the message

@@ -1,6 +1,6 @@
 """MLflow tracker: an experiment named after the run, at the tracking URI of the environment (`MLFLOW_TRACKING_URI`).
 
-It receives numbers and, as parameters, the configuration. Histograms, pictures and events are not exported.
+It receives numbers and, as parameters, the configuration. Histograms and events are not exported.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 class Mlflow:
     """Logs one batch per step. A resumed run creates a new MLflow run that starts at the first repeated step."""
-
-    shows_images = False
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:  # noqa: ARG002
         self.client = MlflowClient()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from pathlib import Path
 from typing import cast
 
-from PIL.Image import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import FileWriter, SummaryWriter
 from torch.utils.tensorboard.summary import histogram_raw, text
@@ -14,14 +12,11 @@ from torch.utils.tensorboard.summary import histogram_raw, text
 from .step_summary import Histogram, StepSummary
 from .tracking import Outcome, TrackedRun
 
-RGB = 3  # TensorBoard's code for color images
 FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose: seconds, or steps
 
 
 class TensorBoard:
     """Writes one event per step. In a resumed run, TensorBoard discards the steps that are repeated."""
-
-    shows_images = True
 
     def __init__(self, run: TrackedRun, folder: Path) -> None:
         self.writer = SummaryWriter(str(folder), purge_step=run.resumed_at, flush_secs=FLUSH_SECONDS, max_queue=QUEUE)
@@ -32,22 +27,12 @@ class TensorBoard:
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in summary.scalars.items()]
         for tag, histogram in summary.histograms.items():
             values += _histogram(tag, histogram).value
-        values += [Summary.Value(tag=tag, image=_image(picture)) for tag, picture in summary.pictures.items()]
         for tag, lines in summary.texts.items():
             values += text(tag, lines).value
         self.events.add_summary(Summary(value=values), step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002
         self.writer.close()
-
-
-def _image(picture: Image) -> Summary.Image:
-    png = BytesIO()
-    # 13 times as fast as TensorBoard's own encoding of the RGB image.
-    picture.save(png, "PNG", compress_level=1)
-    return Summary.Image(
-        height=picture.height, width=picture.width, colorspace=RGB, encoded_image_string=png.getvalue()
-    )
 
 
 def _histogram(tag: str, histogram: Histogram) -> Summary:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,10 +21,6 @@ from ..fields.pip_extras import pip_command
 from ..tables.sink_interface import Row
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Outcome = Literal["done", "failed", "killed"]
 OUTCOMES: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
@@ -51,13 +47,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """The interface of TensorBoard, Weights & Biases and MLflow.
-
-    Attributes:
-        shows_images: Whether it shows pictures.
-    """
-
-    shows_images: bool
+    """The interface of TensorBoard, Weights & Biases and MLflow."""
 
     def log(self, step: int, summary: StepSummary) -> None:
         """Show the summary of a step."""
@@ -79,10 +69,8 @@ class TrackingSink:
         self.outcome: Outcome = "done"
         self._collector = SummaryCollector()
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that are shown."""
-        return ("events", *SCALAR_TABLES, *(("tensors",) if self.tracker.shows_images else ()))
+    tables = ("events", *SCALAR_TABLES)
+    """The tables that are shown."""
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
         """Collect rows. They are shown at the end of the step."""
@@ -90,30 +78,20 @@ class TrackingSink:
         for _, _, _, rule, *_ in rows if table == "events" else ():
             self.outcome = OUTCOMES.get(rule, self.outcome)
 
-    def keep(
-        self,
-        key: Row,
-        source_shape: Sequence[int],  # noqa: ARG002
-        tensor: Tensor,
-        dtype: torch.dtype | None = None,
-    ) -> int | None:
-        """Copy the displayed part of a tensor. Returns 0, since no bytes are stored."""
-        if self.tracker.shows_images:
-            from ..values.int8_rows import rounded  # imported late, like torch
-
-            self._collector.add_tensor(key, *rounded(tensor, dtype))
+    def keep(self, *tensor: Any, **options: Any) -> int | None:  # noqa: ARG002
+        """Do nothing: tensors are not shown. Returns 0, since no bytes are stored."""
         return 0
 
-    def end_step(self, *, wait: bool = False) -> None:
-        """Pass the collected summaries to the tracker. With `wait`, also those whose pictures a GPU is still copying."""
-        for step, summary in self._collector.take(wait=wait):
+    def end_step(self) -> None:
+        """Pass the collected summaries to the tracker."""
+        for step, summary in self._collector.take():
             with _calling(self.name):
                 self.tracker.log(step, summary)
 
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
         try:
-            self.end_step(wait=True)
+            self.end_step()
         finally:
             with _calling(self.name):
                 self.tracker.close(self.outcome)

@@ -22,8 +22,6 @@ class WeightsAndBiases:
     A resumed run creates a new W&B run that starts at the first repeated step.
     """
 
-    shows_images = True
-
     def __init__(self, run: TrackedRun, folder: Path) -> None:
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "_", run.name),
@@ -39,8 +37,6 @@ class WeightsAndBiases:
         shown: dict[str, Any] = {**summary.scalars, **summary.texts}
         for tag, histogram in summary.histograms.items():
             shown[tag] = wandb.Histogram(np_histogram=_few_bins(histogram))
-        for tag, picture in summary.pictures.items():
-            shown[tag] = wandb.Image(picture.convert("RGB"))
         self.run.log(shown, step=step)
 
     def close(self, outcome: Outcome) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ..config.apply import (
     FreezeSpec,
     InitSpec,
     ReplaceSpec,
-    ReprSpec,
     SetSpec,
     WrapSpec,
 )
@@ -47,7 +45,9 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
         selected = select_layers(spec, layers, where)
         if not selected:  # its structure is optional
             continue
-        order = _in_order(model, selected)
+        chosen, visited = {id(layer.module): layer for layer in selected}, list[nn.Module]()
+        model.apply(visited.append)
+        order = [chosen[key] for key in dict.fromkeys(map(id, visited)) if key in chosen]
         # A layer includes the parameters of its parametrizations.
         if isinstance(spec, InitSpec | FillSpec | FreezeSpec):
             order = [layer for layer in order if layer.parametrized not in order]
@@ -63,13 +63,6 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
                 raise ConfigError(Problem(where, message + user_code_location(error))) from error
         if not changed:
             raise ConfigError(_no_match_problem(spec, order, where))
-
-
-def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
-    """Return the selected layers in the order in which `nn.Module.apply` visits them."""
-    layers, visited = {id(layer.module): layer for layer in chosen}, list[nn.Module]()
-    model.apply(visited.append)
-    return [layers[key] for key in dict.fromkeys(map(id, visited)) if key in layers]
 
 
 def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
@@ -136,9 +129,6 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
             _replace_module(build_module(spec.module, f"{where}.module"), layer, layers, where)
         case WrapSpec():
             _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
-        case ReprSpec():
-            # A partial function can be copied and pickled with its module.
-            layer.module.extra_repr = partial(_labelled, spec.label, layer.module.extra_repr)  # type: ignore[method-assign]
         case SetSpec():
             _set(spec, layer, where)
         case AddParameterSpec():
@@ -155,12 +145,6 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
         for key, child in parent.module._modules.items():
             if child is layer.module and parent.module is not new:
                 parent.module._modules[key] = new
-
-
-def _labelled(label: str, original_repr: Callable[[], str]) -> str:
-    """Return an `extra_repr` with a label in front."""
-    original_text = original_repr()
-    return f"{label}, {original_text}" if original_text else label
 
 
 def _set(spec: SetSpec, layer: Layer, where: str) -> None:
@@ -187,7 +171,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     """Build a module from its target.
 
     Args:
-        target: The target, with its arguments.
         where: The configuration key of the target, for error messages.
 
     Raises:

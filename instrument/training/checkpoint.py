@@ -222,8 +222,6 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
     """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
 
     Args:
-        state: The checkpoint, from `Checkpoints.load`.
-        experiment: The experiment, built from the same configuration.
         probe: The probe. To resume, it is built from the same configuration.
         resumes: Whether the probe continues the recording of the run. A replay begins a recording of its own, which may
             have other hooks. Default: True.
@@ -256,7 +254,6 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
     Call it last, directly before the next step, because building the experiment draws random numbers.
 
     Args:
-        state: The checkpoint, from `Checkpoints.load`.
         device: The device of the experiment. The CUDA state is restored for this device.
     """
     saved = state["random"]

@@ -31,7 +31,6 @@ class Data:
     """The slices of a dataset and their origin.
 
     Attributes:
-        train: The slice `data.slice`.
         test: The evaluation slice; None in `mode: forward`, which has no evaluations.
         probe: The samples of the probe batch; None without one.
         source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices
@@ -52,7 +51,6 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     """Load the slices.
 
     Args:
-        config: The `data` section.
         evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
 
     Raises:
@@ -141,7 +139,6 @@ def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> Loade
     """Return how batches are loaded.
 
     Args:
-        config: The `data` section.
         pins_memory: Whether the device reads pinned memory.
 
     Raises:
@@ -265,7 +262,6 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
     `per_class`.
 
     Args:
-        dataset: The dataset, with a length.
         where: The configuration key of the slice, for error messages.
 
     Returns:

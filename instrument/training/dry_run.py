@@ -109,7 +109,6 @@ def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedB
     """Return the durations of steps without hooks, in seconds. The first step is omitted, because it allocates memory.
 
     Args:
-        batches: The micro-batches of each step, used in turn.
         seconds: The duration of the measurement. It ends earlier after `MAX_REPEATS` steps.
     """
     experiment.model.train(experiment.config.mode == "train")
@@ -138,14 +137,11 @@ class _Step:
     """The measurements of one step, or of one batch of an evaluation, with hooks.
 
     Attributes:
-        step: The index of the step.
         phase: `train`, `forward`, `eval` or `probe`.
         rows: The number of written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        seconds: The duration of the step.
         hook_seconds: The time spent in hooks, from the hook timer, in seconds.
         action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
-        firings: By spec, the number of firings.
         kept_bytes: By spec with `keep`, the memory of the tensors of the step.
     """
 
@@ -188,15 +184,9 @@ class _CountingSink(ParquetSink):
 class _Profile:
     """Measures steps and evaluations with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
-    Args:
-        batches: The micro-batches of each step, used in turn.
-
     Attributes:
-        sink: Counts what is in the folder.
-        steps: The measurements for rows.
         warm_steps: The measurements for durations.
         unscheduled: The measurements of a step at which no hook is scheduled.
-        micro_batches: The number of micro-batches per step.
     """
 
     def __init__(self, experiment: Experiment, batches: Sequence[Sequence[LoadedBatch]], folder: Path) -> None:

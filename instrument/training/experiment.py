@@ -24,7 +24,7 @@ from ..config.schedule import Evaluations
 from ..errors import ConfigError, Problem, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import argument_names, build
-from ..plan.cost import Length, firings_of
+from ..plan.cost import Length
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
@@ -75,24 +75,15 @@ class Experiment:
     """All objects of a run.
 
     Attributes:
-        config: The configuration.
-        device: The device of this process.
-        data: The slices of the dataset.
-        batches: The batches of the steps.
         eval_loader: The batches of an evaluation; None in `mode: forward`.
         probe_batch: The probe batch; None without one.
-        length: The length of the run.
-        task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
-        optimizer: The optimizer; None in `mode: forward`.
         uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
-        scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
         called_model: The model that the task calls: `model`, or its compiled version.
         train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
-        plan: The plan of the hooks.
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
@@ -202,7 +193,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     recordings = recording_problems(plan, archive, phases, inferred_by_phase, length)
     if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
         raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
-    _check_conditions(plan, length)
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
         check_loss_of_parts(config, task, model, data.train, shard, options)
@@ -243,21 +233,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         weights=weights,
         output_notice=output_notice,
     )
-
-
-def _check_conditions(plan: HookPlan, length: Length) -> None:
-    """Check that the run is long enough for the conditions of hooks, which require earlier values."""
-    problems = []
-    for name, spec in plan.specs.items():
-        # A module can be called several times in a step. The default also allows short trials of a configuration.
-        if spec.definition.family != "parameter" or spec.condition is None:
-            continue
-        after, times = spec.condition.after, firings_of(spec, length).times
-        if "after" in spec.condition.model_fields_set and times <= after:
-            message = f"cannot be reached: the hook fires {times:,} times at each parameter"
-            problems.append(Problem(f"hooks.{name}.when.after", message, after, fix="reduce 'after'"))
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:

@@ -45,9 +45,6 @@ class HookTrials:
     effects, and built-in statistics are not computed, because they cannot fail. The state of an optimizer does not exist
     yet, so only its shape is checked.
 
-    Args:
-        phases: The batches, by phase.
-
     Attributes:
         misfits: By name of the spec, the problem of the first field that does not fit a tensor.
         failures: By name of the spec, the first error of its action.
@@ -76,7 +73,7 @@ class HookTrials:
         self._active: dict[AttachedHook, bool] = {}
         self._samples = 0  # of this process
         self._is_first = True
-        self._done: set[tuple[AttachedHook | str, ...]] = set()
+        self._done: set[tuple[AttachedHook, str]] = set()
 
     def smallest_batch_size(self, phase: str) -> int | None:
         """Return the number of samples in the smallest batch of a phase in the run; None without batches.
@@ -151,7 +148,7 @@ class HookTrials:
         """Run the hooks of kind `loss`."""
         for attached in self._active:
             if attached.site.spec.kind == "loss" and unreadable(loss) is None:
-                self._run_on(attached, {"": loss})
+                self._run_on(attached, "", loss)
 
     def on_parameters(self) -> None:
         """Run the hooks at parameters, buffers and entries of state dicts."""
@@ -166,7 +163,7 @@ class HookTrials:
                 self._attempt(first, partial(first.prepare, [tensor for _, tensor in pairs]))
             has_value = first.site.spec.definition.family == "parameter" or first.role == "update"
             for attached, tensor in pairs:
-                self._run_on(attached, {attached.site.own_name: tensor}, tensor if has_value else None)
+                self._run_on(attached, attached.site.own_name, tensor, tensor if has_value else None)
 
     def _run(self, attached: AttachedHook, value: Any) -> None:
         is_gradient = attached.site.spec.definition.gradient
@@ -177,39 +174,35 @@ class HookTrials:
             and (tensor.requires_grad or not is_gradient)
             and unreadable(tensor) is None
         }
-        if attached.together is None:
-            for path, tensor in tensors.items():
-                self._run_on(attached, {path: tensor})
-        elif tensors:
-            self._run_on(attached, tensors)
-
-    def _run_on(self, attached: AttachedHook, tensors: Mapping[str, Tensor], value: Tensor | None = None) -> None:
-        """Check the shapes of tensors, and run the action on them unless it ran for their paths before."""
-        spec = attached.site.spec
         for path, tensor in tensors.items():
-            problem = misfit(attached.site, path, tensor, may_exceed=not self._is_first)
-            if problem is not None and spec.name not in self.misfits:
-                if not self._is_first:
-                    message = f"{problem.message} in the smallest batch, of {self._samples} samples"
-                    problem = replace(problem, message=message, allowed=(), fix=SMALLER_BATCH_FIX)
-                self.misfits[spec.name] = problem
-        is_done = (attached, *tensors) in self._done
-        if is_done or not self._runs(attached) or (_is_of_run(spec) and self._depends_on_data(spec, tensors)):
+            self._run_on(attached, path, tensor)
+
+    def _run_on(self, attached: AttachedHook, path: str, tensor: Tensor, value: Tensor | None = None) -> None:
+        """Check the shape of a tensor, and run the action on it unless it ran for its path before."""
+        spec = attached.site.spec
+        problem = misfit(attached.site, path, tensor, may_exceed=not self._is_first)
+        if problem is not None and spec.name not in self.misfits:
+            if not self._is_first:
+                message = f"{problem.message} in the smallest batch, of {self._samples} samples"
+                problem = replace(problem, message=message, allowed=(), fix=SMALLER_BATCH_FIX)
+            self.misfits[spec.name] = problem
+        is_done = (attached, path) in self._done
+        # Dimension 0 may depend on the data if it is not a multiple of the number of samples.
+        depends_on_data = spec.definition.family == "module" and tensor.dim() and len(tensor) % self._samples
+        if is_done or not self._runs(attached) or (_is_of_run(spec) and depends_on_data):
             return
-        self._done.add((attached, *tensors))
+        self._done.add((attached, path))
         is_gradient = spec.definition.gradient
         has_graph = not (is_gradient or attached.is_record_hook)
-        of_module = (is_gradient and spec.definition.family == "module") or spec.tensor_role == "change"
-        values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
+        if (is_gradient and spec.definition.family == "module") or spec.tensor_role == "change":
+            value = tensor.detach().clone()
 
         def fire() -> None:
-            copies = {path: _copy(tensor, has_graph=has_graph) for path, tensor in tensors.items()}
-            with torch.set_grad_enabled(any(copy.requires_grad for copy in copies.values())):
-                if attached.together is not None:
-                    attached.fire_together(copies, values=values)
-                else:
-                    ((path, copy),) = copies.items()
-                    attached.fire(copy, path, value=values.get(path, value))
+            copy = tensor.detach().clone()
+            if tensor.requires_grad and has_graph:
+                copy = copy.requires_grad_().clone()  # not a leaf, because PyTorch refuses in-place writes to a leaf
+            with torch.set_grad_enabled(copy.requires_grad):
+                attached.fire(copy, path, value=value)
 
         self._attempt(attached, fire)
 
@@ -218,11 +211,6 @@ class HookTrials:
         spec = attached.site.spec
         is_state = spec.tensor_role.startswith("state.")
         return self._active[attached] and not is_state and spec.name not in {*self.misfits, *self.failures}
-
-    def _depends_on_data(self, spec: HookSpec, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the size of dimension 0 of a tensor may depend on the data: it is not a multiple of the number of samples."""
-        of_module = spec.definition.family == "module"
-        return of_module and any(tensor.dim() and len(tensor) % self._samples for tensor in tensors.values())
 
     def _attempt(self, attached: AttachedHook, run: Callable[[], object]) -> None:
         """Run the action of a hook. Its error becomes a problem of the spec."""
@@ -244,8 +232,6 @@ def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
     where, message = f"hooks.{spec.name}", f"the trial call on a copy before the run failed: {error}"
     if isinstance(spec, FunctionSpec):
         allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
-        if spec.together:
-            allowed = "fn(tensors, context) that returns a dict of new tensors of the same shapes and dtypes, or None"
         return Problem(f"{where}.fn", message, spec.fn.target, allowed)
     if isinstance(spec, StatisticsSpec) and spec.custom_statistics:
         return Problem(f"{where}.stats", message, allowed="functions of the tensor that return one number")
@@ -285,12 +271,6 @@ def _moments(spec: HookSpec, length: Length, sizes: Callable[[int], Sequence[int
             for micro_step, size in enumerate(sizes(step)):
                 moments.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
     return moments
-
-
-def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:
-    copy = tensor.detach().clone()
-    # Not a leaf, because PyTorch refuses in-place writes to a leaf.
-    return copy.requires_grad_().clone() if tensor.requires_grad and has_graph else copy
 
 
 class _NoRows:

@@ -29,13 +29,11 @@ class InitialWeights:
     """The weights in a file, or in the folder of a run.
 
     Args:
-        path: The file, or the folder.
         strict: Whether missing and unexpected names are errors.
 
     Attributes:
         is_of_run: Whether the path is the folder of a run.
         sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
-        tensors: The number of loaded tensors.
         changed: The names of the loaded tensors that `apply` changed or removed. Set by `compare`.
         missing: The names in the model without a value, with `strict: false`.
         unexpected: The names in the file that the model lacks, with `strict: false`.

@@ -28,12 +28,7 @@ from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 
 @dataclass(frozen=True)
 class BatchShard:
-    """The shard of each batch that one process receives. The shard sizes of a batch differ by at most one sample.
-
-    Attributes:
-        rank: Rank of the process, from 0. Default: 0.
-        size: Number of processes. Default: 1.
-    """
+    """The shard of each batch that one process receives. The shard sizes of a batch differ by at most one sample."""
 
     rank: int = 0
     size: int = 1
@@ -70,7 +65,6 @@ class LoadedBatch(NamedTuple):
     """A batch from the loader.
 
     Attributes:
-        batch: The collated samples of this process.
         indices: Their indices in the complete dataset, or in the stream.
         total: The number of samples of all processes.
     """
@@ -299,7 +293,6 @@ class Batches:
     beginning.
 
     Args:
-        dataset: The slice `data.slice`.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
         shard: The part of each batch that this process gets. Default: the full batch.
         sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
@@ -311,7 +304,6 @@ class Batches:
         length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
             last for all steps, and in `mode: forward` up to the end of the slice.
         micro_batches_per_epoch: The number of micro-batches per epoch.
-        steps: The number of steps of the run.
         stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
 
     Raises:
@@ -505,7 +497,6 @@ class PhaseBatches:
     """The batches of a phase: those of the steps or of an evaluation, or the probe batch.
 
     Attributes:
-        first: The batch for shape inference.
         load: Called with a number of samples, over all processes; returns a batch with the first samples.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
         ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.

@@ -48,11 +48,7 @@ def _until_imported(wrapper: Callable[..., Any], method: FunctionType) -> Callab
 
 
 def bypass_compiler_in_step(optimizer: Optimizer) -> None:
-    """Let `step` of a PyTorch optimizer run without the compiler. Other optimizers are not changed.
-
-    Args:
-        optimizer: The optimizer, which is changed in place.
-    """
+    """Let `step` of a PyTorch optimizer run without the compiler. Other optimizers are not changed."""
     wrapper = getattr(type(optimizer).step, "__wrapped__", None)
     if "step" in vars(optimizer) or not isinstance(wrapper, FunctionType):
         return

@@ -19,7 +19,6 @@ class PerModule(Optimizer):
     hook on a parameter runs at the step of the part that holds the parameter.
 
     Args:
-        model: The model.
         optimizers: By submodule name, a function that builds the optimizer from the trainable parameters of the
             submodule. In YAML: a target with `_partial_: true`.
 
@@ -78,11 +77,7 @@ class PerModule(Optimizer):
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of each optimizer.
-
-        Args:
-            state_dict: The result of `state_dict`.
-        """
+        """Load the state of each optimizer."""
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
         self._share_groups()

@@ -19,13 +19,7 @@ from ..analysis.saved_weights import WEIGHTS
 
 
 def prune(module: nn.Module, name: str, folder: str, round: int, keep: float) -> None:
-    """Set the pruned weights of a module to zero, as a function of `apply` with `action: call`.
-
-    Args:
-        module: A module with a parameter `weight`.
-        name: The name of the module.
-        folder, round, keep: See `Pruned`.
-    """
+    """Set the pruned weights of a module to zero, as a function of `apply` with `action: call`."""
     weight = module.get_parameter("weight")
     with torch.no_grad():
         weight.mul_(Pruned(folder, round, keep).mask(f"{name}.weight", weight))
@@ -61,7 +55,6 @@ class Pruned:
 
         Args:
             name: The name of the parameter in the state dict.
-            parameter: The parameter.
 
         Raises:
             FileNotFoundError: The previous round saved no weights.

@@ -109,7 +109,7 @@ def _sample_problems(
 def _batch_problems(
     spec: RecordedSpec, archive: RunArchive, locations: Locations, batches: PhaseBatches, due: Collection[int]
 ) -> Iterator[Problem]:
-    """Yield the problems of a spec that uses the tensors of the same batches: missing and ambiguous ones, and other batches."""
+    """Yield the problems of a spec that uses the tensors of the same batches: missing ones, and other batches."""
     assert spec.run is not None, "only tensors of another run are looked up"
     where, rows = f"hooks.{spec.name}", _recorded_rows(spec, archive)
     usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
@@ -135,10 +135,6 @@ def _batch_problems(
         return
     for location in locations.keys() & recorded.keys():
         tensors = recorded[location]
-        for step, names in tensors.groupby("step")["hook"].unique().items() if spec.hook is None else ():
-            if len(names) > 1 and step in sources.values():
-                message = f"several hooks of the other run recorded {_text(location)} at step {step}"
-                yield Problem(f"{where}.hook", message, spec.hook, sorted(names))
         if spec.definition.frequency == "micro_step":
             has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.first.samples,)
             more = archive.accumulate_of(spec.run) if spec.step is None and spec.phase in STEP_PHASES else 0

@@ -49,8 +49,6 @@ class ReplaySource:
     """A run to repeat.
 
     Attributes:
-        folder: The folder of the run.
-        record: The content of its run.json.
         window: The steps in which the record hooks of the replay run.
         begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
         changes: The changes that were made during the run.
@@ -126,7 +124,6 @@ class Result:
     """The result of a run.
 
     Attributes:
-        folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
         stopped: Why the run was stopped; None if the run is complete.
         is_pruned: Whether a rule with `then: prune` stopped it.
@@ -152,8 +149,6 @@ def run(
 
     Args:
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
-        raw: The composed configuration, for run.json.
-        overrides: The overrides by key, for run.json.
         make_report: Writes the report of the complete run in a folder, and returns its file. Default: None, no report.
         source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
 

@@ -14,8 +14,6 @@ def cosine(optimizer: Optimizer, steps: int, eta_min: float = 0.0) -> CosineAnne
     """Return a cosine annealing from the initial learning rate to `eta_min` over all steps of the run.
 
     Args:
-        optimizer: The optimizer.
-        steps: The number of steps of the run.
         eta_min: The final learning rate. Default: 0.
     """
     return CosineAnnealingLR(optimizer, T_max=steps, eta_min=eta_min)
@@ -23,11 +21,7 @@ def cosine(optimizer: Optimizer, steps: int, eta_min: float = 0.0) -> CosineAnne
 
 @dataclass
 class LearningRateScale:
-    """Multiplies the learning rates only while the optimizer makes its step, so that a scheduler does not see the factor.
-
-    Attributes:
-        factor: The factor.
-    """
+    """Multiplies the learning rates only while the optimizer makes its step, so that a scheduler does not see the factor."""
 
     factor: float = 1.0
 

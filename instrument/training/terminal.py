@@ -42,7 +42,6 @@ PIPE_WIDTH = 120
 PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
 REFRESH_SECONDS = 0.1
 SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
-SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
 BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 LOG = logging.getLogger("instrument")
@@ -251,21 +250,22 @@ class Terminal:
 
 
 class Speed:
-    """The speed of training, exponentially smoothed. The time of evaluations is measured separately."""
+    """The mean speed of training. The first step, which is slower, counts only while there is no other.
+
+    The time of evaluations is measured separately.
+    """
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
-        self._done = 0
-        self._steps = self._seconds = self._paused = 0.0
+        self._steps = 0
+        self._seconds = self._paused = 0.0
 
     def step(self) -> None:
         """Record the end of a step."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        decay = math.exp(-seconds / SMOOTHING_SECONDS)
-        self._done += 1
-        self._steps = self._steps * decay + 1.0
-        self._seconds = self._seconds * decay + seconds
+        self._steps += 1
+        self._seconds = seconds if self._steps <= 2 else self._seconds + seconds
 
     def pause(self) -> None:
         """Record the end of an evaluation or of another interval that is not a step."""
@@ -275,16 +275,12 @@ class Speed:
 
     @property
     def seconds(self) -> float:
-        """The smoothed duration of a step, in seconds. 0 before the first step."""
-        return self._seconds / self._steps if self._steps else 0.0
+        """The mean duration of a step, in seconds. 0 before the first step."""
+        return self._seconds / max(1, self._steps - 1)
 
     def left(self, steps: int) -> float | None:
-        """Estimate the remaining time, including evaluations at their present frequency.
-
-        Returns:
-            Seconds; None before the end of the second step, because the first step is slower than the others.
-        """
-        return steps * (self.seconds + self._paused / self._done) if self._done > 1 else None
+        """Estimate the remaining seconds, including evaluations at their present frequency; None before the second step."""
+        return steps * (self.seconds + self._paused / self._steps) if self._steps > 1 else None
 
 
 def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:

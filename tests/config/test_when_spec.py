@@ -51,8 +51,6 @@ def test_invalid_condition_is_reported(when: Any, parts: list[str]) -> None:
 
 def test_fields_that_contradict_a_condition_are_reported() -> None:
     assert "one norm of all tensors" in message_of({**CLIP, "scope": "all", "when": L2})
-    function = {"layers": "**", "kind": "forward", "action": "modify", "fn": print, "together": True, "when": L2}
-    assert "several tensors" in message_of(function)
     assert "require 'tensors: true'" in message_of({**RECORD, "keep": 2})
     kept = {**RECORD, "tensors": True, "keep": 2}
     assert "requires the name of a rule in 'when'" in message_of({**kept, "when": L2})

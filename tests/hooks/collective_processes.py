@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from rank_results import print_results
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
@@ -228,11 +228,8 @@ def failing() -> str:
     return ""
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    done = {
+def results() -> dict[str, Any]:
+    return {
         "operations": record_operations(),
         "trainings": trainings(Path(sys.argv[1])),
         "changes": change_results(),
@@ -241,12 +238,7 @@ def main() -> None:
         "failing": failing(),
         "is_installed": installed(),
     }
-    results: list[Any] = [None, None]
-    dist.all_gather_object(results, done)
-    if dist.get_rank() == 0:
-        print(json.dumps(results))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    print_results(results)

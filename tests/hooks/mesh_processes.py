@@ -5,9 +5,7 @@ Rank 0 prints the results of all processes. The other functions are those with w
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_results import print_results
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,11 +37,6 @@ STEPS, BATCH, TOKENS, WIDTH, HIDDEN, HEADS, CLASSES = 2, 4, 6, 8, 16, 4, 10
 def of_large_values(gradient: Tensor, context: Any) -> Tensor:
     """Return the gradient where its tensor is above the mean of the full tensor."""
     return torch.where(context.value > context.value.mean(), gradient, 0.0)
-
-
-def of_all(gradients: Mapping[str, Tensor], context: Any) -> dict[str, Tensor]:
-    """Return the gradients, divided by the maximum of the full tensors."""
-    return {path: each / (1 + context.values[path].max()) for path, each in gradients.items()}
 
 
 RECORD: dict[str, Any] = {"layers": "**", "action": "record"}
@@ -80,7 +74,6 @@ CHANGES: dict[str, Any] = {
     "norm": {"layers": ["**.v", "**.down"], "kind": "forward", "action": "clip", "norm": 1.0},
     "grads": {"layers": ["**.up", "**.down"], "kind": "full_backward_pre", "action": "clip", "norm": 0.05},
     "gated": {"layers": "**.up", "kind": "full_backward_pre", "action": "modify", "fn": of_large_values},
-    "joint": {"layers": "**.act", "kind": "full_backward_pre", "action": "modify", "fn": of_all, "together": True},
     "weights": {"layers": "**.up", "kind": "step_post", "role": "param", "action": "modify", "fn": "noise", "std": 0.01},
     "ratio": {"layers": "**.down", "kind": "parameter_grad", "action": "clip", "ratio": 0.01},
 }  # fmt: skip
@@ -501,17 +494,5 @@ def on_four(folder: Path) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    done = {"tp": on_two, "dp_tp": on_four}[sys.argv[2]](Path(sys.argv[1]))
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, done)
-    if dist.get_rank() == 0:
-        print(json.dumps(results))
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    print_results(lambda: {"tp": on_two, "dp_tp": on_four}[sys.argv[2]](Path(sys.argv[1])))

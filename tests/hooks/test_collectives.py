@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_runs import run_processes
+from rank_results import results_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 
@@ -58,11 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of_ranks(folder: Path) -> list[dict[str, Any]]:
     """The results of `collective_processes.py` in each of two processes."""
-    program = Path(__file__).with_name("collective_processes.py")
-    done = run_processes(folder / "processes", str(folder), processes=2, module=program)
-    assert done.returncode == 0, done.stderr
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return results
+    return results_of("collective_processes.py", folder / "processes", str(folder), processes=2)
 
 
 def test_each_operation_has_what_it_sends_and_receives(of_ranks: list[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import timm
@@ -81,36 +80,6 @@ def test_explicit_prepend_false_acts_after_other_hooks() -> None:
     with instrument.attach(model, {"ablate": {**ZERO, "layers": ".", "prepend": False}}, rules=None):
         assert not model(torch.ones(1)).any()
     assert collected[0].all()
-
-
-@pytest.mark.parametrize("options", [{}, {"prepend": True}, {"every": 2}], ids=["early", "prepended", "suspended"])
-def test_hook_that_is_prepended_later_is_reported_once(options: dict[str, Any]) -> None:
-    model = nn.Sequential(nn.Identity())
-    collected: list[Tensor] = []
-    ablate = {**ZERO, "layers": "0", **options}
-    with instrument.attach(model, {"ablate": ablate, "seen": {**RECORD, "layers": "0"}}, rules=None) as probe:
-        model[0].register_forward_hook(lambda module, args, output: collected.append(output))  # acts after ours
-        for _ in range(2):  # as code that registers its hooks for each pass
-            handle = model[0].register_forward_hook(lambda module, args, output: collected.append(output), prepend=True)
-            for _ in range(2):
-                model(torch.ones(1))
-                probe.end_step()
-            handle.remove()
-    assert [tensor.item() for tensor in collected[:2]] == [1.0, 0.0]
-    events = probe.events.query("rule == 'hook_order'")
-    assert events.layer.tolist() == ["0"]
-    assert events.severity.tolist() == ["warning"]
-    assert "hook 'ablate' (forward) on 0: <lambda> at test_hooks_of_libraries.py" in events.message.item()
-    assert "attach the intervention after that hook" in events.message.item()
-
-
-@pytest.mark.parametrize("options", [{"prepend": False}, {"when": {"stat": "mean", "above": 5}, "start": 1}])
-def test_hook_before_a_last_or_unscheduled_intervention_is_valid(options: dict[str, Any]) -> None:
-    model = nn.Identity()
-    with instrument.attach(model, {"ablate": {**ZERO, "layers": ".", **options}}, rules=None) as probe:
-        model.register_forward_hook(lambda module, args, output: None, prepend=True)
-        model(torch.ones(1))
-    assert not len(probe.events.query("rule == 'hook_order'"))
 
 
 def test_interventions_of_several_probes_act_in_the_order_of_attaching() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from distributed_runs import matched, run_processes
+from distributed_runs import matched
 from mesh_processes import CHANGES, COUNTED, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
+from rank_results import results_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,10 +47,8 @@ class Programs(dict[str, list[dict[str, Any]]]):
         self.folder = folder
 
     def __missing__(self, mesh: str) -> list[dict[str, Any]]:
-        program, processes = Path(__file__).with_name("mesh_processes.py"), 2 if mesh == "tp" else 4
-        done = run_processes(self.folder / mesh, str(self.folder), mesh, processes=processes, module=program)
-        assert done.returncode == 0, done.stderr
-        self[mesh] = json.loads(done.stdout.splitlines()[-1])
+        processes = 2 if mesh == "tp" else 4
+        self[mesh] = results_of("mesh_processes.py", self.folder / mesh, str(self.folder), mesh, processes=processes)
         return self[mesh]
 
 

@@ -91,7 +91,7 @@ class EndlessHostCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("call_gradients", "functions", "hook_coverage", "module_hooks", "together"):
+    for module in ("call_gradients", "functions", "hook_coverage", "module_hooks", "attached_hook"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: [1.0] * vector.numel())
     monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)
@@ -207,21 +207,6 @@ def test_sums_of_each_device_are_copied_once_a_step(monkeypatch: pytest.MonkeyPa
     rows = {(row["step"], row["layer"]): row["max"] for row in probe.sink.records("stats")}
     assert set(rows) == {(step, str(layer)) for step in range(3) for layer in range(4)}
     assert rows[2, "3"] == pytest.approx(output.max().item())
-
-
-@pytest.mark.usefixtures("imitated")
-@pytest.mark.parametrize("kind", ["forward_pre", "full_backward"])
-def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None:
-    def halve(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-        return {path: tensor / 2 for path, tensor in tensors.items()}
-
-    model = nn.Bilinear(3, 4, 2, device="meta")
-    spec = {"layers": ".", "kind": kind, "action": "modify", "fn": halve, "together": True}
-    inputs = [torch.empty(5, size, device="meta", requires_grad=True) for size in (3, 4)]
-    probe, copies = copies_by_step(model, {"h": spec}, lambda: inputs)
-    assert copies == [[], []]
-    assert [row["fired"] for row in probe.coverage()] == [2]
-    assert len(probe.sink.rows["effects"]) == 4
 
 
 @pytest.mark.usefixtures("imitated")

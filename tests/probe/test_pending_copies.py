@@ -27,7 +27,6 @@ from instrument.storage.buffer_pool import Pool
 from instrument.storage.memory import MemorySink
 from instrument.storage.parquet import ParquetSink
 from instrument.tables.sink_interface import Sink
-from instrument.trackers.step_summary import SummaryCollector
 
 
 class Gpu:
@@ -112,22 +111,6 @@ def test_full_pool_waits_for_the_gpu(gpu: Gpu, tmp_path: Path, monkeypatch: pyte
     assert gpu.waits == 1
     sink.close()
     assert steps_in_files(sink) == [0, 1]
-
-
-def test_summary_of_a_step_follows_when_its_pictures_are_copied(gpu: Gpu) -> None:
-    collector = SummaryCollector()
-    collector.add_tensor(key(0), torch.rand(1, 2, 8, 8), None)
-    collector.add("metrics", [metrics(0, loss=1.0)])
-    assert list(collector.take()) == []
-    gpu.copied = True
-    collector.add_tensor(key(1), torch.rand(1, 2, 8, 8), None)
-    assert [step for step, _ in collector.take()] == [0], "the other step has not ended"
-    collector.add("metrics", [metrics(1, loss=1.0)])
-    assert [step for step, _ in collector.take()] == [1]
-    gpu.copied = False
-    collector.add_tensor(key(2), torch.rand(1, 2, 8, 8), None)
-    assert list(collector.take()) == []
-    assert [step for step, _ in collector.take(wait=True)] == [2]
 
 
 def test_completed_copies_make_room_for_others(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

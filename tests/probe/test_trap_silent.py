@@ -177,10 +177,6 @@ class Silent:
     optimized: str = ""
 
 
-def unchanged(tensors: Any, context: Any) -> Any:
-    return tensors
-
-
 def hook(layers: str, kind: str, **more: Any) -> dict[str, Any]:
     return {"layers": layers, "kind": kind, **LOOK, **more}
 
@@ -244,12 +240,6 @@ SILENT = {
     "an intervention on a complex output": Silent(
         scale("forward", 2.0, "transform"),
         "changes floating-point tensors only, and the value has complex64",
-        model=fourier,
-    ),
-    "an intervention on several complex tensors": Silent(
-        {"layers": "transform", "kind": "forward", "action": "modify", "together": True}
-        | {"fn": {"_target_": f"{__name__}.unchanged"}},
-        "the value has complex64",
         model=fourier,
     ),
     "a path that an intervention does not find": Silent(

@@ -313,7 +313,7 @@ def test_fingerprint_that_cannot_be_recorded_is_an_error() -> None:
     hooks = read_specs({"bits": record("forward", stats=["fingerprint"]), "every": record("forward", stats="all")})
     (problem,) = reduce_problems(None, hooks)
     assert problem.where == "hooks.bits.stats"
-    assert problem.fix == "set reduce=none, so that each process records its own"
+    assert problem.fix == "set reduce=none"
     rules = parse_rules({"replicas": {"rule": "replicas_differ"}})
     with pytest.raises(ConfigError, match="no hook records what the rule reads: fingerprint"):
         check_rules(rules, read_specs({"outputs": record("forward", stats=["fingerprint"])}))

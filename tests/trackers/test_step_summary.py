@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tracker_files import key, metrics, row
 
-from instrument.trackers.step_summary import Histogram, StepSummary, SummaryCollector, merge_histograms
+from instrument.trackers.step_summary import Histogram, StepSummary, SummaryCollector
 
 
 def summaries_of(*rows: tuple[str, tuple[object, ...]]) -> dict[int, StepSummary]:
@@ -53,7 +49,6 @@ def test_content_is_taken_once() -> None:
     collector.add("metrics", [metrics(0, loss=1.0)])
     collector.add("layers", [row("layers", "a")])
     collector.add("coverage", [row("coverage", "seen")])
-    collector.add_tensor(key(1), torch.zeros(3), None)
     assert [step for step, _ in collector.take()] == [0]
     assert list(collector.take()) == []
 
@@ -70,24 +65,12 @@ def test_events_are_grouped_by_severity() -> None:
     }  # fmt: skip
 
 
-def test_first_image_of_a_tag_is_kept_as_a_copy() -> None:
-    collector = SummaryCollector()
-    shown, written_over = torch.zeros(2, 4, 4), torch.ones(2, 4, 4)
-    collector.add_tensor(key(1), shown, None)
-    shown.fill_(1.0)
-    collector.add_tensor(key(1, micro_step=1), written_over, None)
-    ((step, summary),) = collector.take(wait=True)
-    assert (step, list(summary.pictures)) == (1, ["seen/a.0/image"])
-    assert summary.pictures["seen/a.0/image"].convert("RGB").getpixel((0, 0)) == (0, 0, 0)
-
-
 def test_histogram_has_equal_bins() -> None:
     edges, counts = Histogram(-1.0, 3.0, [1, 0, 2, 5]).bins()
     assert edges.tolist() == [-1.0, 0.0, 1.0, 2.0, 3.0]
     assert counts.tolist() == [1, 0, 2, 5]
     widest = Histogram(-1.7e308, 1.7e308, [1, 1])
     assert widest.bins()[0].tolist() == [-1.7e308, 0.0, 1.7e308]
-    assert merge_histograms([widest, Histogram(0.0, 1.0, [3, 0])]).counts == [1, 4]
 
 
 @pytest.mark.parametrize("value", [0.0, 2.5, -1e30, 1e-30])
@@ -98,24 +81,10 @@ def test_histogram_of_equal_values_is_one_narrow_bin(value: float) -> None:
     assert counts.tolist() == [9]
 
 
-@given(st.lists(st.lists(st.integers(-50, 50), min_size=1, max_size=30), min_size=1, max_size=4))
-def test_merged_histograms_equal_that_of_all_values(parts: list[list[int]]) -> None:
-    def counted(values: list[int]) -> Histogram:
-        counts, _ = np.histogram(
-            values, bins=10, range=(min(values), max(values)) if min(values) < max(values) else None
-        )
-        if min(values) == max(values):
-            counts = np.array([len(values)] + [0] * 9)
-        return Histogram(min(values), max(values), counts.tolist())
-
-    together = merge_histograms([counted(values) for values in parts])
-    everything = sorted(value for values in parts for value in values)
-    assert (together.low, together.high) == (everything[0], everything[-1])
-    assert sum(together.counts) == len(everything)
-    if together.low < together.high:
-        width = (together.high - together.low) / 10
-        shown = np.repeat(together.low + (np.arange(10) + 0.5) * width, together.counts)
-        assert np.abs(np.sort(shown) - everything).max() <= 1.5 * width
+def test_first_histogram_of_a_step_is_shown() -> None:
+    rows = [row("distributions", *key(0, micro_step=at), low=0.0, high=1.0 + at, counts=[at, 1]) for at in range(2)]
+    (summary,) = summaries_of(*(("distributions", cells) for cells in rows)).values()
+    assert [*summary.histograms.values()] == [Histogram(0.0, 1.0, [0, 1])]
 
 
 def test_distribution_row_without_histogram_has_none() -> None:

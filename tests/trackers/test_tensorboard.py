@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from PIL import Image
 from tracker_files import key, make_older, metrics, read_tensorboard, row
 
 from instrument.errors import SinkError
@@ -53,18 +50,12 @@ def test_histogram_has_its_bins_and_counts(tmp_path: Path) -> None:
     assert list(equal.bucket) == [6.0]
 
 
-def test_tensors_are_images_and_events_are_texts(tmp_path: Path) -> None:
+def test_events_are_texts(tmp_path: Path) -> None:
     sink = open_sink(tmp_path)
-    sink.keep(key(1), [2, 3, 8, 8], torch.rand(2, 3, 8, 8))
-    sink.keep(key(1, layer="flat"), [8], torch.rand(8))
     sink.write("events", [row("events", 1, 0, "a.0", "replaced", "gone", "warning")])
     sink.close()
     found = read_tensorboard(tmp_path / "tensorboard")
     assert found["texts"] == {"events/warning": [(1, "replaced a.0: gone")]}
-    assert found["images"].keys() == {"seen/a.0/image"}
-    ((step, png),) = found["images"]["seen/a.0/image"]
-    assert step == 1
-    assert Image.open(io.BytesIO(png)).convert("RGB").size == (2 * 32 + 1, 2 * 32 + 1)
 
 
 def test_repeated_steps_are_logged_once(tmp_path: Path) -> None:
@@ -86,9 +77,8 @@ def test_step_is_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     events: list[Any] = []
     monkeypatch.setattr(sink.tracker.events, "add_summary", lambda summary, step: events.append((step, summary)))  # type: ignore[attr-defined]
     sink.write("stats", [row("stats", *key(0, layer=f"l{number}"), mean=1.0, std=1.0) for number in range(50)])
-    sink.keep(key(0), [1, 4, 4], torch.zeros(1, 4, 4))
     sink.end_step()
-    assert [(step, len(summary.value)) for step, summary in events] == [(0, 101)]
+    assert [(step, len(summary.value)) for step, summary in events] == [(0, 100)]
 
 
 def test_write_error_is_a_sink_error(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -177,12 +176,6 @@ def test_wrap_wraps_a_module_under_all_of_its_names(model: Net) -> None:
     assert model.one[1].inner is act
     assert model.one[1].factor == 3.0
     assert all(module is not act for module in (model.one[1], model.two[1]))
-
-
-def test_repr_label_is_printed_and_copied(model: Net) -> None:
-    apply(model, r={"layers": "one.0", "action": "repr", "label": "the first one"})
-    assert "Linear(the first one, in_features=4, out_features=4, bias=True)" in str(model)
-    assert "the first one" in str(copy.deepcopy(model))
 
 
 class Twice(nn.Module):

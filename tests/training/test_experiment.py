@@ -153,15 +153,6 @@ def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) 
         prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **overrides)
 
 
-def test_number_of_earlier_values_that_cannot_be_reached_is_reported() -> None:
-    when = {"stat": "l2", "above": 10, "times": "median", "after": 4}
-    tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0, "when": when}
-    message = r"hooks\.tame\.when\.after: cannot be reached: the hook fires 4 times at each parameter"
-    with pytest.raises(ConfigError, match=message):
-        prepared(hooks={"tame": tame}, train={"steps": 4, "batch_size": 64})
-    prepared(hooks={"tame": tame}, train={"steps": 5, "batch_size": 64})
-
-
 def test_layer_with_a_wrong_input_shape_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         prepare_experiment({"_target_": "instrument.training.models.MnistCNN"}, (1, 20, 20))

@@ -171,43 +171,6 @@ def test_trial_keeps_values_and_random_states() -> None:
     assert model[0].weight.grad is None
 
 
-def pair() -> nn.Module:
-    """Create a network whose module `parts.1` has two inputs and two outputs."""
-
-    def forward(parts: nn.ModuleList, batch: Tensor) -> Tensor:
-        first, second = parts[1](parts[0](batch), batch * 2)
-        low, high = (first - second).split(2, -1)
-        return low * high
-
-    return Calls(forward, parts=nn.ModuleList([nn.Linear(4, 4), Calls(lambda x, y: (x + y, y + 1))]))
-
-
-TOGETHER: list[dict[str, Any]] = [
-    *({"kind": kind, "layers": "parts.1"} for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")),
-    *({"kind": kind, "layers": ".", "functions": "split"} for kind in ("function", "function_grad")),
-]
-
-
-@pytest.mark.parametrize("fields", TOGETHER, ids=lambda fields: fields["kind"])
-def test_function_of_several_tensors_is_tried_once(fields: dict[str, Any]) -> None:
-    calls: list[dict[str, tuple[int, ...]]] = []
-
-    def seen(tensors: dict[str, Tensor], context: Context) -> None:
-        is_gradient = context.kind in ("full_backward", "full_backward_pre", "function_grad")
-        assert ([*context.values] == [*tensors]) == is_gradient
-        calls.append({path: tuple(tensor.shape) for path, tensor in tensors.items()})
-
-    def partial_result(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
-        return {"no": next(iter(tensors.values()))}
-
-    try_function(seen, model=pair(), together=True, **fields)
-    split = "functions" in fields
-    assert calls == [{"split.0.0": (2, 2), "split.0.1": (2, 2)} if split else {"0": (2, 4), "1": (2, 4)}]
-    with pytest.raises(ConfigError, match="returned the path 'no', but its tensors have the paths") as caught:
-        try_function(partial_result, model=pair(), together=True, **fields)
-    assert "a dict of new tensors" in str(caught.value.problems[0].allowed)
-
-
 def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     shapes: list[tuple[int, ...]] = []
 

@@ -294,7 +294,7 @@ def test_number_of_reads_does_not_depend_on_the_steps(clean: str, monkeypatch: p
 
 def test_ambiguous_recording_hook_is_refused_before_step_0(tmp_path: Path) -> None:
     run = recorded(tmp_path / "both", {"one": RECORD, "two": RECORD})
-    message = r"put.hook: several hooks of the other run recorded 'layers.1' at step 0\n *allowed  one, two"
+    message = r"put.run: .* ambiguous: .* \(hooks one, two\) of step 0 .*; set 'hook'"
     with pytest.raises(ConfigError, match=message):
         prepare_only({"put": {**REPLACE, "run": run}})
     prepare_only({"put": {**REPLACE, "run": run, "hook": "two"}})

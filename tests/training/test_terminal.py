@@ -149,7 +149,7 @@ def test_folder_size_is_read_rarely(
 def bar_lines(width: int, **more: Any) -> list[str]:
     """Return the lines of a progress bar without colors."""
     speed = Speed()
-    speed._steps, speed._seconds, speed._done = 50.0, 1.0, 50
+    speed._steps, speed._seconds = 51, 1.0
     shown = progress_at(overhead=0.031, **more)
     console = console_of(width)
     console.print(bar_with_texts(shown, progress_texts(shown, speed, 1_234_567)))

@@ -40,7 +40,6 @@ class _Trace:
     """What one pass of the complete model shows.
 
     Attributes:
-        loss: The loss of the batch.
         sent: For each stage but the last one, the tensor that it sends.
         stages: The stages in which the calls of a module end, by the `id` of the module.
         outputs: The size of dimension 0 of the first input of a module, and its output with tensors on the meta device, by the `id`
@@ -265,7 +264,6 @@ class Pipeline:
 
         Args:
             forward: Computes the outcome and the loss of a batch with the model of this process.
-            observer: The probe, or `NoHooks`.
             targets: For each micro-batch, its part with the targets for the table `samples`.
             parts: For each micro-batch, a function that weights and scales its loss.
 

@@ -44,25 +44,11 @@ class _PeerFailedError(Exception):
         self.values = values
 
 
-class Failure(NamedTuple):
-    """The first failure of a run.
-
-    Attributes:
-        rank: Rank of the process that failed first.
-        message: Description of the failure, for example `was killed`.
-    """
-
-    rank: int
-    message: str
-
-
 @dataclass
 class Processes:
     """The process group of a run, as seen by one of its processes. Create it with `open`.
 
     Attributes:
-        rank: Rank of this process, from 0.
-        size: Number of processes.
         store: Key-value store of torchrun, shared by all processes.
         control: Gloo process group for control messages.
     """
@@ -191,14 +177,17 @@ class Processes:
             first = self._find_first_failure(error, folder)
             if first is None:
                 raise
-            on_failure(first.rank)
-            if first.rank == self.rank:
+            rank, reason = first
+            on_failure(rank)
+            if rank == self.rank:
                 raise
-            message = f"rank {first.rank} {first.message}; rank {self.rank} cannot continue without it and stops"
-            raise RankError(message, first.rank) from error
+            raise RankError(
+                f"rank {rank} {reason}; rank {self.rank} cannot continue without it and stops", rank
+            ) from error
 
-    def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
-        own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    def _find_first_failure(self, error: BaseException, folder: Path) -> tuple[int, str] | None:
+        """Return the rank of the process that failed first, and what happened, such as `was killed`."""
+        own = self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None
         if not _is_lost_connection(error):
@@ -207,13 +196,13 @@ class Processes:
             if self.store.check([FAILURE]):
                 return self._register(own)
             if dead_rank is not None:
-                return self._register(Failure(dead_rank, "was killed"))
+                return self._register((dead_rank, "was killed"))
         return None if isinstance(error, KeyboardInterrupt) else self._register(own)
 
-    def _register(self, failure: Failure) -> Failure:
+    def _register(self, failure: tuple[int, str]) -> tuple[int, str]:
         """Register a failure in the store and return the failure that was registered first by any process."""
-        registered = self.store.compare_set(FAILURE, "", json.dumps(failure))
-        return Failure(*json.loads(registered))
+        rank, reason = json.loads(self.store.compare_set(FAILURE, "", json.dumps(failure)))
+        return rank, reason
 
 
 @contextmanager

@@ -114,7 +114,6 @@ class Strategy:
         """Return the module that the training loop calls.
 
         Args:
-            forward: Module that computes the loss of a batch.
             has_unused: Whether some trainable parameters may receive no gradient in this process.
         """
         return forward
@@ -127,7 +126,6 @@ class Strategy:
         """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
 
         Args:
-            trained: Module returned by `wrap`.
             last: Whether this is the last micro-step of the step.
 
         Raises:
@@ -172,8 +170,6 @@ class DataParallel(Strategy):
     by their local tensors; so the gradients are summed over `dp` here, after the last backward pass of a step.
 
     Args:
-        parallel: The configuration.
-        device: The device of this process.
         reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
@@ -200,24 +196,20 @@ class DataParallel(Strategy):
         self.data_ranks = data_ranks
         self.batch_shard = BatchShard(data_ranks.index(processes.rank), len(data_ranks))
         self._all_reduced = False
+        # Tensors are placed over the mesh of the stage of a pipeline if layers are parallelized.
+        names = tuple(name for name in parallel.sizes if name != "pp")
+        is_divided = parallel.plan or parallel.experts or parallel.placement
         self.ranks = Ranks(
             self.name,
             reduces=reduces,
             merged_metrics=True,
             sums_gradients=True,
             control=processes.control,
-            mesh=self._mesh_of_tensors,
+            mesh=self.mesh[names] if self.mesh is not None and is_divided else None,
             placement=parallel.placement,
             data=("dp",),
             batches=len(data_ranks),
         )
-
-    @property
-    def _mesh_of_tensors(self) -> DeviceMesh | None:
-        """The mesh over which tensors are placed if layers are parallelized: that of the stage of a pipeline."""
-        names = tuple(name for name in self.parallel.sizes if name != "pp")
-        is_divided = self.parallel.plan or self.parallel.experts or self.parallel.placement
-        return self.mesh[names] if self.mesh is not None and is_divided else None
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
@@ -416,20 +408,18 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
         message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
         problems.append(Problem("budget", message, fix="set reduce=none"))
     for name, spec in hooks.items():
-        if isinstance(spec, RecordSpec) and spec.condition is not None:
+        if not isinstance(spec, RecordSpec):
+            continue
+        if spec.condition is not None:
             message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
             problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and spec.split_dim == 0:
+        if spec.split_dim == 0:
             message = "dimension 0 has other samples in each process, but reduce=global merges rows of the same index"
             problems.append(Problem(f"hooks.{name}.split_dim", message, 0, fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and spec.custom_statistics:
-            message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
-            given = spec.custom_statistics[0].target
-            problems.append(Problem(f"hooks.{name}.stats", message, given=given, fix="set reduce=none"))
-        if isinstance(spec, RecordSpec) and "fingerprint" in spec.stats:
-            message = "fingerprints of the parts of several processes cannot be merged into one row, as reduce=global requires"
-            fix = "set reduce=none, so that each process records its own"
-            problems.append(Problem(f"hooks.{name}.stats", message, given="fingerprint", fix=fix))
+        unmerged = [*(own.target for own in spec.custom_statistics), *({"fingerprint"} & {*spec.stats})]
+        if unmerged:
+            message = "the values of several processes cannot be merged into one row, as reduce=global requires"
+            problems.append(Problem(f"hooks.{name}.stats", message, unmerged[0], fix="set reduce=none"))
     return problems
 
 

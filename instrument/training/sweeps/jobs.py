@@ -50,7 +50,6 @@ class SweepJob:
 
     Attributes:
         name: Folder of the job, relative to the folder of the sweep; usually the job number.
-        folder: Existing or planned folder of the job.
         overrides: Overrides of the job, as on the command line.
         status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
         error: Error that ended the job, in one line; None if no error occurred.
@@ -195,11 +194,7 @@ class Runs(Jobs):
 
 
 class RemoteSweep(Sweep):
-    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
-
-    Args:
-        run: All uploaded runs, loaded together.
-    """
+    """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.path)
