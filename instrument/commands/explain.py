@@ -171,6 +171,7 @@ above: {watch: activations, stat: std, above: 10, for: 20}
 SETTINGS = yaml.safe_load("""
 vars: {vars: {width: 64}}
 forward: {mode: forward, forward: {passes: 2}}
+forward.from_sample: {mode: forward, forward: {grad: true, from_sample: 0}}
 forward.of: {mode: forward, forward: {grad: true, of: 'logits[:, 3]'}}
 init_from: {init_from: {path: runs/trained/weights.pt}}
 resume: {resume: runs/mnist_hooks/2026-01-31}
@@ -205,6 +206,7 @@ apply: {apply: {mine: {types: Linear, action: init, fn: zeros_}}}
 hooks: {hooks: {mine: {layers: '**', kind: forward, action: record}}}
 rules: {rules: {mine: {rule: dead_units}}}
 budget: {budget: {time: 5%, bytes: 2GB}}
+sink.tensors: {sink: {tensors: bytes}}
 sink: {sink: {remote: 's3://bucket/runs'}}
 sink._target_: {sink: {_target_: mymodule.MySink}}
 """)
