@@ -20,9 +20,12 @@ from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
+from .importance import importance
+from .look import Look
 from .replay import replay
 
 __all__ = [
+    "Look",
     "attention",
     "casts",
     "class_activation_map",
@@ -32,6 +35,7 @@ __all__ = [
     "gradient_flow",
     "heatmap",
     "histogram_over_time",
+    "importance",
     "layer_similarity",
     "logit_lens",
     "patching",
@@ -49,7 +53,7 @@ PLOTS: Registry[Any] = Registry(
         "patching": "instrument.interpret.patching:patching",
     },
 )
-for _plot in (casts, compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):
+for _plot in (casts, compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, importance, replay):
     PLOTS.register(_plot.__name__)(_plot)
 
 

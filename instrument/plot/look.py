@@ -1,0 +1,181 @@
+"""The arguments that all plots have in common: width, labels, scale, interval and axes; and the style of the figures.
+
+The style follows `matplotlib.rcParams`: the values of `STYLE` replace only those that have the default of matplotlib.
+This module does not import matplotlib.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict
+
+from ..analysis.config_key_effects import CONFIDENCE
+from ..errors import InstrumentError, Problem
+from ..fields.pip_extras import pip_command
+from .style import CATEGORIES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+P = ParamSpec("P")
+ARGUMENTS = ("width", "labels", "scale", "interval", "ax")
+NARROWEST = 2.0  # minimum width of a figure, in inches
+SIZE = 8.0  # size of all text, in points
+STYLE: dict[str, Any] = {
+    "font.size": SIZE,
+    **dict.fromkeys(("axes.titlesize", "axes.labelsize", "figure.titlesize", "figure.labelsize"), SIZE),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), SIZE),
+    **{"lines.linewidth": 1.2, "grid.alpha": 0.3, "legend.frameon": False},
+}
+TRUETYPE: Any = {"pdf.fonttype": 42, "ps.fonttype": 42}  # Type 42: text in the file can be searched and edited
+
+
+class CommonLook(TypedDict, total=False):
+    """`Look` of a plot whose argument `scale` has another meaning."""
+
+    width: float | None
+    labels: Mapping[str, str] | None
+    interval: float | None
+    ax: Axes | None
+
+
+class Look(CommonLook, total=False):
+    """Arguments of all plots.
+
+    Attributes:
+        width: Width of the figure, in inches; all text has 8 points, or `font.size` of rcParams if it was changed.
+            Default: a width that fits the data.
+        labels: Texts that replace those of the figure, by the text: names of layers, runs, axes and legend entries. The
+            keys `title`, `x`, `y` and `color` replace the titles of the figure, of the axes, and of the color bars.
+            Formulas between dollar signs are allowed, and an empty text removes a title.
+        scale: `linear` or `log`, of the values or of their colors. Default: log if all are positive and their ratio is
+            100 or more.
+        interval: Confidence level of the intervals of means over seeds, which are Student's t intervals; 0 for no
+            intervals. Default: 0.95.
+        ax: Axes to draw into, instead of a new figure. Several charts, and maps with tokens or channels, replace the axes by a
+            subfigure, so the axes must belong to a grid, such as those of `pyplot.subplots(layout="constrained")`.
+    """
+
+    scale: Literal["linear", "log"] | None
+
+
+class _Current:
+    """The arguments of the plot in progress, and the keys of `labels` that were found."""
+
+    def __init__(self, look: Look) -> None:
+        self.width, self.ax, self.scale = look.get("width"), look.get("ax"), look.get("scale")
+        self.room = self.width  # width of the figure or of the given axes, in inches; None for the natural width
+        if self.ax is not None:
+            spec, figure = self.ax.get_subplotspec(), self.ax.get_figure(root=True)
+            box = self.ax.get_position() if spec is None else spec.get_position(figure)  # type: ignore[arg-type]
+            self.room = float(box.width * figure.get_figwidth())  # type: ignore[union-attr]
+        self.labels = look.get("labels") or {}
+        given = look.get("interval")
+        self.interval, self.has_interval = CONFIDENCE if given is None else given, given is not None
+        self.place: Figure | SubFigure | None = None  # the figure or the subfigure that the plot created
+        self.found: set[str] = set()
+        self.texts: dict[str, None] = {}
+
+    def grow(self, pixels: float) -> bool:
+        """Make a figure of given width higher, so that a longer legend or title does not take room from the charts."""
+        if self.width is None or self.place is None or pixels <= 0:
+            return False
+        self.place.set_figheight(self.place.get_figheight() + pixels / self.place.dpi)  # type: ignore[union-attr]
+        return True
+
+    def label(self, text: str) -> str | None:
+        """Return the replacement of a text, if there is one."""
+        self.texts[text] = None
+        if text in self.labels:
+            self.found.add(text)
+        return self.labels.get(text)
+
+
+_CURRENT: ContextVar[_Current] = ContextVar("look", default=_Current({}))  # noqa: B039
+
+
+def current() -> _Current:
+    """Return the arguments of the plot in progress; the defaults outside of a plot."""
+    return _CURRENT.get()
+
+
+def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]:
+    """Let a plot function take the arguments of `Look`, and give its figure the common style.
+
+    Args:
+        refused: Arguments that have no meaning for the plot, with the reason.
+    """
+
+    def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
+        own = signature(function).parameters
+
+        @wraps(function)
+        def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
+            names = [name for name in ARGUMENTS if name in kwargs and name not in own]
+            look: Any = {name: kwargs.pop(name) for name in names}
+            _check(look, function.__name__, refused)
+            with style():
+                from .fit import fit
+
+                token = _CURRENT.set(_Current(look))
+                try:
+                    others = [] if current().ax is None else current().ax.get_figure(root=True).axes  # type: ignore[union-attr]
+                    figure = function(*args, **kwargs)
+                    fit(figure, [axes for axes in figure.axes if axes not in others or axes is current().ax])
+                finally:
+                    _CURRENT.reset(token)
+            return figure
+
+        draw.refused = refused  # type: ignore[attr-defined]
+        return draw
+
+    return decorate
+
+
+def style() -> AbstractContextManager[None]:
+    """Return a context in which figures have the style of this package, unless `matplotlib.rcParams` was changed.
+
+    Raises:
+        InstrumentError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context, rcParams, rcParamsDefault
+        from matplotlib.rcsetup import cycler
+    except ModuleNotFoundError as error:
+        raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
+    wanted = STYLE | TRUETYPE | {"axes.prop_cycle": cycler(color=CATEGORIES)}
+    if rcParams["font.size"] != rcParamsDefault["font.size"]:
+        wanted |= {name: rcParams["font.size"] for name, value in STYLE.items() if value == SIZE}
+    unchanged = {name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]}
+    return rc_context(unchanged)
+
+
+def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
+    """Raise an InstrumentError for arguments that the plot refuses, or that are not allowed."""
+    for key, reason in refused.items():
+        if look.get(key) is not None:
+            from . import PLOTS
+
+            takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]
+            raise InstrumentError(
+                Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
+            )
+    width, scale, interval, labels = (look.get(key) for key in ("width", "scale", "interval", "labels"))
+    if width is not None and not (isinstance(width, int | float) and width >= NARROWEST):
+        raise InstrumentError(Problem("width", "must be a width in inches", repr(width), f"{NARROWEST:g} or more"))
+    if scale not in (None, "linear", "log"):
+        raise InstrumentError(Problem("scale", "unknown scale", repr(scale), "linear, log"))
+    if interval is not None and not (isinstance(interval, int | float) and 0 <= interval < 1):
+        raise InstrumentError(Problem("interval", "must be a confidence level", repr(interval), "0 to less than 1"))
+    if labels is not None and not isinstance(labels, Mapping):
+        raise InstrumentError(Problem("labels", "must be a mapping of texts to texts", repr(labels)))
+    ax = look.get("ax")
+    if ax is not None and not hasattr(ax, "get_subplotspec"):
+        raise InstrumentError(Problem("ax", "must be axes of matplotlib", type(ax).__name__))
+    if ax is not None and width is not None:
+        raise InstrumentError(Problem("width", "axes have the width of their figure", width, fix="omit width or ax"))
