@@ -16,7 +16,8 @@ from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import BLANK, LETTER, colours, new_charts, plain, token_label, width_or
 from ..plot.feature_maps import with_title
-from ..plot.look import Look, current, plot
+from ..plot.look import Look, current
+from ..plot.plot_function import plot
 from ..plot.source import at_layers, check_source
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 

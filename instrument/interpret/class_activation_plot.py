@@ -14,7 +14,8 @@ from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from ..plot.axes_and_scales import new_charts, plain, width_or
 from ..plot.feature_maps import add_scale, draw_image, with_title
-from ..plot.look import Look, plot
+from ..plot.look import Look
+from ..plot.plot_function import plot
 from ..plot.style import SIGNED
 from .class_activation import ClassActivation
 from .class_activation import class_activation_map as compute

@@ -19,7 +19,8 @@ from ..plot.axes_and_scales import (
     plain,
     width_of,
 )
-from ..plot.look import Look, plot
+from ..plot.look import Look
+from ..plot.plot_function import plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,7 +25,8 @@ from ..plot.axes_and_scales import (
     width_or,
     write_cell,
 )
-from ..plot.look import Look, plot
+from ..plot.look import Look
+from ..plot.plot_function import plot
 from ..plot.source import check_columns
 
 if TYPE_CHECKING:

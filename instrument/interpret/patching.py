@@ -29,7 +29,8 @@ from ..plot.axes_and_scales import (
     width_of,
 )
 from ..plot.compare import METRICS, combine_runs
-from ..plot.look import Look, plot
+from ..plot.look import Look
+from ..plot.plot_function import plot
 from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
 

@@ -19,7 +19,8 @@ from .axes_and_scales import (
     plain,
     width_of,
 )
-from .look import Look, plot
+from .look import Look
+from .plot_function import plot
 from .source import check_columns, table_of
 
 if TYPE_CHECKING:

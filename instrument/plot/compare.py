@@ -43,7 +43,8 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current, plot
+from .look import Look, current
+from .plot_function import plot
 from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import axis_name
 

@@ -25,7 +25,8 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current, plot
+from .look import Look, current
+from .plot_function import plot
 from .style import ZERO
 
 if TYPE_CHECKING:

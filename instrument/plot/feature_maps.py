@@ -22,7 +22,8 @@ from ..analysis.tensor_images import (
 )
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
-from .look import CommonLook, current, plot
+from .look import CommonLook, current
+from .plot_function import plot
 from .source import at_layers, check_source
 from .style import SIGNED
 

@@ -23,7 +23,8 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current, plot
+from .look import Look, current
+from .plot_function import plot
 from .source import series_with, table_of
 from .style import axis_name
 

@@ -34,7 +34,8 @@ from .axes_and_scales import (
     plain,
     width_of,
 )
-from .look import Look, plot
+from .look import Look
+from .plot_function import plot
 from .source import series_with, table_of
 from .style import ZERO, axis_name
 

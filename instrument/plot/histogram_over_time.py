@@ -23,7 +23,8 @@ from .axes_and_scales import (
     new_charts,
     plain,
 )
-from .look import Look, plot
+from .look import Look
+from .plot_function import plot
 from .source import table_of
 
 if TYPE_CHECKING:

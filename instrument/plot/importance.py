@@ -12,7 +12,8 @@ from ..analysis.importance import importance_of
 from ..analysis.load import Run
 from .axes_and_scales import colour_of, figure_of, height_of, label_locations, new_charts, plain, scale, width_of
 from .compare import final_values
-from .look import Look, current, plot
+from .look import Look, current
+from .plot_function import plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

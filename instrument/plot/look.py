@@ -6,15 +6,13 @@ This module does not import matplotlib.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import wraps
-from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..analysis.config_key_effects import CONFIDENCE
-from ..errors import InstrumentError, Problem
+from ..errors import InstrumentError
 from ..fields.pip_extras import pip_command
 from .style import CATEGORIES
 
@@ -22,9 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-P = ParamSpec("P")
-ARGUMENTS = ("width", "labels", "scale", "interval", "ax")
-NARROWEST = 2.0  # minimum width of a figure, in inches
 SIZE = 8.0  # size of all text, in points
 STYLE: dict[str, Any] = {
     "font.size": SIZE,
@@ -64,7 +59,7 @@ class Look(CommonLook, total=False):
     scale: Literal["linear", "log"] | None
 
 
-class _Current:
+class Current:
     """The arguments of the plot in progress, and the keys of `labels` that were found."""
 
     def __init__(self, look: Look) -> None:
@@ -96,45 +91,12 @@ class _Current:
         return self.labels.get(text)
 
 
-_CURRENT: ContextVar[_Current] = ContextVar("look", default=_Current({}))  # noqa: B039
+CURRENT: ContextVar[Current] = ContextVar("look", default=Current({}))  # noqa: B039
 
 
-def current() -> _Current:
+def current() -> Current:
     """Return the arguments of the plot in progress; the defaults outside of a plot."""
-    return _CURRENT.get()
-
-
-def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]:
-    """Let a plot function take the arguments of `Look`, and give its figure the common style.
-
-    Args:
-        refused: Arguments that have no meaning for the plot, with the reason.
-    """
-
-    def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        own = signature(function).parameters
-
-        @wraps(function)
-        def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
-            names = [name for name in ARGUMENTS if name in kwargs and name not in own]
-            look: Any = {name: kwargs.pop(name) for name in names}
-            _check(look, function.__name__, refused)
-            with style():
-                from .fit import fit
-
-                token = _CURRENT.set(_Current(look))
-                try:
-                    others = [] if current().ax is None else current().ax.get_figure(root=True).axes  # type: ignore[union-attr]
-                    figure = function(*args, **kwargs)
-                    fit(figure, [axes for axes in figure.axes if axes not in others or axes is current().ax])
-                finally:
-                    _CURRENT.reset(token)
-            return figure
-
-        draw.refused = refused  # type: ignore[attr-defined]
-        return draw
-
-    return decorate
+    return CURRENT.get()
 
 
 def style() -> AbstractContextManager[None]:
@@ -153,29 +115,3 @@ def style() -> AbstractContextManager[None]:
         wanted |= {name: rcParams["font.size"] for name, value in STYLE.items() if value == SIZE}
     unchanged = {name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]}
     return rc_context(unchanged)
-
-
-def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
-    """Raise an InstrumentError for arguments that the plot refuses, or that are not allowed."""
-    for key, reason in refused.items():
-        if look.get(key) is not None:
-            from . import PLOTS
-
-            takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]
-            raise InstrumentError(
-                Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
-            )
-    width, scale, interval, labels = (look.get(key) for key in ("width", "scale", "interval", "labels"))
-    if width is not None and not (isinstance(width, int | float) and width >= NARROWEST):
-        raise InstrumentError(Problem("width", "must be a width in inches", repr(width), f"{NARROWEST:g} or more"))
-    if scale not in (None, "linear", "log"):
-        raise InstrumentError(Problem("scale", "unknown scale", repr(scale), "linear, log"))
-    if interval is not None and not (isinstance(interval, int | float) and 0 <= interval < 1):
-        raise InstrumentError(Problem("interval", "must be a confidence level", repr(interval), "0 to less than 1"))
-    if labels is not None and not isinstance(labels, Mapping):
-        raise InstrumentError(Problem("labels", "must be a mapping of texts to texts", repr(labels)))
-    ax = look.get("ax")
-    if ax is not None and not hasattr(ax, "get_subplotspec"):
-        raise InstrumentError(Problem("ax", "must be axes of matplotlib", type(ax).__name__))
-    if ax is not None and width is not None:
-        raise InstrumentError(Problem("width", "axes have the width of their figure", width, fix="omit width or ax"))

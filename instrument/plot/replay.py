@@ -13,7 +13,8 @@ from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_search import NoRunError
 from .axes_and_scales import add_legend, colour_of, draw_line, figure_of, height_or, is_narrow, new_charts, plain, scale
-from .look import Look, plot
+from .look import Look
+from .plot_function import plot
 from .source import check_single_run
 
 if TYPE_CHECKING:
