@@ -1,4 +1,4 @@
-"""Panels of a report: attention probabilities of one sample, and the effect of an intervention by location."""
+"""Panels of a report: attention probabilities of one sample, effects of an intervention by location, importance of overrides."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
+from ..plot.compare import final_values
+from ..plot.importance import importance
 from ..report.numbers import rounded
 from ..report.panels import Panel, as_svg
 from .patching import intervention_grid, patching
@@ -21,6 +23,7 @@ MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
 METRICS = ("loss", "accuracy")
+PANEL_WIDTH = 6.0  # width of the figures of importance, in inches
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """
   <p class="lead">Recorded attention probabilities of one sample at the last recorded step.</p>
@@ -95,3 +98,14 @@ def by_location(run: Run) -> Panel | None:
             if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
                 figures.append(as_svg(patching(run, name)))
     return Panel("".join(figures), title="Effect of an intervention by location") if figures else None
+
+
+def importance_of_overrides(run: Run) -> Panel | None:
+    """Return the importance of the overrides of a sweep; None for too few runs, or a single override."""
+    figures = []
+    for name in METRICS:
+        with suppress(InstrumentError):  # too few runs, or no different values
+            _, factors, _ = final_values(run, name)
+            if len(factors.columns) > 1:
+                figures.append(as_svg(importance(run, name, width=PANEL_WIDTH)))
+    return Panel("".join(figures), title="Importance of overrides") if figures else None
