@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from figures import make_run
 
+import instrument
 from instrument import InstrumentError
 from instrument.analysis.importance import importance_of
+from instrument.interpret.panels import importance_of_overrides
 from instrument.plot import importance
+from instrument.report import make
 
 
 def grid(noise: float) -> tuple[pd.DataFrame, pd.Series]:
@@ -78,3 +83,16 @@ def test_too_few_different_runs_are_an_error(change: object, given: str) -> None
     frame = factors.assign(run=factors.index.astype(str), loss=losses, step=0, phase="train", rank=0)
     with pytest.raises(InstrumentError, match=f"(?s)importance requires 4 runs .*{given}|no run has a value"):
         importance(change(frame))  # type: ignore[operator]
+
+
+def test_report_of_a_sweep_shows_the_importance(tmp_path: Path) -> None:
+    for i, (rate, width, seed) in enumerate(itertools.product((0.1, 0.2), (3, 4), (0, 1))):
+        overrides = {"optimizer.lr": rate, "model.width": width, "seed": seed}
+        make_run(tmp_path / str(i), hooks={"acts": {"kind": "forward"}}, steps=2, seed=seed, overrides=overrides)
+    sweep = instrument.load(tmp_path)
+    panel = importance_of_overrides(sweep)
+    assert panel is not None
+    assert panel.title == "Importance of overrides"
+    assert panel.html.count("<svg") == 1  # of the loss: the runs have no accuracy
+    assert 'id="panel-importance"' in make(sweep).html
+    assert importance_of_overrides(instrument.load(tmp_path / "0")) is None
