@@ -335,12 +335,12 @@ def token_label(token: str) -> str:
     return plain(shown if shown.isprintable() else shown.encode("unicode_escape").decode(), LONGEST_TOKEN)
 
 
-def add_legend(charts: np.ndarray, *, beside: bool = False) -> None:
+def add_legend(charts: np.ndarray, *, at_side: bool = False) -> None:
     """Add one legend for all charts, below them or, if there is room, at the right; each label is shown once.
 
     Args:
         charts: The axes.
-        beside: Whether the legend is placed at the right if it takes less than a third of the width of the figure.
+        at_side: Whether the legend is placed at the right if it takes less than a third of the width of the figure.
     """
     handles: dict[str, Artist] = {}
     for axes in charts.flat:
@@ -361,7 +361,7 @@ def add_legend(charts: np.ndarray, *, beside: bool = False) -> None:
         where = axes.transAxes + ScaledTranslation(0.0, -below, figure.dpi_scale_trans)
         axes.legend(handles.values(), texts, loc="upper right", bbox_to_anchor=(1.0, 0.0), bbox_transform=where)
         return
-    options: Any = [("outside right upper", 1)] * beside + [("outside lower right", count) for count in (3, 2, 1)]
+    options: Any = [("outside right upper", 1)] * at_side + [("outside lower right", count) for count in (3, 2, 1)]
     for where, columns in options:
         legend = place.legend(handles.values(), texts, loc=where, ncols=columns)
         box = legend.get_window_extent()

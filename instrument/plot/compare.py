@@ -395,7 +395,7 @@ def _finished(charts: np.ndarray, title: str, x: str, y: str) -> Figure:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True)
-    add_legend(charts, beside=True)
+    add_legend(charts, at_side=True)
     return figure_of(charts)
 
 
