@@ -391,7 +391,8 @@ def test_tool_bar_is_above_its_chart_and_uploads_nothing(full_report: OpenReport
 BOXES = """
 [...document.querySelectorAll('.js-plotly-plot')].filter(chart => chart.offsetParent).map(chart => {
   const boxes = selector => [...chart.querySelectorAll(selector)].filter(part => !part.parentNode.closest('.colorbar'))
-    .map(part => part.getBoundingClientRect()).filter(box => box.width && box.height).map(({left, top, right, bottom}) => [left, top, right, bottom]);
+    .map(part => part.getBoundingClientRect()).filter(box => box.width && box.height)
+    .map(({left, top, right, bottom}) => [left, top, right, bottom]);
   return {id: chart.id, bars: boxes('.infolayer > .colorbar'), tools: boxes('.modebar-group'), plots: boxes('.nsewdrag'),
     texts: boxes('.infolayer .legend, .xtick text, .ytick text, .g-gtitle text, .g-xtitle text, .g-ytitle text, .annotation'),
     whole: boxes('.main-svg')[0]};
