@@ -90,3 +90,47 @@ def overlaps(figure: Figure) -> list[tuple[str, str]]:
 def legend_of(figure: Figure) -> list[str]:
     """Return the texts of the legends."""
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
+def faults_of(figure: Figure, smallest: float = 0.3) -> list[str]:
+    """Return what is wrong in the drawn figure: texts that overlap, or leave the figure, and charts below a size in inches."""
+    FigureCanvasAgg(figure).draw()
+    charts = [one for axes in figure.axes for one in (axes, *axes.child_axes)]
+    shown = [axes for axes in charts if axes.axison]
+    inner, outer = [], []
+    for axes in shown:
+        inner += axes.texts
+        outer += [axes.title, *(part for axis in (axes.xaxis, axes.yaxis) for part in _texts_of(axis))]
+        outer += [] if axes.legend_ is None else axes.legend_.get_texts()
+    for place in (figure, *figure.subfigs):
+        outer += [*place.texts, *(text for legend in place.legends for text in legend.get_texts())]
+    boxes = [
+        (text.get_text(), text.get_window_extent(), text in outer)
+        for text in (*inner, *outer)
+        if text.get_text().strip()
+    ]
+    faults = []
+    for at, (name, box, is_outer) in enumerate(boxes):
+        if box.x0 < 0 or box.y0 < 0 or box.x1 > figure.bbox.x1 or box.y1 > figure.bbox.y1:
+            faults.append(f"{name!r} leaves the figure")
+        faults += [f"{name!r} overlaps {other!r}" for other, second, _ in boxes[at + 1 :] if _overlap(box, second)]
+        if is_outer:
+            faults += [f"{name!r} is on the chart {axes.get_title()!r}" for axes in shown if _overlap(box, axes.bbox)]
+    for axes in shown:
+        width, height = axes.bbox.width / figure.dpi, axes.bbox.height / figure.dpi
+        is_bar = axes.get_label() == "<colorbar>" or axes not in figure.axes
+        if height < smallest or width < (0.02 if is_bar else smallest):
+            faults.append(f"the chart {axes.get_title()!r} has {width:.2f} x {height:.2f} inches")
+    return faults
+
+
+def _texts_of(axis: Any) -> list[Text]:
+    labels = [label for tick in axis._update_ticks() for label in (tick.label1, tick.label2) if label.get_visible()]
+    return [axis.label, axis.offsetText, *labels]
+
+
+def _overlap(one: Any, two: Any) -> bool:
+    """Return whether two boxes overlap by more than half a pixel in both directions."""
+    across = min(one.x1, two.x1) - max(one.x0, two.x0)
+    along = min(one.y1, two.y1) - max(one.y0, two.y0)
+    return bool(across > 0.5 and along > 0.5)

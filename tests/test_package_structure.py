@@ -137,15 +137,8 @@ def test_only_registries_name_the_interpretation_of_networks() -> None:
     assert wrong == []
     entries = {**PLOTS.builtin, **RUN_PANELS.builtin, **SWEEP_PANELS.builtin}
     assert sorted(entries) == [
-        *(
-            "attention",
-            "attribution",
-            "by_location",
-            "class_activation_map",
-            "layer_similarity",
-            "logit_lens",
-            "patching",
-        )
+        *("attention", "attribution", "by_location", "class_activation_map", "importance", "layer_similarity"),
+        *("logit_lens", "patching"),
     ]
     assert all(entry.startswith("instrument.interpret.") for entry in entries.values())
 

@@ -95,8 +95,8 @@ def test_commands_and_code_of_the_readme_run(
                 exec(compile(with_newest(text), "README.md", "exec"), {})
     assert done == instrument_commands()
     assert len(done) == 6
-    (notebook,) = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "report.md").read_text(), re.M | re.S)
-    exec(compile(with_newest(notebook), "report.md", "exec"), {})
+    blocks = re.findall(r"^```python\n(.*?)^```$", (REPOSITORY / "docs" / "report.md").read_text(), re.M | re.S)
+    exec(compile(with_newest("\n".join(blocks)), "report.md", "exec"), {})
     assert (workdir / "flow.svg").exists()
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import Batch, check_choice, forward_order, rank_in, select_series
+from ..analysis.plot_data import Batch, check_choice, forward_order, rank_in, select_series, short_names
+from ..analysis.tensor_images import limits
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
-from ..plot.axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label
+from ..plot.axes_and_scales import BLANK, LETTER, colours, new_charts, plain, token_label, width_or
+from ..plot.feature_maps import with_title
+from ..plot.look import Look, current
+from ..plot.plot_function import plot
 from ..plot.source import at_layers, check_source
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 
@@ -22,7 +26,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LAYERS, MAX_HEADS = 8, 64  # maximum numbers of rows of layers, and of heads in each of them
-TOKEN, LABEL = 0.17, 0.1  # size of a token, and the smallest distance of two labels, in inches
+TOKEN, LABEL = 0.17, 0.13  # size of a token, and the smallest distance of two labels, in inches
+AROUND, BETWEEN = 1.5, 0.2  # room for labels and the color bar, and between two maps, in inches
+SMALLEST = 0.6  # minimum size of one of several maps, in inches
 ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map alone and of several; of a figure
 
 Tokens = Sequence[str] | Sequence[int] | Callable[[int], str] | None
@@ -36,6 +42,7 @@ class Row(NamedTuple):
     are_probabilities: bool
 
 
+@plot(interval="draws a single run, so there are no means over seeds")
 def attention(
     run: Run | pd.DataFrame,
     layer: str | Sequence[str] | None = None,
@@ -46,6 +53,7 @@ def attention(
     step: int | None = None,
     hook: str | None = None,
     phase: str | None = None,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot the attention probabilities of one sample: a map for each head, with queries as rows and keys as columns.
 
@@ -72,6 +80,7 @@ def attention(
         step: The step. Default: the last one at which the sample was recorded.
         hook: Name of the hook that recorded the maps; required if several hooks did.
         phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -89,13 +98,12 @@ def attention(
         first.setdefault(one.location, one)  # the first of several calls wins
     shown = sorted(first.values(), key=lambda one: rank(one.layer))
     rows = [_row(run, one, position, head) for one in shown[:MAX_LAYERS]]
-    figure = _draw_figure(rows, [_labels(run, row, batch, position, tokens) for row in rows])
+    _draw_figure(rows, [_labels(run, row, batch, position, tokens) for row in rows])
     more = f", {MAX_LAYERS} of {len(shown)} layers" if len(shown) > MAX_LAYERS else ""
     more += ", first call of each module" if len(first) < len(tensors) else ""
     where = f"{shown[0].location}: " if len(rows) == 1 else ""
     title = f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}"
-    figure.suptitle(plain(title, 110), fontsize=10)
-    return figure
+    return with_title(plain(title, 110))
 
 
 # ------------------------------------------------------------------------------------------------ selection
@@ -209,22 +217,28 @@ def _labels(
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> Figure:
+def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> None:
     """Draw one row of maps for each location, or the maps of one location in a grid."""
-    cells = [[(i, number) for number in range(min(MAX_HEADS, len(row.maps.values)))] for i, row in enumerate(rows)]
-    if len(rows) == 1:
-        columns = _columns(len(cells[0]))
-        cells = [cells[0][start : start + columns] for start in range(0, len(cells[0]), columns)]
-    columns = max(map(len, cells))
+    counts = [min(MAX_HEADS, len(row.maps.values)) for row in rows]
+    most = max(1, int((width_or(WIDEST) - AROUND) / (SMALLEST + BETWEEN)))
+    columns = min(most, _columns(counts[0]) if len(rows) == 1 else max(counts))
+    cells = [
+        [(i, number) for number in range(start, min(start + columns, count))]
+        for i, count in enumerate(counts)
+        for start in range(0, count, columns)
+    ]
     longest = max(max(row.maps.values.shape[-2:]) for row in rows)
     low, high = ONE if len(cells) == columns == 1 else MANY
     side = min(float(np.clip(TOKEN * longest, low, high)), max(0.6, (WIDEST - 2.0) / columns))
+    natural = columns * (side + BETWEEN) + AROUND
+    side = min(side, (width_or(natural) - AROUND) / columns - BETWEEN)
     ratios = [min(1.0, max(0.25, np.divide(*rows[line[0][0]].maps.values.shape[-2:]))) for line in cells]
-    figure = new_figure(columns * side + 2.2, sum(ratios) * side + 0.3 * len(cells) + 1.3)
-    panels = figure.subplots(len(cells), columns, squeeze=False, height_ratios=ratios)
-    of_scale = colours(np.concatenate([row.maps.values.ravel() for row in rows]).astype(np.float64))
-    of_scale.pop("norm", None)  # a linear scale: zeros, as in a causal mask, have no color on a logarithmic one
-    of_scale["vmin"] = min(0.0, of_scale["vmin"])
+    height = sum(ratios) * side + 0.3 * len(cells) + 1.3
+    panels = new_charts(natural, height, len(cells), columns, as_grid=True, height_ratios=ratios)
+    values = np.concatenate([row.maps.values.ravel() for row in rows]).astype(np.float64)
+    lowest, largest = limits(values)  # a linear scale: zeros, as in a causal mask, have no color on a logarithmic one
+    of_scale = colours(values, limits=(min(0.0, lowest), largest))
+    short = short_names([row.tensor.location for row in rows], int(1.5 * side / LETTER))
     for y, line in enumerate(panels):
         for x, axes in enumerate(line):
             if x >= len(cells[y]):
@@ -232,17 +246,18 @@ def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str
                 continue
             i, number = cells[y][x]
             _draw_map(axes, rows[i], number, of_scale)
-            is_last = y + 1 == len(cells) or (len(rows) == 1 and x >= len(cells[y + 1]))
+            is_last = y + 1 == len(cells) or x >= len(cells[y + 1])
             _label_tokens(axes, labels[i], side, is_left=x == 0, is_bottom=is_last)
-        if len(rows) > 1:
-            line[0].set_ylabel(plain(rows[y].tensor.location), fontsize=SMALL)
-    figure.supxlabel("key", fontsize=NORMAL)
-    figure.supylabel("query", fontsize=NORMAL)
+        if len(rows) > 1 and cells[y][0][1] == 0:
+            location = rows[cells[y][0][0]].tensor.location
+            line[0].set_ylabel(plain(short[location], name=location))
+    place = current().place
+    assert place is not None
+    place.supxlabel("key")
+    place.supylabel("query")
     shrink = min(1.0, 2.5 / (sum(ratios) * side))
-    bar = figure.colorbar(panels[0, 0].images[0], ax=panels, shrink=shrink, aspect=25, pad=0.02)
-    bar.set_label("attention probability" if all(row.are_probabilities for row in rows) else "value", fontsize=NORMAL)
-    bar.ax.tick_params(labelsize=SMALL)
-    return figure
+    bar = place.colorbar(panels[0, 0].images[0], ax=panels, shrink=shrink, aspect=25, pad=0.02)
+    bar.set_label("attention probability" if all(row.are_probabilities for row in rows) else "value")
 
 
 def _columns(count: int) -> int:
@@ -254,10 +269,11 @@ def _columns(count: int) -> int:
 def _draw_map(axes: Axes, row: Row, number: int, of_scale: dict[str, Any]) -> None:
     """Draw the map of one head; values that are not finite are gray."""
     axes.set_facecolor(BLANK)
+    axes.grid(False)
     heads = row.maps.heads
     if heads:
         more = f" (of {len(heads)})" if number + 1 == MAX_HEADS < len(heads) else ""
-        axes.set_title(f"head {heads[number]}{more}", fontsize=SMALL)
+        axes.set_title(f"head {heads[number]}{more}")
     axes.imshow(np.ma.masked_invalid(row.maps.values[number]), **of_scale)
 
 
@@ -269,7 +285,7 @@ def _label_tokens(
     every = max(1, ceil(LABEL * max(len(queries), len(keys)) / side))
     ys = range(0, len(queries), every) if is_left else ()
     xs = range(0, len(keys), every) if is_bottom else ()
-    axes.set_yticks(list(ys), [queries[i] for i in ys], fontsize=SMALL - 1)
+    axes.set_yticks(list(ys), [queries[i] for i in ys])
     is_wide = any(len(key) > 1 for key in keys)
-    axes.set_xticks(list(xs), [keys[i] for i in xs], fontsize=SMALL - 1, rotation=90 if is_wide else 0)
+    axes.set_xticks(list(xs), [keys[i] for i in xs], rotation=90 if is_wide else 0)
     axes.tick_params(length=2.0, pad=1.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -12,9 +12,11 @@ from ..analysis.load import Run
 from ..analysis.tensor_images import COLOURED, limits, maps_in
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
-from ..plot.axes_and_scales import SMALL, new_figure, plain
-from ..plot.feature_maps import add_scale, draw_image
-from ..plot.style import MAGNITUDE, SIGNED
+from ..plot.axes_and_scales import new_charts, plain, width_or
+from ..plot.feature_maps import add_scale, draw_image, with_title
+from ..plot.look import Look
+from ..plot.plot_function import plot
+from ..plot.style import SIGNED
 from .class_activation import ClassActivation
 from .class_activation import class_activation_map as compute
 from .recorded_layers import Recorded, positions_of
@@ -29,6 +31,10 @@ SIDE, BAR = 1.9, 0.6  # size of a picture and width of its color bar, in inches
 OPACITY = 0.6
 
 
+@plot(
+    interval="draws a single run, so there are no means over seeds",
+    scale="draws maps with negative values on a linear scale around zero",
+)
 def class_activation_map(
     run: Run,
     layer: str | None = None,
@@ -40,6 +46,7 @@ def class_activation_map(
     phase: str | None = None,
     step: int | None = None,
     path: str | None = None,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot class activation maps over the images: one row per sample, with the image and a map per class.
 
@@ -50,6 +57,7 @@ def class_activation_map(
         run: A run with recorded feature maps [N, C, H, W]. If the input of the model was recorded too, it is shown.
         layer, classifier, classes, hook, phase, step, path: See `instrument.interpret.class_activation_map`.
         samples: The id of a sample, or a list of ids. Default: the first 4.
+        look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -62,8 +70,9 @@ def class_activation_map(
     rows = _rows(maps, samples)
     images = _images(run, maps, Recorded(None, "input", phase, step))
     columns = maps.maps.shape[1] + (images is not None)
-    figure = new_figure((SIDE + BAR) * columns, (SIDE + 0.5) * len(rows) + 0.4)
-    panels = figure.subplots(len(rows), columns, squeeze=False)
+    width = (SIDE + BAR) * columns
+    height = (min(SIDE, width_or(width) / columns - BAR) + 0.5) * len(rows) + 0.4
+    panels = new_charts(width, height, len(rows), columns, as_grid=True)
     for row, line in zip(rows, panels, strict=True):
         label = f"sample {maps.ids[row]}" + ("" if maps.y is None else f", target {maps.y[row]}")
         image = None if images is None else images[row]
@@ -76,8 +85,7 @@ def class_activation_map(
     score = (((run.info.get("config") or {}).get("forward") or {}).get("of") or "") if maps.classes is None else ""
     method = f"Grad-CAM of the score {score}".removesuffix(" of the score ") if maps.classes is None else "CAM"
     more = f", {len(rows)} of {len(maps.ids)} samples" if samples is None and len(rows) < len(maps.ids) else ""
-    figure.suptitle(plain(f"{method}, {maps.layer}{more}", 90), fontsize=10)
-    return figure
+    return with_title(plain(f"{method}, {maps.layer}{more}", 90))
 
 
 def _rows(maps: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
@@ -116,9 +124,9 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
     over: dict[str, Any] = (
         {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
     )
-    cmap = SIGNED if low < 0 else MAGNITUDE
+    cmap = SIGNED if low < 0 else None
     drawn = axes.imshow(values, cmap=cmap, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(plain(title), fontsize=SMALL)
+    axes.set_title(plain(title))
     add_scale(axes, drawn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import pandas as pd
@@ -11,13 +11,16 @@ from ..analysis.plot_data import short_names
 from ..plot.axes_and_scales import (
     LONGEST,
     add_legend,
+    colours,
     draw_cells,
+    figure_of,
     height_of,
-    new_figure,
+    new_charts,
     plain,
     width_of,
 )
-from ..plot.style import MAGNITUDE
+from ..plot.look import Look
+from ..plot.plot_function import plot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,11 +28,13 @@ if TYPE_CHECKING:
 CELL, WIDEST = 0.38, 9.0  # width of a cell, and maximum width of the chart without labels, in inches
 
 
-def layer_similarity(table: pd.DataFrame) -> Figure:
+@plot(interval="draws a single run, so there are no means over seeds")
+def layer_similarity(table: pd.DataFrame, **look: Unpack[Look]) -> Figure:
     """Plot the similarity of layers as a heat map, from 0 to 1.
 
     Args:
         table: The result of `instrument.interpret.layer_similarity`.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -41,12 +46,12 @@ def layer_similarity(table: pd.DataFrame) -> Figure:
     values = table.to_numpy(np.float64)
     width = min(WIDEST, max(2.0, CELL * len(columns)))
     height = max(height_of(len(rows)), min(WIDEST, CELL * len(rows)))
-    figure = new_figure(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
-    axes = figure.subplots()
+    charts = new_charts(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
+    axes = charts[0, 0]
     names, missing = short_names(columns, LONGEST), "constant or not finite"
-    labels, look = [plain(names[name]) for name in columns], {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
-    draw_cells(axes, values, rows, labels, size=(width, height), label="linear CKA", missing=missing, **look)
-    add_legend(figure)
+    labels, scale = [plain(names[name], name=name) for name in columns], colours(values, limits=(0.0, 1.0))
+    draw_cells(axes, values, rows, labels, height=height, label="linear CKA", missing=missing, **scale)
+    add_legend(charts)
     samples = table.attrs.get("samples")
-    axes.set_title("similarity of layers" + (f", {samples:,} samples" if samples else ""), fontsize=10)
-    return figure
+    axes.set_title("similarity of layers" + (f", {samples:,} samples" if samples else ""))
+    return figure_of(charts)

@@ -1,4 +1,4 @@
-"""Panels of a report: attention probabilities of one sample, attributions, and the effect of an intervention by location."""
+"""Panels of a report: attention probabilities of a sample, attributions, effects of an intervention, importance of overrides."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
+from ..plot.compare import final_values
+from ..plot.importance import importance
 from ..report.numbers import rounded
 from ..report.panels import Panel, as_svg
 from .attribution import attribute
@@ -23,6 +25,7 @@ PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
 MAX_ELEMENTS = 100_000_000  # maximum number of recorded values that a page reads for attributions
 METRICS = ("loss", "accuracy")
+PANEL_WIDTH = 3.6  # width of the figures of importance, in inches
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """
   <p class="lead">Recorded attention probabilities of one sample at the last recorded step.</p>
@@ -108,3 +111,14 @@ def attribution(run: Run) -> Panel | None:
     with suppress(InstrumentError):  # no such tensors, or their shapes differ
         return Panel(as_svg(patching(attribute(run))))
     return None
+
+
+def importance_of_overrides(run: Run) -> Panel | None:
+    """Return the importance of the overrides of a sweep; None for too few runs, or a single override."""
+    figures = []
+    for name in METRICS:
+        with suppress(InstrumentError):  # too few runs, or no different values
+            _, factors, _ = final_values(run, name)
+            if len(factors.columns) > 1:
+                figures.append(as_svg(importance(run, name, width=PANEL_WIDTH)))
+    return Panel("".join(figures), title="Importance of overrides") if figures else None

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -20,16 +20,19 @@ from ..analysis.plot_data import check_choice
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
 from ..plot.axes_and_scales import (
-    NORMAL,
     add_legend,
+    colours,
     draw_cells,
-    new_figure,
+    figure_of,
+    new_charts,
     plain,
     token_label,
     width_of,
 )
 from ..plot.compare import METRICS, combine_runs
-from ..plot.style import MAGNITUDE, SIGNED, axis_name
+from ..plot.look import Look
+from ..plot.plot_function import plot
+from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
 from .attribution_result import Attribution
 
@@ -41,6 +44,7 @@ CELL, ROW = 0.42, 0.28  # size of a cell, in inches
 NARROWEST, WIDEST = 3.0, 12.0  # limits of the width of the chart without labels, in inches
 
 
+@plot(interval="draws one number per cell")
 def patching(
     sweep: Run | Sequence[Run] | Attribution,
     metric: str = "loss",
@@ -50,6 +54,7 @@ def patching(
     intervention: str | None = None,
     baseline: Run | None = None,
     tokens: Sequence[str] | Sequence[int] | None = None,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot the effect of an intervention over a sweep: a heat map of layers x positions, layers x heads, or other fields.
 
@@ -70,6 +75,7 @@ def patching(
         intervention: Name of the intervention; required if the runs differ in several.
         baseline: A run without the intervention, if it is not one of the runs.
         tokens: Labels of the positions, if these are the columns: the tokens of the sample, as strings or ids.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -169,20 +175,20 @@ def _draw_figure(
     labels = _column_labels(grid, tokens)
     width = float(np.clip(CELL * columns, NARROWEST, WIDEST))
     height = max(1.2, ROW * rows)
-    figure = new_figure(width + width_of(grid.rows) + 1.6, height + 1.5)
-    axes = figure.subplots()
+    charts = new_charts(width + width_of(grid.rows) + 1.6, height + 1.5)
+    axes = charts[0, 0]
     name = METRICS.get(metric) or axis_name(metric)
     label = label or f"{name} minus baseline" if is_difference else name
     missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
-    look = _colours(values, is_difference=is_difference)
-    draw_cells(axes, values, grid.rows, labels, size=(width, height), label=label, missing=missing, **look)
-    add_legend(figure)
+    scale = _colours(values, is_difference=is_difference)
+    draw_cells(axes, values, grid.rows, labels, height=height, label=label, missing=missing, **scale)
+    add_legend(charts)
     title = title or f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
-    axes.set_title(plain(title, 80), fontsize=10)
-    axes.set_ylabel(plain(grid.row_key), fontsize=NORMAL)
+    axes.set_title(plain(title, 80))
+    axes.set_ylabel(plain(grid.row_key))
     notes = _notes(grid, has_reference=has_reference)
-    axes.set_xlabel("\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip(), fontsize=NORMAL)
-    return figure
+    axes.set_xlabel("\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip())
+    return figure_of(charts)
 
 
 def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
@@ -209,8 +215,8 @@ def _colours(values: np.ndarray, *, is_difference: bool) -> dict[str, Any]:
     finite = values[np.isfinite(values)]
     if is_difference:
         largest = float(np.abs(finite).max()) or 1.0
-        return {"cmap": SIGNED, "vmin": -largest, "vmax": largest}
-    return {"cmap": MAGNITUDE, "vmin": float(finite.min()), "vmax": float(finite.max())}
+        return colours(values, limits=(-largest, largest))
+    return colours(values, limits=(float(finite.min()), float(finite.max()))) | {"cmap": None}
 
 
 def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:

@@ -12,7 +12,6 @@ the first figure is drawn.
 from typing import Any
 
 from ..errors import ConfigError
-from ..fields.registry import Registry
 from .casts import casts
 from .compare import compare
 from .diff import diff
@@ -20,9 +19,13 @@ from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
+from .importance import importance
+from .look import Look
+from .plot_function import PLOTS
 from .replay import replay
 
 __all__ = [
+    "Look",
     "attention",
     "casts",
     "class_activation_map",
@@ -32,25 +35,12 @@ __all__ = [
     "gradient_flow",
     "heatmap",
     "histogram_over_time",
+    "importance",
     "layer_similarity",
     "logit_lens",
     "patching",
     "replay",
 ]
-
-PLOTS: Registry[Any] = Registry(
-    "plots",
-    "plot",
-    builtin={
-        "attention": "instrument.interpret.attention_plot:attention",
-        "class_activation_map": "instrument.interpret.class_activation_plot:class_activation_map",
-        "layer_similarity": "instrument.interpret.layer_similarity_plot:layer_similarity",
-        "logit_lens": "instrument.interpret.logit_lens_plot:logit_lens",
-        "patching": "instrument.interpret.patching:patching",
-    },
-)
-for _plot in (casts, compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):
-    PLOTS.register(_plot.__name__)(_plot)
 
 
 def __getattr__(name: str) -> Any:

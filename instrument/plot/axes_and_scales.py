@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, log10
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..analysis.plot_data import Matrix, short_names
-from ..analysis.tensor_images import limits
-from ..errors import InstrumentError
+from ..analysis.tensor_images import limits as symmetric_limits
+from ..errors import InstrumentError, Problem
 from ..fields.pip_extras import pip_command
 from ..tables.statistics import statistic_of
-from .style import MAGNITUDE, SIGNED, WIDE, ZERO
+from .look import current
+from .style import CATEGORIES, SIGNED, WIDE, ZERO
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
     from .figure import Picture
 
-SMALL, NORMAL = 7.5, 9.0  # font sizes, in points
-LETTER = 0.065  # width of a character of a small label, in inches
+LETTER = 0.065  # width of a character, in inches
 ROW = 0.17  # height of the row of a location, in inches
 MAX_ROWS = 240  # maximum number of row labels
 LONGEST = 44  # maximum length of a name, in characters
@@ -35,12 +36,18 @@ LONGEST_TOKEN = 12  # maximum length of the label of a token, in characters
 INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
 PAD = 0.08  # padding around a chart, in inches
+NAMES, WIDEST = (
+    0.38,
+    8.0,
+)  # maximum share of the width for names of rows, and the width of which it is without the argument
+FLAT = 0.62  # maximum ratio of height to width of charts of lines
+SIDE_BY_SIDE = 5.5  # width from which two charts are side by side, in inches
 FEW = 2.0  # minimum height of a chart, in inches
 POINTS = 60  # maximum number of points of a line with markers
 
 
 def new_figure(width: float, height: float) -> Picture:
-    """Create an empty figure; the size is in inches.
+    """Create an empty figure; the size is in inches. The width is that of the argument `width` of the plot, if it was given.
 
     Raises:
         InstrumentError: matplotlib is not installed.
@@ -51,11 +58,81 @@ def new_figure(width: float, height: float) -> Picture:
         from .figure import Picture
     except ModuleNotFoundError as error:
         raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
-    return Picture(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
+    figure = Picture(figsize=(width_or(width), height), layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
+    current().place = figure
+    return figure
 
 
-def plain(text: str, most: int = LONGEST) -> str:
-    """Escape a text for matplotlib, and shorten it in the middle if it is longer than `most` characters."""
+def new_charts(
+    width: float, height: float, rows: int = 1, columns: int = 1, *, as_grid: bool = False, **grid: Any
+) -> np.ndarray:
+    """Create the charts of a plot; or, of a plot with the argument `ax`, return these axes or charts in their place.
+
+    Args:
+        width: Natural width of the figure, in inches.
+        height: Height of the figure, in inches.
+        rows, columns: Number of charts.
+        as_grid: Whether the plot sets titles of the whole figure, so that a single chart is not drawn into `ax` itself.
+        grid: Arguments of `Figure.subplots`.
+
+    Returns:
+        The axes [rows, columns].
+    """
+    ax = current().ax
+    if ax is not None and rows == columns == 1 and not as_grid:
+        return np.array([[ax]])
+    place = new_figure(width, height) if ax is None else _subfigure(ax)
+    charts: np.ndarray = place.subplots(rows, columns, squeeze=False, **grid)
+    return charts
+
+
+def _subfigure(ax: Axes) -> SubFigure:
+    """Replace axes by a subfigure."""
+    spec, figure = ax.get_subplotspec(), ax.get_figure(root=False)
+    if spec is None or figure is None:
+        fix = "pass axes of figure.subplots() or figure.add_subplot()"
+        raise InstrumentError(Problem("ax", "several charts need axes that belong to a grid", fix=fix))
+    ax.remove()
+    current().place = place = figure.add_subfigure(spec)
+    return place
+
+
+def figure_of(charts: np.ndarray) -> Figure:
+    """Return the figure that contains charts."""
+    figure: Figure = charts.flat[0].get_figure(root=True)
+    return figure
+
+
+def width_or(natural: float) -> float:
+    """Return the width of the figure or of the given axes, in inches; without these arguments, the natural width."""
+    return current().room or natural
+
+
+def height_or(natural: float) -> float:
+    """Return the height of a chart of lines, in inches; at most `FLAT` of the width."""
+    return min(natural, FLAT * width_or(natural / FLAT))
+
+
+def is_narrow(natural: float) -> bool:
+    """Return whether charts that are `natural` inches wide side by side must be placed below each other."""
+    return width_or(natural) < min(natural, SIDE_BY_SIDE)
+
+
+def colour_of(index: int) -> str:
+    """Return a color of the cycle of `matplotlib.rcParams`, which is the palette of this package unless it was changed."""
+    from matplotlib import rcParams
+
+    colours: list[str] = rcParams["axes.prop_cycle"].by_key().get("color", CATEGORIES)
+    return colours[index % len(colours)]
+
+
+def plain(text: str, most: int = LONGEST, *, name: str | None = None) -> str:
+    """Escape a text for matplotlib, and shorten it in the middle if it is longer than `most` characters.
+
+    If the argument `labels` of the plot has another text for the full `name`, or for the text, this is returned.
+    """
+    if (other := current().label(text if name is None else name)) is not None:
+        return other
     if len(text) > most:
         text = f"{text[: (most - 1) // 2]}…{text[-(most // 2) :]}"
     text = text.replace("$", r"\$")  # matplotlib renders text between two dollar signs as a formula
@@ -78,38 +155,34 @@ def label_locations(axes: Axes, locations: Sequence[str], *, middle: float = 0.0
     `middle` is the vertical position of the center of the first row.
     """
     shown = range(0, len(locations), -(-max(1, len(locations)) // MAX_ROWS))
-    short = short_names(locations, LONGEST)
-    axes.set_yticks([i + middle for i in shown], [plain(short[locations[i]]) for i in shown], fontsize=SMALL)
+    most = min(LONGEST, int(NAMES * width_or(WIDEST) / LETTER))
+    short = short_names(locations, most)
+    labels = [plain(short[name], most, name=name) for name in (locations[i] for i in shown)]
+    axes.set_yticks([i + middle for i in shown], labels)
     axes.set_ylim(len(locations) - 0.5 + middle, middle - 0.5)
 
 
-def label_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float = 0.5) -> None:
-    """Label the columns of the horizontal axis, which is `width` inches wide, with their first steps, as many as fit.
+def label_steps(axes: Axes, first: Sequence[int], *, middle: float = 0.5) -> None:
+    """Label the columns of the horizontal axis with their first steps.
 
     `middle` is the position of a label within its column, which has the width 1.
     """
-    letters = max((len(f"{step:,}") for step in first), default=1)
-    room = max(1, int(width / (LETTER * letters + 0.25)))
-    shown = range(0, len(first), -(-max(1, len(first)) // room))
-    axes.set_xticks([i + middle for i in shown], [f"{first[i]:,}" for i in shown], fontsize=SMALL)
+    axes.set_xticks([i + middle for i in range(len(first))], [f"{step:,}" for step in first])
     axes.set_xlim(0, len(first))
 
 
-def label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
-    """Label the columns of a heat map, which is `width` inches wide, as many as fit; long labels are vertical."""
-    cell = width / len(labels)
-    is_wide = max(map(len, labels)) * LETTER > cell - 0.05
-    every = max(1, ceil((0.14 if is_wide else LETTER) / cell))
-    shown = range(0, len(labels), every) if any(labels) else ()
-    axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], fontsize=SMALL)
-    axes.tick_params(axis="x", rotation=90 if is_wide else 0)
+def label_columns(axes: Axes, labels: Sequence[str]) -> None:
+    """Label the columns of a heat map; the labels are vertical unless there is room for horizontal ones."""
+    shown = range(len(labels)) if any(labels) else ()
+    axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown])
+    axes.tick_params(axis="x", rotation=90)
 
 
 def draw_line(axes: Axes, line: pd.Series, label: str, colour: str, dashes: str) -> None:
     """Draw values over steps, with a cross at the last one before the first value that is not finite."""
     values = line.to_numpy(np.float64)
     marker = "." if len(line) <= POINTS else None
-    axes.plot(line.index, values, color=colour, linestyle=dashes, marker=marker, linewidth=1.2, label=label)
+    axes.plot(line.index, values, color=colour, linestyle=dashes, marker=marker, label=label)
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size and bad[0]:
         last = bad[0] - 1
@@ -151,17 +224,19 @@ def needs_log_colours(values: np.ndarray) -> bool:
 
 
 def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool | None = None) -> None:
-    """Set a linear or logarithmic axis with small tick labels; by default, as the values need it.
+    """Set a linear or logarithmic axis; by default, as the argument `scale` of the plot says, or as the values need it.
 
     A logarithmic axis over few decades has ticks at 1, 2 and 5 times powers of ten, otherwise at powers of ten only.
     """
     from matplotlib.ticker import LogLocator
 
-    is_log = needs_log_scale(values) if is_log is None else is_log
+    positive = values[np.isfinite(values) & (values > 0)]
+    if is_log is None:
+        is_log = needs_log_scale(values) if current().scale is None else current().scale == "log"
+    if current().scale == "log" and not positive.size:
+        raise InstrumentError(Problem("scale", "a logarithmic scale requires positive values", "log", "linear"))
     axes.set(**{f"{name}scale": "log" if is_log else "linear"})
     axis = axes.xaxis if name == "x" else axes.yaxis
-    axis.set_tick_params(labelsize=SMALL)
-    positive = values[np.isfinite(values) & (values > 0)]
     if is_log:
         axis.set_minor_formatter("")
     if is_log and positive.size and positive.max() < WIDE * positive.min():
@@ -169,35 +244,54 @@ def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bo
         axis.set_major_formatter("{x:g}")
 
 
-def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
-    """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1."""
+def colours(
+    values: np.ndarray, statistic: str | None = None, *, limits: tuple[float | None, float | None] | None = None
+) -> dict[str, Any]:
+    """Return the color scale of values as arguments of `pcolormesh` and `imshow`; fractions have the range 0 to 1.
+
+    Args:
+        values: The values, any shape.
+        statistic: The statistic that they are values of.
+        limits: The limits of a linear scale. Default: zero, or minus the largest magnitude if values are negative, and
+            the largest magnitude.
+
+    Raises:
+        InstrumentError: The argument `scale` of the plot is `log`, and values are negative, or none is positive.
+    """
     if statistic is not None and statistic_of(statistic).unit in ("fraction", "units"):
-        return {"cmap": MAGNITUDE, "vmin": 0.0, "vmax": 1.0}
-    if needs_log_colours(values):
+        limits = (0.0, 1.0)
+    chosen = current().scale
+    if chosen == "log" or (chosen is None and limits is None and needs_log_colours(values)):
         positive = values[np.isfinite(values) & (values > 0)]
-        return {"cmap": MAGNITUDE, "norm": "log", "vmin": float(positive.min()), "vmax": float(positive.max())}
-    low, high = limits(values)
-    return {"cmap": SIGNED if low < 0 else MAGNITUDE, "vmin": low, "vmax": high}
+        if not positive.size or (values < 0).any():
+            raise InstrumentError(Problem("scale", "a logarithmic scale requires positive values", "log", "linear"))
+        return {"cmap": None, "norm": "log", "vmin": float(positive.min()), "vmax": float(positive.max())}
+    low, high = symmetric_limits(values) if limits is None else limits
+    return {"cmap": SIGNED if low is not None and low < 0 else None, "vmin": low, "vmax": high}
 
 
 def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> None:
     """Add a color bar with a limited height to a chart that is `height` inches high."""
     bar = axes.figure.colorbar(drawn, ax=axes, shrink=min(1.0, 4.0 / height), aspect=25, anchor=(0.0, 1.0), pad=0.02)
-    bar.set_label(plain(label), fontsize=NORMAL)
-    bar.ax.tick_params(labelsize=SMALL)
+    bar.set_label(plain(label))
+    bar.ax.grid(False)
 
 
-def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: float) -> None:
-    """Write the values [rows, columns] into the cells of a heat map of `width` inches, if they are few and wide enough."""
-    if values.size > MAX_NUMBERS or width / values.shape[1] < 5 * LETTER:
+def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable) -> None:
+    """Write the values [rows, columns] into the cells of a heat map if they are few; `fit` removes them if cells are narrow."""
+    if values.size > MAX_NUMBERS:
         return
     largest = float(np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)))
     decimals = max(0, 2 - ceil(log10(largest))) if largest else 0  # two digits of the largest value
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
-            shade = shade_on(cells, value)
             number = f"{value:.2g}" if decimals > MAX_DECIMALS else f"{value:z.{decimals}f}"
-            axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
+            write_cell(axes, x, y, number, shade_on(cells, value), "number")
+
+
+def write_cell(axes: Axes, x: int, y: int, text: str, colour: str, kind: Literal["number", "token"]) -> None:
+    """Write a text into a cell of a heat map; `fit` removes numbers, and shortens tokens, that are wider than the cell."""
+    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", color=colour, gid=kind)
 
 
 def draw_cells(
@@ -206,7 +300,7 @@ def draw_cells(
     rows: Sequence[str],
     columns: Sequence[str],
     *,
-    size: tuple[float, float],
+    height: float,
     label: str,
     missing: str,
     **look: Any,
@@ -214,18 +308,18 @@ def draw_cells(
     """Draw a heat map of values [rows, columns] with their numbers, a color bar, and a hatch for missing values.
 
     Args:
-        size: The width and the height of the chart, in inches.
+        height: The height of the chart, in inches.
         label: The label of the color bar.
         missing: The meaning of values that are not finite.
         look: The color scale, as arguments of `pcolormesh`.
     """
-    width, height = size
+    axes.grid(False)
     cells = axes.pcolormesh(np.ma.masked_invalid(values), **look)
     label_locations(axes, rows, middle=0.5)
-    label_columns(axes, columns, width)
+    label_columns(axes, columns)
     if not np.isfinite(values).all():
         add_hatch(axes, 0, len(columns), missing)
-    write_numbers(axes, values, cells, width)
+    write_numbers(axes, values, cells)
     colour_bar(axes, cells, label, height)
 
 
@@ -241,17 +335,43 @@ def token_label(token: str) -> str:
     return plain(shown if shown.isprintable() else shown.encode("unicode_escape").decode(), LONGEST_TOKEN)
 
 
-def add_legend(figure: Figure, *, beside: bool = False) -> None:
-    """Add one legend for all charts, below them or at the right; labels that occur several times are shown once."""
+def add_legend(charts: np.ndarray, *, at_side: bool = False) -> None:
+    """Add one legend for all charts, below them or, if there is room, at the right; each label is shown once.
+
+    Args:
+        charts: The axes.
+        at_side: Whether the legend is placed at the right if it takes less than a third of the width of the figure.
+    """
     handles: dict[str, Artist] = {}
-    for axes in figure.axes:
+    for axes in charts.flat:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    if handles:
-        where: Literal["outside right upper", "outside lower right"]
-        where = "outside right upper" if beside else "outside lower right"
-        columns = 1 if beside else 3
-        figure.legend(handles.values(), handles, loc=where, ncols=columns, fontsize=SMALL, frameon=False)
+    if not handles:
+        return
+    width = width_or(WIDEST)
+    texts = [current().label(label) or fill(label, int((width - 0.6) / LETTER)) for label in handles]
+    place = current().place
+    if place is None:  # below the given axes and their labels
+        from matplotlib.transforms import ScaledTranslation
+
+        axes = charts.flat[0]
+        figure = axes.get_figure(root=True)
+        figure.draw_without_rendering()
+        below = (axes.bbox.y0 - axes.get_tightbbox().y0) / figure.dpi + 0.03
+        where = axes.transAxes + ScaledTranslation(0.0, -below, figure.dpi_scale_trans)
+        axes.legend(handles.values(), texts, loc="upper right", bbox_to_anchor=(1.0, 0.0), bbox_transform=where)
+        return
+    options: Any = [("outside right upper", 1)] * at_side + [("outside lower right", count) for count in (3, 2, 1)]
+    for where, columns in options:
+        legend = place.legend(handles.values(), texts, loc=where, ncols=columns)
+        box = legend.get_window_extent()
+        is_beside = where == "outside right upper"
+        most = (1.0 if current().width is None and current().ax is None else 1 / 3) if is_beside else 0.98
+        if box.width < most * place.bbox.width or (columns == 1 and not is_beside):
+            if current().width and not is_beside:
+                current().grow(box.height)
+            return
+        legend.remove()
 
 
 def add_hatch(axes: Axes, start: float, stop: float, meaning: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import pandas as pd
@@ -12,13 +12,16 @@ from ..analysis.plot_data import forward_order, rank_in
 from .axes_and_scales import (
     add_legend,
     draw_cells,
+    figure_of,
     height_of,
-    new_figure,
+    is_narrow,
+    new_charts,
     plain,
     width_of,
 )
+from .look import Look
+from .plot_function import plot
 from .source import check_columns, table_of
-from .style import MAGNITUDE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +31,10 @@ VALUES = ("quantization_error", "underflow_fraction")
 TITLES = ("signal-to-noise ratio [dB]", "underflows [%]")
 
 
-def casts(run: Run | pd.DataFrame) -> Figure:
+@plot(
+    interval="draws a single run, so there are no means over seeds", scale="shows decibels and percent on linear scales"
+)
+def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
     """Plot the signal-to-noise ratio of casts, -10 log10(quantization_error) in dB, and the fraction of underflows in percent.
 
     Rows are layers in forward order, columns are hooks with the format of their cast. Errors and fractions are means over the recorded
@@ -36,6 +42,7 @@ def casts(run: Run | pd.DataFrame) -> Figure:
 
     Args:
         run: A run, or rows of its table `casts`. The layers of a DataFrame are ordered by row.
+        look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -55,26 +62,19 @@ def casts(run: Run | pd.DataFrame) -> Figure:
     )
     ratio = -10.0 * np.log10(error.where(error > 0).to_numpy(np.float64))
     percent = 100.0 * underflow.to_numpy(np.float64)
-    width, height = max(1.6, CELL * len(labels)), height_of(len(layers))
     names = [layer or "." for layer in layers]
-    figure = new_figure(2 * (width + 0.9) + width_of(names), height + width_of(labels) + 0.8)
-    for axes, values, title, least in zip(
-        figure.subplots(1, 2, sharey=True), (ratio, percent), TITLES, (None, 0.0), strict=True
-    ):
+    width, height = 2 * (max(1.6, CELL * len(labels)) + 0.9) + width_of(names), height_of(len(layers))
+    below = is_narrow(width)
+    charts = new_charts(
+        width, (1 + below) * (height + width_of(labels) + 0.8), 1 + below, 2 - below, sharex=below, sharey=not below
+    )
+    for axes, values, title, least in zip(charts.flat, (ratio, percent), TITLES, (None, 0.0), strict=True):
         most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
-        axes.set_title(title, fontsize=10)
-        look = {"cmap": MAGNITUDE, "vmin": least, "vmax": most}
+        axes.set_title(title)
         missing = "not recorded, zero, or without an error"
-        draw_cells(
-            axes,
-            values,
-            names,
-            [plain(label) for label in labels],
-            size=(width, height),
-            label=title,
-            missing=missing,
-            **look,
-        )
-    figure.axes[0].set_ylabel("layer, in forward order")
-    add_legend(figure)
-    return figure
+        shown, scale = [plain(label) for label in labels], {"vmin": least, "vmax": most}
+        draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, **scale)
+    for axes in charts[:, 0]:
+        axes.set_ylabel("layer, in forward order")
+    add_legend(charts)
+    return figure_of(charts)

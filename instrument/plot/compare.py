@@ -6,13 +6,13 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 import pandas as pd
 
+from ..analysis.config_key_effects import student
 from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.plot_data import (
@@ -30,18 +30,23 @@ from ..tables.schemas import MOMENT, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
-    SMALL,
     add_legend,
+    colour_of,
     draw_line,
+    figure_of,
     height_of,
+    height_or,
     label_locations,
-    new_figure,
+    needs_log_scale,
+    new_charts,
     plain,
     scale,
     width_of,
 )
+from .look import Look, current
+from .plot_function import plot
 from .source import REQUIRED_COLUMNS, check_columns, series_with
-from .style import CATEGORIES, axis_name
+from .style import axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +57,9 @@ LONG = 60  # maximum length of a label, in characters
 LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
+BAND = {"alpha": 0.2, "linewidth": 0.0}
+MIN_SEEDS = 3  # number of seeds from which lines are means with intervals, if `interval` is not given
+RATES = ("lr", "learning_rate")  # names of overrides whose axis is logarithmic
 FEW_VALUES = 8  # maximum number of values that all get a tick
 _FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
 METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") else c.name for c in _FLOATS}
@@ -66,6 +74,7 @@ class Curves(NamedTuple):
     values: dict[str, pd.Series]  # indexed by step or location; NaN if a value is not finite
 
 
+@plot()
 def compare(
     runs: Run | Sequence[Run] | pd.DataFrame,
     y: str = "loss",
@@ -76,6 +85,7 @@ def compare(
     kind: str | None = None,
     role: str | None = None,
     phase: str | None = None,
+    **look: Unpack[Look],
 ) -> Figure:
     """Compare a metric or a statistic of several runs.
 
@@ -84,7 +94,12 @@ def compare(
     - A metric, or a statistic with `layer`, is plotted over the steps.
     - A statistic without `layer` is plotted over the layers, at the last recorded step of each run.
     - With `x`, the last recorded value is plotted over an override: one point per run, and a line through the means of
-      the runs that differ only in their seed.
+      the runs that differ only in their seed, with error bars: the 95% confidence intervals of the means. The axis is
+      logarithmic for learning rates and other values that are spaced by factors.
+
+    With `interval`, also the lines over steps and layers are means of the runs that differ only in their seed, with the
+    confidence intervals as bands; it is the default for three seeds or more. The intervals are those of Student's t
+    distribution with n - 1 degrees of freedom for n runs; runs with a value that is not finite do not count.
 
     Args:
         runs: A `Run` that contains several runs, a list of runs, or rows of the metrics or stats table of several runs.
@@ -96,6 +111,7 @@ def compare(
         role: Role of the tensor, such as `output`.
         phase: Phase of the rows. Default: `eval` if `x` is given and `y` is a metric of evaluations, otherwise that of
             steps: `train`, or `forward` for runs that do not train.
+        look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -122,6 +138,21 @@ def compare(
     else:
         raise InstrumentError(f"plotting {y} over {x} requires layer=")
     return _draw_over_steps(rows, overrides) if at is None else _draw_over_override(rows, at, overrides)
+
+
+def final_values(
+    runs: Run | Sequence[Run] | pd.DataFrame, metric: str, phase: str | None = None
+) -> tuple[pd.Series, pd.DataFrame, str]:
+    """Return the last recorded value of a metric of each run, float64 [runs], with the differing overrides and a title."""
+    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
+    metrics, _ = _choices(several)
+    check_choice(metric, metrics, "metric", "unknown metric")
+    frame = _frame_of(several, "metrics")
+    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns("metrics")
+    curves = _metric(frame, metric, phase or _usual_phase(frame, metric, metric))
+    values = pd.Series({run: float(line.iloc[-1]) for run, line in curves.values.items()}, dtype=np.float64)
+    overrides = overrides_of(frame.drop(columns=[name for name in custom if name != metric]), "metrics")
+    return values, overrides.drop(columns=metric, errors="ignore").reindex(values.index), curves.title
 
 
 def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
@@ -199,30 +230,74 @@ def _over_locations(
 
 
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
-    labels = labels_of(overrides)
-    axes = _chart(labels, HEIGHT, 0.0)
-    for run, (colour, dashes) in _styles(overrides).items():
-        if run in curves.values:
-            draw_line(axes, curves.values[run], plain(labels[run], LONG), colour, dashes)
-    values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
-    scale(axes, "y", values)
-    return _finished(axes, curves.title, "step", curves.axis)
+    lines = _lines(curves, overrides)
+    charts = _chart([line.label for line in lines], height_or(HEIGHT), 0.0)
+    axes = charts[0, 0]
+    for line in lines:
+        draw_line(axes, line.values, line.label, line.colour, line.dashes)
+        if line.width is not None:
+            low, high = line.values - line.width, line.values + line.width
+            axes.fill_between(line.values.index, low, high, color=line.colour, **BAND)
+    scale(axes, "y", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
+    return _finished(charts, curves.title, _with_note("step", lines), curves.axis)
 
 
 def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
-    """Draw one line per run over the locations, from top to bottom."""
-    labels = labels_of(overrides)
-    axes = _chart(labels, height_of(len(locations)), width_of(locations))
-    rows = range(len(locations))
-    lines = {run: line.reindex(locations).to_numpy(np.float64) for run, line in curves.values.items()}
-    for run, (colour, dashes) in _styles(overrides).items():
-        if run in lines:
-            label = plain(labels[run], LONG)
-            axes.plot(lines[run], rows, color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
-    values = np.concatenate(list(lines.values()))
-    scale(axes, "x", values)
+    """Draw one line per run, or per group of runs that differ in the seed, over the locations, from top to bottom."""
+    placed = {run: line.reindex(locations).astype(np.float64) for run, line in curves.values.items()}
+    lines = _lines(curves._replace(values=placed), overrides)
+    charts = _chart([line.label for line in lines], height_of(len(locations)), width_of(locations))
+    axes, rows = charts[0, 0], range(len(locations))
+    for line in lines:
+        axes.plot(line.values, rows, color=line.colour, linestyle=line.dashes, marker=".", label=line.label)
+        if line.width is not None:
+            axes.fill_betweenx(rows, line.values - line.width, line.values + line.width, color=line.colour, **BAND)
+    scale(axes, "x", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
     label_locations(axes, locations)
-    return _finished(axes, curves.title, curves.axis, "in forward order")
+    return _finished(charts, curves.title, _with_note(curves.axis, lines), "in forward order")
+
+
+class Line(NamedTuple):
+    """A line of the chart: of a run, or the means of runs with half the widths of their intervals."""
+
+    label: str
+    colour: str
+    dashes: str
+    values: pd.Series
+    width: pd.Series | None = None
+
+
+def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
+    """Return one line per run, or the means of runs that differ only in their seed; see `compare`."""
+    groups: dict[str, list[str]] = {}
+    for run, label in _labels_without_seed(overrides).items():
+        if run in curves.values:
+            groups.setdefault(label, []).append(run)
+    most = max(map(len, groups.values()), default=0)
+    if current().interval and most >= (2 if current().has_interval else MIN_SEEDS):
+        means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
+        return [
+            Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)
+            for i, (label, mean, width) in enumerate(means)
+        ]
+    labels = labels_of(overrides)
+    styles = _styles(overrides).items()
+    return [Line(plain(labels[run], LONG), *style, curves.values[run]) for run, style in styles if run in curves.values]
+
+
+def _mean_of(values: list[pd.Series]) -> tuple[pd.Series, pd.Series]:
+    """Return the mean of the finite values at each index, and half the width of its interval; NaN for a single value."""
+    is_equal = all(each.index.equals(values[0].index) for each in values)  # locations stay in forward order
+    table = pd.concat(values, axis=1, sort=not is_equal).astype(np.float64).replace([np.inf, -np.inf], np.nan)
+    mean, counts = table.mean(axis=1), table.count(axis=1)
+    squares = table.sub(mean, axis=0).pow(2).sum(axis=1)
+    width, _ = student(mean.to_numpy(), squares.to_numpy(), counts.to_numpy(), current().interval)
+    return mean, pd.Series(width, mean.index)
+
+
+def _with_note(axis: str, lines: Sequence[Line]) -> str:
+    has_intervals = any(line.width is not None for line in lines)
+    return f"{axis}\nmeans over seeds with {100 * current().interval:g}% intervals" if has_intervals else axis
 
 
 def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
@@ -231,21 +306,29 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     alike = _labels_without_seed(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}
     at, names = _positions(overrides[x])
-    axes = _chart(labels, HEIGHT, 0.0)
-    for (group, label), colour in zip(labels.items(), cycle(CATEGORIES), strict=False):
+    charts = _chart(list(labels.values()), height_or(HEIGHT), 0.0)
+    axes, has_intervals = charts[0, 0], False
+    for i, (group, label) in enumerate(labels.items()):
         runs = [run for run in finals if alike[run] == group]
         points = pd.Series([finals[run] for run in runs], index=[at[run] for run in runs], dtype=float)
-        means = points[np.isfinite(points)].groupby(level=0).mean()
-        axes.plot(points.index, points.to_numpy(), "o", color=colour, markersize=5, alpha=0.6)
-        axes.plot(means.index, means.to_numpy(), "-", color=colour, linewidth=1.5, label=plain(label, LONG), marker="_")
+        cells = [pd.Series({place: value}) for place, value in points[np.isfinite(points)].items()]
+        axes.plot(points.index, points.to_numpy(), "o", color=colour_of(i), markersize=4, alpha=0.6)
+        if not cells:
+            continue
+        means, widths = _mean_of(cells)
+        axes.plot(means.index, means.to_numpy(), "-", color=colour_of(i), label=plain(label, LONG), marker="_")
+        if current().interval and widths.notna().any():
+            has_intervals = True
+            axes.errorbar(means.index, means, widths.fillna(0.0), fmt="none", ecolor=colour_of(i))
     lost = [at[run] for run, value in finals.items() if not np.isfinite(value)]
     if lost:
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
     scale(axes, "y", np.array(list(finals.values())))
-    _label_values(axes, at, names)
-    over = f"{plain(x)}\npoints: runs; lines: means over runs"
-    return _finished(axes, f"{curves.title}, last recorded", over, curves.axis)
+    _label_values(axes, x, at, names)
+    bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
+    over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
+    return _finished(charts, f"{curves.title}, last recorded", over, curves.axis)
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
@@ -262,13 +345,23 @@ def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
 
 
-def _label_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
-    """Set up the horizontal axis of an override: logarithmic for a wide range, one tick per value for few values."""
+def _label_values(axes: Axes, x: str, at: dict[str, float], names: list[str]) -> None:
+    """Set up the horizontal axis of an override: logarithmic for rates, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=False if names else None)
+    scale(axes, "x", values, is_log=not names and _is_rate(x, values))
     if names or len(values) <= FEW_VALUES:
         axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
+
+
+def _is_rate(name: str, values: np.ndarray) -> bool:
+    """Return whether ascending values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
+    if values[0] <= 0 or len(values) < 2:
+        return False
+    is_named = name.rsplit(".", 1)[-1].strip("_") in RATES
+    steps, factors = np.diff(values), np.diff(np.log(values))
+    is_spaced = np.std(factors) / np.mean(factors) < np.std(steps) / np.mean(steps) and values[-1] >= 8 * values[0]
+    return is_named or needs_log_scale(values) or bool(is_spaced)
 
 
 def _labels_without_seed(overrides: pd.DataFrame) -> dict[str, str]:
@@ -279,7 +372,7 @@ def _styles(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
     """Return a color and a line style for each run; runs that differ only in their seed have the same color."""
     alike = _labels_without_seed(overrides)
     distinct = len(set(alike.values())) > 1
-    colours = dict(zip(dict.fromkeys(alike.values()) if distinct else alike, cycle(CATEGORIES), strict=False))
+    colours = {key: colour_of(i) for i, key in enumerate(dict.fromkeys(alike.values()) if distinct else alike)}
     seen: Counter[str] = Counter()
     looks = {}
     for run, label in alike.items():
@@ -289,23 +382,21 @@ def _styles(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
     return looks
 
 
-def _chart(labels: dict[str, str], height: float, left: float) -> Axes:
+def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     """Create a figure with room for labels at the left and a legend at the right."""
-    letters = max((min(len(label), LONG) for label in labels.values()), default=0)
-    figure = new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
-    return figure.subplots()
+    letters = max((min(len(label), LONG) for label in labels), default=0)
+    room = 0.0 if current().width else LINE * len(labels)
+    return new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
 
 
-def _finished(axes: Axes, title: str, x: str, y: str) -> Figure:
-    axes.set_title(plain(title, 80), fontsize=10)
+def _finished(charts: np.ndarray, title: str, x: str, y: str) -> Figure:
+    axes = charts[0, 0]
+    axes.set_title(plain(title, 80))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    axes.tick_params(labelsize=SMALL)
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    add_legend(figure, beside=True)
-    return figure
+    axes.grid(True)
+    add_legend(charts, at_side=True)
+    return figure_of(charts)
 
 
 # ------------------------------------------------------------------------------------------------ runs and their labels

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from ..comparison.result import Diff, place_cells, records
 from .axes_and_scales import (
-    NORMAL,
-    SMALL,
     add_hatch,
     add_legend,
     colour_bar,
+    colour_of,
+    colours,
     draw_zeros,
+    figure_of,
     height_of,
+    is_narrow,
     label_locations,
     label_steps,
-    new_figure,
+    new_charts,
     plain,
+    scale,
     width_of,
 )
-from .style import CATEGORIES, MAGNITUDE, ZERO
+from .look import Look, current
+from .plot_function import plot
+from .style import ZERO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +37,8 @@ LARGEST = 2.0  # the largest relative difference of finite numbers; infinite one
 PROFILE, MAP = 3.4, 4.6  # widths of the two charts, in inches
 
 
-def diff(difference: Diff) -> Figure:
+@plot(interval="draws two runs, so there are no means over seeds")
+def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
     """Plot the differences between two runs: layers from top to bottom in the order of execution.
 
     The left chart has the largest relative difference of each layer: at the step of the first difference above the
@@ -40,6 +46,7 @@ def diff(difference: Diff) -> Figure:
 
     Args:
         difference: The result of `instrument.diff`.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -57,13 +64,15 @@ def diff(difference: Diff) -> Figure:
     values[difference.steps.isna().to_numpy()] = np.nan
     several = values.shape[1] > 1
     height = height_of(len(names))
-    figure = new_figure(PROFILE + (MAP + 1.0) * several + width_of(names), height + 1.2)
-    charts = figure.subplots(1, 1 + several, squeeze=False, width_ratios=[PROFILE, MAP][: 1 + several])[0]
-    _draw_profile(charts[0], difference, names, values)
+    width = PROFILE + (MAP + 1.0) * several + width_of(names)
+    below = several and is_narrow(width)
+    ratios: dict[str, Any] = {} if below else {"width_ratios": [PROFILE, MAP][: 1 + several]}
+    charts = new_charts(width, (1 + below) * (height + 1.2), 1 + below, 1 + several - below, **ratios)
+    _draw_profile(charts[0, 0], difference, names, values)
     if several:
-        _draw_map(charts[1], difference, values, height)
-    add_legend(figure)
-    return figure
+        _draw_map(charts[-1, -1], difference, names if below else [], values, height)
+    add_legend(charts)
+    return figure_of(charts)
 
 
 def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.ndarray) -> None:
@@ -75,32 +84,32 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     tolerances = difference.layers["tolerance"].to_numpy(np.float64)
     low = min([*tolerances[tolerances > 0], *positive], default=1.0) / 3
     rows = np.arange(len(names)) + 0.5
-    axes.plot(np.fmax(shown, low), rows, color=CATEGORIES[0], linewidth=0.8)
-    axes.plot(shown, rows, "o", markersize=3.5, color=CATEGORIES[0])
+    axes.plot(np.fmax(shown, low), rows, color=colour_of(0))
+    axes.plot(shown, rows, "o", markersize=3.5, color=colour_of(0))
     if (equal := shown == 0.0).any():
         axes.plot(np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal")
-    axes.set_xscale("log")
+    scale(axes, "x", np.array([low, *positive]), is_log=current().scale != "linear")
     if difference.tolerance:
         edges = np.append(rows - 0.5, len(rows))
         steps = np.append(tolerances, tolerances[-1:])
-        axes.step(steps, edges, where="pre", color=CATEGORIES[5], linewidth=1.0, linestyle="--", label="tolerance")
+        axes.step(steps, edges, where="pre", color=colour_of(5), linestyle="--", label="tolerance")
     if first is not None and not difference.cause:
-        axes.axhspan(first.location, first.location + 1, color=CATEGORIES[1], alpha=0.35, label="first difference")
+        axes.axhspan(first.location, first.location + 1, color=colour_of(1), alpha=0.35, label="first difference")
     label_locations(axes, names, middle=0.5)
-    axes.tick_params(axis="x", labelsize=SMALL)
-    axes.grid(axis="x", linewidth=0.3)
-    axes.set_xlabel("relative difference", fontsize=NORMAL)
+    axes.grid(axis="x")
+    axes.set_xlabel("relative difference")
     when = f"step {columns[column or 0]:,}" if len(columns) == 1 or column is not None else "largest of all steps"
-    axes.set_title(when, fontsize=NORMAL)
+    axes.set_title(when)
 
 
-def _draw_map(axes: Axes, difference: Diff, values: np.ndarray, height: float) -> None:
-    from matplotlib.colors import LogNorm
-
+def _draw_map(axes: Axes, difference: Diff, names: list[str], values: np.ndarray, height: float) -> None:
+    """Draw the difference of each layer and step; without names, the rows are those of the chart at the left."""
+    axes.grid(False)
     positive = values[np.isfinite(values) & (values > 0)]
     if positive.size:
-        norm = LogNorm(positive.min(), max(positive.max(), 10 * positive.min()))
-        cells = axes.pcolormesh(np.ma.masked_where(~(values > 0), values), cmap=MAGNITUDE, norm=norm)
+        look = {"norm": "log", "vmin": positive.min(), "vmax": max(positive.max(), 10 * positive.min())}
+        look = colours(values) if current().scale == "linear" else look
+        cells = axes.pcolormesh(np.ma.masked_where(~(values > 0), values), **look)
         colour_bar(axes, cells, "relative difference", height)
     if (values == 0.0).any():
         draw_zeros(axes, values)
@@ -109,10 +118,12 @@ def _draw_map(axes: Axes, difference: Diff, values: np.ndarray, height: float) -
     first = difference.first
     if first is not None and not difference.cause:
         column = int(np.searchsorted(difference.steps.columns, first.step, side="right")) - 1
-        axes.plot(column + 0.5, first.location + 0.5, "o", markersize=7, fillstyle="none", color=CATEGORIES[5])
+        axes.plot(column + 0.5, first.location + 0.5, "o", markersize=7, fillstyle="none", color=colour_of(5))
     axes.set_ylim(len(values), 0)
     axes.set_yticks([])
-    label_steps(axes, [int(step) for step in difference.steps.columns], MAP)
+    if names:
+        label_locations(axes, names, middle=0.5)
+    label_steps(axes, [int(step) for step in difference.steps.columns])
     grouped = difference.common_steps[2] > len(difference.steps.columns)
-    axes.set_xlabel(plain("step (groups of steps: largest)" if grouped else "step", 60), fontsize=NORMAL)
-    axes.set_title("by step", fontsize=NORMAL)
+    axes.set_xlabel(plain("step (groups of steps: largest)" if grouped else "step", 60))
+    axes.set_title("by step")

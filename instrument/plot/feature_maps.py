@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, Unpack, get_args
 
 import numpy as np
 import pandas as pd
@@ -21,9 +21,11 @@ from ..analysis.tensor_images import (
     smaller,
 )
 from ..errors import InstrumentError
-from .axes_and_scales import SMALL, new_figure, plain
+from .axes_and_scales import new_charts, plain, width_or
+from .look import CommonLook, current
+from .plot_function import plot
 from .source import at_layers, check_source
-from .style import MAGNITUDE, SIGNED
+from .style import SIGNED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,12 +34,14 @@ if TYPE_CHECKING:
 
 MAX_PLACES, MAX_STEPS = 8, 5
 WIDTH, SHORTEST, TALLEST, IMAGE = 3.4, 0.8, 5.0, 1.3  # inches: mosaic, its height limits, image
+LEAST, WIDEST = 1.6, 8.0  # minimum width of a column, and width without the argument, in inches
 MAX_CHANNELS = 256  # maximum number of channels that are shown
 MAX_NUMBERS = 16  # maximum number of channel labels per axis
 PIXELS = 2_048  # maximum width of a mosaic, in pixels
 Scale = Literal["step", "shared", "channel"]
 
 
+@plot(interval="draws a single run, so there are no means over seeds")
 def feature_maps(
     run: Run | pd.DataFrame,
     layer: str | Sequence[str] | None = None,
@@ -47,6 +51,7 @@ def feature_maps(
     role: str | None = None,
     sample: int = 0,
     scale: Scale = "step",
+    **look: Unpack[CommonLook],
 ) -> Figure:
     """Plot the channels of one sample: one row per layer in forward order, one column per step.
 
@@ -56,7 +61,7 @@ def feature_maps(
     Args:
         run: A run, or rows of its `tensors()`.
         layer: A layer, a parameter, or a list of them. Default: the first 8.
-        step: A step, or a list of steps. Default: up to 5 evenly spaced steps.
+        step: A step, or a list of steps. Default: up to 5 evenly spaced steps, fewer if `width` is small.
         hook: Name of the hook that recorded the maps; required if several hooks did. Without `hook` and `role`, feature
             maps are preferred to gradient maps and filters.
         role: Role of the tensor, such as `output`.
@@ -64,6 +69,7 @@ def feature_maps(
         scale: The maps that share a color scale. `step`: those of a layer and a step. `shared`: those of a layer at all
             shown steps, so that colors can be compared between steps. `channel`: none; each map is divided by its largest
             magnitude, so that weak channels are visible too.
+        look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -85,11 +91,10 @@ def feature_maps(
     locations = list(dict.fromkeys(one.location for one in sorted(selected, key=lambda one: rank(one.layer))))
     grid = {(one.location, one.batch.step): one for one in reversed(selected)}  # the first of several calls wins
     rows = [[grid.get((location, at)) for at in steps] for location in locations[:MAX_PLACES]]
-    figure = _draw_figure(run, rows, all_maps, sample, scale)
+    _draw_figure(run, rows, all_maps, sample, scale)
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MAX_PLACES} of {len(locations)} locations" if len(locations) > MAX_PLACES else ""
-    figure.suptitle(plain(f"{series.label}{of_sample}{more}", 90), fontsize=10)
-    return figure
+    return with_title(plain(f"{series.label}{of_sample}{more}", 90))
 
 
 def _known(run: Run | pd.DataFrame) -> list[TensorMaps]:
@@ -103,7 +108,7 @@ def _known(run: Run | pd.DataFrame) -> list[TensorMaps]:
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
     if step is None:
-        return [there[i] for i in evenly_spaced(len(there), MAX_STEPS)]
+        return [there[i] for i in evenly_spaced(len(there), min(MAX_STEPS, max(1, int(width_or(WIDEST) / LEAST))))]
     wanted = [int(at) for at in ([step] if isinstance(step, int | np.integer) else step)]
     for at in wanted:
         check_choice(str(at), [str(one) for one in there], "step", "no maps were recorded at this step")
@@ -112,17 +117,18 @@ def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
 
 def _draw_figure(
     run: Run | pd.DataFrame, rows: list[list[TensorMaps | None]], all_maps: list[TensorMaps], sample: int, scale: Scale
-) -> Figure:
+) -> None:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
     shapes = [[mosaic(cut(array)).shape for array in row if array is not None] for row in values]
     aspects = [max(height / width for height, width in of_row) for of_row in shapes]
-    heights = [min(TALLEST, max(SHORTEST, WIDTH * aspect)) for aspect in aspects]
+    column = width_or((WIDTH + 0.9) * len(rows[0])) / len(rows[0]) - 0.9
+    heights = [min(TALLEST, max(SHORTEST, column * aspect)) for aspect in aspects]
     images = [_image(column, all_maps, sample) for column in zip(*rows, strict=True)]
     above = [IMAGE] if any(images) else []
     room = sum(above) + sum(heights) + 0.6 * (len(above) + len(heights)) + 0.4
-    figure = new_figure((WIDTH + 0.9) * len(images), room)
-    panels = figure.subplots(len(above) + len(rows), len(images), height_ratios=[*above, *heights], squeeze=False)
+    size = len(above) + len(rows), len(images)
+    panels = new_charts((WIDTH + 0.9) * len(images), room, *size, as_grid=True, height_ratios=[*above, *heights])
     for axes, image in zip(panels[0], images if above else [], strict=False):
         if image is None:
             axes.axis("off")
@@ -140,6 +146,14 @@ def _draw_figure(
             else:
                 bounds = {"step": limits(array), "shared": shared, "channel": None}[scale]
                 draw_maps(axes, array, title, one.what, bounds)
+
+
+def with_title(text: str) -> Figure:
+    """Set the title of all charts of the plot in progress, and return its figure."""
+    place = current().place
+    assert place is not None
+    place.suptitle(text)
+    figure: Figure = place.get_figure(root=True)
     return figure
 
 
@@ -191,7 +205,7 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     small = smaller(tile, max(1, PIXELS // columns))
     shown = relative_to_channels(small) if bounds is None else small
     low, high = bounds or limits(shown)
-    cmap = SIGNED if low < 0 else MAGNITUDE
+    cmap = SIGNED if low < 0 else None
     drawn = axes.imshow(mosaic(shown), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     _number(axes, small, columns)
     add_scale(axes, drawn, "of the channel's largest magnitude" if bounds is None else "")
@@ -203,7 +217,7 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     bad = int(np.size(values) - np.isfinite(values).sum())
     caption += f", averaged to {' x '.join(map(str, small.shape[-2:]))}" if small.shape != tile.shape else ""
     caption += f", {bad:,} non-finite elements" if bad else ""
-    axes.set_title(f"{title}\n{caption}", fontsize=SMALL)
+    axes.set_title(f"{title}\n{caption}")
 
 
 def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
@@ -219,7 +233,8 @@ def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
     if columns > inputs:
         middles = [at * (width + 1) + (inputs * (width + 1) - 2) / 2 for at in across]
         axes.set_xticks(middles, [f"+{at // inputs}" for at in across])
-    axes.tick_params(labelsize=SMALL - 1.5, length=0.0)
+    axes.tick_params(length=0.0)
+    axes.grid(False)
     axes.spines[:].set_visible(False)
 
 
@@ -227,7 +242,7 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
     """Draw an image [1, H, W] in gray with a color bar, or [3, H, W] in colors from its smallest to its largest value."""
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(title, fontsize=SMALL)
+    axes.set_title(title)
     if len(values) == COLOURED:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         axes.imshow((values.transpose(1, 2, 0) - low) / ((high - low) or 1.0))
@@ -239,5 +254,4 @@ def add_scale(axes: Axes, drawn: AxesImage, label: str = "") -> None:
     """Add a color bar at the right edge of an image."""
     room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
     bar = axes.figure.colorbar(drawn, cax=room, format="%.3g").ax
-    bar.tick_params(labelsize=SMALL)
-    bar.set_ylabel(label, fontsize=SMALL)
+    bar.set_ylabel(label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 import pandas as pd
@@ -11,16 +11,29 @@ from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, select_series, statistics_in
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
-from .axes_and_scales import add_legend, height_of, label_locations, new_figure, plain, scale, width_of
+from .axes_and_scales import (
+    add_legend,
+    colour_of,
+    figure_of,
+    height_of,
+    is_narrow,
+    label_locations,
+    new_charts,
+    plain,
+    scale,
+    width_of,
+)
+from .look import Look, current
+from .plot_function import plot
 from .source import series_with, table_of
-from .style import CATEGORIES, axis_name
+from .style import axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 4.5  # width of a chart, in inches
-ENDS = (("first", CATEGORIES[1], "o"), ("last", CATEGORIES[0], "s"))
+ENDS = (("first", 1, "o"), ("last", 0, "s"))
 USUAL = "usual update ratios, 1e-4 to 1e-2 (CS231n, neural-networks-3)"
 
 
@@ -32,6 +45,7 @@ class FirstAndLast(NamedTuple):
     table: Matrix
 
 
+@plot(interval="draws a single run, so there are no means over seeds")
 def gradient_flow(
     run: Run | pd.DataFrame,
     *,
@@ -39,6 +53,7 @@ def gradient_flow(
     kind: str | None = None,
     role: str | None = None,
     phase: str | None = None,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot the gradient norms of all layers at the first and the last recorded step, on a logarithmic axis.
 
@@ -49,6 +64,7 @@ def gradient_flow(
         run: A run, or rows of its stats table.
         hook, kind, role, phase: Select the recorded series; see `heatmap`. By default, hooks of kind `parameter_grad` are
             preferred.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -81,21 +97,20 @@ def _draw_figure(charts: list[FirstAndLast]) -> Figure:
     """Draw one chart, two charts with shared rows, or two charts below each other."""
     locations = charts[0].table.locations
     wide = width_of([name for chart in charts for name in chart.table.locations])
-    if all(set(chart.table.locations) <= set(locations) for chart in charts):
-        figure = new_figure(wide + WIDTH * len(charts) + 0.5, height_of(len(locations)) + 1.4)
-        panels = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
+    width = wide + WIDTH * len(charts) + 0.5
+    if all(set(chart.table.locations) <= set(locations) for chart in charts) and not is_narrow(width):
+        panels = new_charts(width, height_of(len(locations)) + 1.4, 1, len(charts), sharey=True)
         rows = [locations] * len(charts)
     else:
         rows = [chart.table.locations for chart in charts]
         heights = [height_of(len(names)) for names in rows]
-        figure = new_figure(wide + WIDTH + 1.5, sum(heights) + 2.4)
-        panels = figure.subplots(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, chart, names in zip(panels, charts, rows, strict=True):
+        panels = new_charts(wide + WIDTH + 1.5, sum(heights) + 1.2 * len(charts), len(charts), 1, height_ratios=heights)
+    for axes, chart, names in zip(panels.flat, charts, rows, strict=True):
         _draw(axes, chart, names)
-    for axes in panels if rows[-1] is not locations else panels[:1]:
+    for axes in panels[:, 0]:
         axes.set_ylabel("in forward order")
-    add_legend(figure)
-    return figure
+    add_legend(panels)
+    return figure_of(panels)
 
 
 def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
@@ -105,14 +120,14 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
     axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
     for column, (end, colour, mark) in enumerate(ENDS[: len(chart.table.first)]):
-        axes.plot(shown[:, column], at, mark, color=colour, markersize=4.5, label=f"{end} recorded step")
+        axes.plot(shown[:, column], at, mark, color=colour_of(colour), markersize=4.5, label=f"{end} recorded step")
     band = USUAL_UPDATE_RATIOS if chart.statistic == "update_ratio" else ()
     if band:
-        axes.axvspan(*band, color=CATEGORIES[2], alpha=0.15, linewidth=0.0, label=USUAL)
-    scale(axes, "x", np.append(shown, band), is_log=True)
+        axes.axvspan(*band, color=colour_of(2), alpha=0.15, linewidth=0.0, label=USUAL)
+    scale(axes, "x", np.append(shown, band), is_log=current().scale != "linear")
     label_locations(axes, rows)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70), fontsize=10)
+    axes.grid(axis="x")
+    axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70))
     steps = " and ".join(f"{step:,}" for step in chart.table.first.tolist())
     axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_notes(chart)]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import pandas as pd
@@ -22,19 +22,22 @@ from .axes_and_scales import (
     add_hatch,
     add_legend,
     colour_bar,
+    colour_of,
     colours,
     draw_zeros,
+    figure_of,
     height_of,
     label_locations,
     label_steps,
     merge_note,
-    needs_log_colours,
-    new_figure,
+    new_charts,
     plain,
     width_of,
 )
+from .look import Look
+from .plot_function import plot
 from .source import series_with, table_of
-from .style import CATEGORIES, ZERO, axis_name
+from .style import ZERO, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 WIDTH = 6.0  # width of the chart without labels, in inches
 
 
+@plot(interval="draws a single run, so there are no means over seeds")
 def heatmap(
     run: Run | pd.DataFrame,
     statistic: str | None = None,
@@ -52,6 +56,7 @@ def heatmap(
     role: str | None = None,
     phase: str | None = None,
     most_steps: int = 200,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot a statistic as a heat map: layers from top to bottom in forward order, steps from left to right.
 
@@ -65,6 +70,7 @@ def heatmap(
         phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
         most_steps: Maximum number of columns. If more steps were recorded, neighboring steps share a column, and the
             axis label says so.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -82,35 +88,39 @@ def heatmap(
     tables = matrices(rows, list(dict.fromkeys([name, *counted])), forward_order(run), most_steps)
     table = tables[name]
     height = height_of(len(table.locations))
-    figure = new_figure(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
-    axes = figure.subplots()
-    _draw(axes, table, name, height)
-    _mark_missing(axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0))
-    add_legend(figure)
-    axes.set_title(plain(f"{name} of {series.label}", 80), fontsize=10)
+    charts = new_charts(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
+    axes = charts[0, 0]
+    scale = colours(table.values, name)
+    _draw(axes, table, name, height, scale)
+    _mark_missing(
+        axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0), "norm" in scale
+    )
+    add_legend(charts)
+    axes.set_title(plain(f"{name} of {series.label}", 80))
     axes.set_ylabel(f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order")
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
     merged = statistic_of(name).merged
     axes.set_xlabel("step" + merge_note(table, rows["step"].nunique(), merged, several))
-    return figure
+    return figure_of(charts)
 
 
-def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
-    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **colours(table.values, statistic))
+def _draw(axes: Axes, table: Matrix, statistic: str, height: float, scale: dict[str, Any]) -> None:
+    axes.grid(False)
+    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
     label_locations(axes, table.locations, middle=0.5)
-    label_steps(axes, table.first.tolist(), WIDTH, middle=0.0 if table.is_grouped else 0.5)
+    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
     colour_bar(axes, cells, axis_name(statistic), height)
 
 
-def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
+def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray, is_log: bool) -> None:
     """Mark cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors."""
     if np.isnan(table.values).any():
         add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
-    if (table.values == 0.0).any() and needs_log_colours(table.values):
+    if (table.values == 0.0).any() and is_log:
         draw_zeros(axes, table.values)
         axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
     if bad.any():
         rows, columns = np.nonzero(bad)
         size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
-        look: dict[str, Any] = {"markersize": size, "color": CATEGORIES[5], "label": "has NaN or infinite elements"}
-        axes.plot(columns + 0.5, rows + 0.5, "x", **look)
+        marks: dict[str, Any] = {"markersize": size, "color": colour_of(5), "label": "has NaN or infinite elements"}
+        axes.plot(columns + 0.5, rows + 0.5, "x", **marks)

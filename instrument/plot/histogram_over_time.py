@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import evenly_spaced, select_location
-from .axes_and_scales import SMALL, add_hatch, add_legend, colour_bar, colours, label_steps, new_figure, plain
+from .axes_and_scales import (
+    add_hatch,
+    add_legend,
+    colour_bar,
+    colour_of,
+    colours,
+    figure_of,
+    height_or,
+    label_steps,
+    new_charts,
+    plain,
+)
+from .look import Look
+from .plot_function import plot
 from .source import table_of
-from .style import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 7.0, 3.8  # size of the chart without labels, in inches
-LINE = CATEGORIES[5]
+LINE = 5  # color of quantiles
 STYLES = ("--", ":", "-.")  # line styles of pairs of quantiles, starting with the innermost pair
 
 
+@plot(interval="draws a single run, so there are no means over seeds")
 def histogram_over_time(
     run: Run | pd.DataFrame,
     layer: str,
@@ -33,6 +46,7 @@ def histogram_over_time(
     role: str | None = None,
     phase: str | None = None,
     most_steps: int = 200,
+    **look: Unpack[Look],
 ) -> Figure:
     """Plot the histograms of one location over the steps, with its quantiles as lines.
 
@@ -45,6 +59,7 @@ def histogram_over_time(
         hook, kind, role, phase: Select the recorded series; see `heatmap`.
         most_steps: Maximum number of columns. If more steps were recorded, evenly spaced steps are shown, and the axis
             label says so.
+        look: Width, labels and axes of the figure, and scale of the fractions; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -57,17 +72,17 @@ def histogram_over_time(
     series, location, rows = select_location(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
     once = rows.drop_duplicates("step")
     shown = once.iloc[evenly_spaced(len(once), most_steps)]
-    figure = new_figure(WIDTH + 1.5, HEIGHT + 1.0)
-    axes = figure.subplots()
+    charts = new_charts(WIDTH + 1.5, height_or(HEIGHT) + 1.0)
+    axes = charts[0, 0]
+    axes.grid(False)
     _draw_histograms(axes, shown)
     _draw_quantiles(axes, shown)
-    add_legend(figure)
-    label_steps(axes, shown["step"].tolist(), WIDTH)
-    axes.tick_params(axis="y", labelsize=SMALL)
-    axes.set_title(plain(f"{location} ({series.label})", 80), fontsize=10)
+    add_legend(charts)
+    label_steps(axes, shown["step"].tolist())
+    axes.set_title(plain(f"{location} ({series.label})", 80))
     axes.set_ylabel("value of an element")
     axes.set_xlabel("step" if len(shown) == len(once) else f"step ({len(shown)} of {len(once):,} recorded)")
-    return figure
+    return figure_of(charts)
 
 
 def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
@@ -119,11 +134,11 @@ def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
         label = f"{below:.4g} to {above:.4g} quantile"
         if has_bins:
             for level in (below, above):
-                axes.stairs(table[level], edges, baseline=None, color=LINE, linestyle=style, label=label)
+                axes.stairs(table[level], edges, baseline=None, color=colour_of(LINE), linestyle=style, label=label)
         else:
-            look: dict[str, Any] = {"fill": True, "alpha": 0.3, "color": CATEGORIES[0], "label": label}
-            axes.stairs(table[above], edges, baseline=table[below], **look)
+            band: dict[str, Any] = {"fill": True, "alpha": 0.3, "color": colour_of(0), "label": label}
+            axes.stairs(table[above], edges, baseline=table[below], **band)
     paired = {level for pair in pairs for level in pair}
     for level in [level for level in table if level not in paired]:
         name = "median" if level == 0.5 else f"{level:.4g} quantile"
-        axes.stairs(table[level], edges, baseline=None, color=LINE, linewidth=2.0, label=name)
+        axes.stairs(table[level], edges, baseline=None, color=colour_of(LINE), label=name)

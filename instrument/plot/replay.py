@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import pandas as pd
@@ -12,9 +12,10 @@ from ..analysis.load import Run, load
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_search import NoRunError
-from .axes_and_scales import SMALL, add_legend, draw_line, new_figure, plain, scale
+from .axes_and_scales import add_legend, colour_of, draw_line, figure_of, height_or, is_narrow, new_charts, plain, scale
+from .look import Look
+from .plot_function import plot
 from .source import check_single_run
-from .style import CATEGORIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +25,8 @@ METRICS = {"loss": "loss", "grad_norm": "gradient norm"}
 LEAST_MARGIN = 10  # steps of the run that are drawn before and after those of the replay
 
 
-def replay(run: Run, *, source: str | Path | None = None) -> Figure:
+@plot(interval="draws two runs, so there are no means over seeds")
+def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) -> Figure:
     """Plot loss and gradient norm of a replay and of the run that it repeats, over the steps.
 
     The steps of the replay are shown, and some recorded ones before and after them. In a counterfactual, a vertical line
@@ -33,6 +35,7 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
     Args:
         run: The replay, the folder of `python -m instrument.replay`.
         source: The folder of the run. Required if it was moved since the replay. Default: None, its recorded path.
+        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
     Returns:
         The matplotlib figure.
@@ -53,21 +56,23 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
     first = replayed.index.min() - margin
     recorded = recorded[(recorded.index >= first) & (recorded.index <= replayed.index.max() + margin)]
     shown = [name for name in METRICS if replayed[name].notna().any() or recorded[name].notna().any()]
-    figure = new_figure(WIDTH * max(1, len(shown)) + 0.6, HEIGHT + 0.7)
+    count = max(1, len(shown))
+    width = WIDTH * count + 0.6
+    size = (count, 1) if is_narrow(width) else (1, count)
+    charts = new_charts(width, (height_or(HEIGHT) + 0.7) * size[0], *size)
     label = "counterfactual" if entry["counterfactual"] else "replay"
-    for axes, name in zip(figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown, strict=False):
-        draw_line(axes, recorded[name], "run", CATEGORIES[0], "-")
-        draw_line(axes, replayed[name], label, CATEGORIES[5], "--")
+    for axes, name in zip(charts.flat, shown, strict=False):
+        draw_line(axes, recorded[name], "run", colour_of(0), "-")
+        draw_line(axes, replayed[name], label, colour_of(5), "--")
         scale(axes, "y", np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)]))
         if entry["counterfactual"]:
             where = plain(f"from here on: {', '.join(entry['counterfactual'])}")
             axes.axvline(entry["first_step"], color="#555555", linewidth=0.8, linestyle=":", label=where)
-        axes.set_title(METRICS[name], fontsize=10)
+        axes.set_title(METRICS[name])
         axes.set_xlabel("step")
-        axes.grid(alpha=0.3)
-        axes.tick_params(labelsize=SMALL)
-    add_legend(figure)
-    return figure
+        axes.grid(True)
+    add_legend(charts)
+    return figure_of(charts)
 
 
 def _steps(run: Run) -> pd.DataFrame:

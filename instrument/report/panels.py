@@ -23,7 +23,12 @@ RUN_PANELS: Registry[Callable[[Run], Any]] = Registry(
 )
 """Functions of a run that return HTML, a matplotlib figure, a `Panel`, or None to show nothing."""
 SWEEP_PANELS: Registry[Callable[[Run], Any]] = Registry(
-    "sweep_panels", "sweep panel", builtin={"by_location": "instrument.interpret.panels:by_location"}
+    "sweep_panels",
+    "sweep panel",
+    builtin={
+        "by_location": "instrument.interpret.panels:by_location",
+        "importance": "instrument.interpret.panels:importance_of_overrides",
+    },
 )
 """The same for a sweep: functions of a `Run` that contains several runs."""
 

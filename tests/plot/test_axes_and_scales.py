@@ -19,13 +19,16 @@ from instrument.plot.axes_and_scales import (
     LONGEST,
     add_legend,
     colours,
+    figure_of,
     label_steps,
     needs_log_scale,
+    new_charts,
     new_figure,
     plain,
     scale,
     write_numbers,
 )
+from instrument.plot.fit import fit
 
 
 def test_matplotlib_is_imported_with_the_first_figure_without_pyplot(tmp_path: Path) -> None:
@@ -61,8 +64,18 @@ def test_figure_is_saved_as_png_and_svg(tmp_path: Path) -> None:
 
 def test_plot_functions_are_listed() -> None:
     assert instrument.plot.__all__ == [
-        *("attention", "casts", "class_activation_map", "compare", "diff", "feature_maps", "gradient_flow", "heatmap"),
-        *("histogram_over_time", "layer_similarity", "logit_lens", "patching", "replay"),
+        *(
+            "Look",
+            "attention",
+            "casts",
+            "class_activation_map",
+            "compare",
+            "diff",
+            "feature_maps",
+            "gradient_flow",
+            "heatmap",
+        ),
+        *("histogram_over_time", "importance", "layer_similarity", "logit_lens", "patching", "replay"),
     ]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
 
@@ -96,7 +109,7 @@ def test_scale_is_wide_from_a_ratio_of_100(values: list[float], wide: bool) -> N
 
 def test_scale_without_finite_values_has_defaults() -> None:
     assert not needs_log_scale(np.full(3, np.nan))
-    assert colours(np.full(3, np.nan)) == {"cmap": "viridis", "vmin": 0.0, "vmax": 1.0}
+    assert colours(np.full(3, np.nan)) == {"cmap": None, "vmin": 0.0, "vmax": 1.0}
 
 
 @pytest.mark.parametrize("examples", tiered([10, 100], [10]))
@@ -106,7 +119,9 @@ def test_step_labels_have_even_distances(examples: int) -> None:
 
 def check_steps(count: int, every: int) -> None:
     axes = new_figure(4.0, 2.0).subplots()
-    label_steps(axes, [step * every for step in range(count)], 4.0)
+    label_steps(axes, [step * every for step in range(count)])
+    fit(figure := axes.figure, [axes])
+    figure.draw_without_rendering()
     gaps = np.diff(axes.get_xticks())
     assert (gaps == gaps[:1]).all()
     named = [int(label.get_text().replace(",", "")) for label in axes.get_xticklabels()]
@@ -128,11 +143,12 @@ def test_logarithmic_axis_has_labels_for_any_range(ends: tuple[float, float]) ->
 
 
 def test_legend_has_each_label_once() -> None:
-    figure = new_figure(4.0, 2.0)
-    for axes in figure.subplots(1, 2):
+    charts = new_charts(4.0, 2.0, 1, 2)
+    for axes in charts.flat:
         axes.plot([0], label="same")
-    figure.axes[1].plot([0], label="own")
-    add_legend(figure)
+    charts[0, 1].plot([0], label="own")
+    add_legend(charts)
+    figure = figure_of(charts)
     assert legend_of(figure) == ["same", "own"]
 
 
@@ -140,5 +156,5 @@ def test_rounded_number_has_no_negative_zero() -> None:
     figure = new_figure(4, 2)
     axes = figure.add_subplot()
     values = np.array([[-0.001, -2.0]])
-    write_numbers(axes, values, axes.pcolormesh(values), 4)
+    write_numbers(axes, values, axes.pcolormesh(values))
     assert [text.get_text() for text in axes.texts] == ["0.0", "-2.0"]

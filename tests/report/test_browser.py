@@ -401,6 +401,56 @@ def test_tool_bar_is_above_its_chart_and_uploads_nothing(full_report: OpenReport
         assert not [button for button in buttons if "share" in button.lower()]
 
 
+BOXES = """
+[...document.querySelectorAll('.js-plotly-plot')].filter(chart => chart.offsetParent).map(chart => {
+  const boxes = selector => [...chart.querySelectorAll(selector)].filter(part => !part.parentNode.closest('.colorbar'))
+    .map(part => part.getBoundingClientRect()).filter(box => box.width && box.height)
+    .map(({left, top, right, bottom}) => [left, top, right, bottom]);
+  return {id: chart.id, bars: boxes('.infolayer > .colorbar'), tools: boxes('.modebar-group'), plots: boxes('.nsewdrag'),
+    texts: boxes('.infolayer .legend, .xtick text, .ytick text, .g-gtitle text, .g-xtitle text, .g-ytitle text, .annotation'),
+    whole: boxes('.main-svg')[0]};
+})
+"""
+CONTROLS = """
+[...document.querySelectorAll('h2, h3, select, .note, .lead, nav, summary')].filter(part => part.offsetParent)
+  .map(part => part.getBoundingClientRect()).map(({left, top, right, bottom}) => [left, top, right, bottom])
+"""
+
+
+def overlap(one: list[float], two: list[float]) -> bool:
+    """Return whether two boxes [left, top, right, bottom] overlap by more than one pixel in both directions."""
+    return min(one[2], two[2]) - max(one[0], two[0]) > 1 and min(one[3], two[3]) - max(one[1], two[1]) > 1
+
+
+@pytest.mark.parametrize("width", [1280, PHONE])
+@pytest.mark.parametrize("reported", ["reported_run", "reported_sweep"])
+def test_color_bars_and_tool_bars_overlap_nothing(
+    open_page: Open, request: pytest.FixtureRequest, reported: str, width: int
+) -> None:
+    with open_page(request.getfixturevalue(reported), width=width) as report:
+        if reported == "reported_sweep":
+            report.choose("against-view", "heat map")
+        charts, controls = report.page.evaluate(BOXES), report.page.evaluate(CONTROLS)
+    assert len(charts) > (1 if reported == "reported_sweep" else 8)
+    assert any(chart["bars"] for chart in charts)
+    assert any(chart["tools"] for chart in charts) == (width > PHONE)
+    for chart in charts:
+        others = [other for other in charts if other is not chart]
+        around = [*controls, *(box for other in others for box in (*other["plots"], *other["bars"], *other["tools"]))]
+        for bar in chart["bars"]:
+            assert bar[0] >= chart["whole"][0] - 1, chart["id"]
+            assert bar[2] <= chart["whole"][2] + 1, chart["id"]
+            near = [
+                *chart["plots"],
+                *chart["texts"],
+                *chart["tools"],
+                *(box for box in chart["bars"] if box is not bar),
+            ]
+            assert not [box for box in (*near, *around) if overlap(bar, box)], chart["id"]
+        for tool in chart["tools"]:
+            assert not [box for box in (*chart["plots"], *chart["texts"], *around) if overlap(tool, box)], chart["id"]
+
+
 @pytest.mark.parametrize(
     ("first", "last", "ticks"),
     [

@@ -121,13 +121,15 @@ function drawGrid(seen, x, by, title) {
   const [columns, rows] = [x, by].map((key) => ordered(seen.map((one) => one.run.overrides[key])));
   const cells = rows.map((row) => columns.map((column) => seen.filter((one) => one.run.overrides[x] === column && one.run.overrides[by] === row)));
   const values = cells.map((line) => line.map((cell) => mean(cell.map((one) => one.value))));
-  const colours = colouredCells(values, scaleOf(values), "", {
+  const heading = `${title}: mean over runs`; // above the color bar, which is above the chart on a narrow page
+  const namesOf = (levels) => (levels.length > MANY ? { nticks: MANY } : { tickmode: "array", tickvals: levels.map(plain), ticktext: levels.map((level) => plain(short(String(level), isNarrow() ? 12 : 28))) });
+  const colours = colouredCells(values, scaleOf(values), isNarrow() ? heading : "", {
     x: columns.map(plain), y: rows.map(plain), xgap: 2, ygap: 2, text: values.map((line) => line.map(formatNumber)), texttemplate: "%{text}",
     hovertemplate: `${plain(x)} = %{x}<br>${plain(by)} = %{y}<br>%{customdata:.5g}<extra></extra>`,
   });
   plot("against-chart", [colours], {
-    height: Math.max(260, 60 * rows.length + 120), title: { text: `${title}: mean over runs`, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
-    xaxis: { type: "category", title: { text: plain(x) }, showgrid: false, nticks: MANY }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
+    height: Math.max(260, 60 * rows.length + 120), title: { text: isNarrow() ? "" : heading, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
+    xaxis: { type: "category", title: { text: plain(x) }, showgrid: false, ...namesOf(columns) }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false, ...namesOf(rows) },
   });
 }
 

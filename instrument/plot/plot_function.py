@@ -1,0 +1,88 @@
+"""The decorator and the registry of plot functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+from ..errors import InstrumentError, Problem
+from ..fields.registry import Registry
+from .fit import fit
+from .look import CURRENT, Current, Look, current, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+ARGUMENTS = ("width", "labels", "scale", "interval", "ax")
+NARROWEST = 2.0  # minimum width of a figure, in inches
+PLOTS: Registry[Any] = Registry(
+    "plots",
+    "plot",
+    builtin={
+        "attention": "instrument.interpret.attention_plot:attention",
+        "class_activation_map": "instrument.interpret.class_activation_plot:class_activation_map",
+        "layer_similarity": "instrument.interpret.layer_similarity_plot:layer_similarity",
+        "logit_lens": "instrument.interpret.logit_lens_plot:logit_lens",
+        "patching": "instrument.interpret.patching:patching",
+    },
+)
+
+
+def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]:
+    """Register a plot function, let it take the arguments of `Look`, and give its figure the common style.
+
+    Args:
+        refused: Arguments that have no meaning for the plot, with the reason.
+    """
+
+    def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
+        own = signature(function).parameters
+
+        @wraps(function)
+        def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
+            names = [name for name in ARGUMENTS if name in kwargs and name not in own]
+            look: Any = {name: kwargs.pop(name) for name in names}
+            _check(look, function.__name__, refused)
+            with style():
+                token = CURRENT.set(Current(look))
+                try:
+                    others = [] if current().ax is None else current().ax.get_figure(root=True).axes  # type: ignore[union-attr]
+                    figure = function(*args, **kwargs)
+                    fit(figure, [axes for axes in figure.axes if axes not in others or axes is current().ax])
+                finally:
+                    CURRENT.reset(token)
+            return figure
+
+        draw.refused = refused  # type: ignore[attr-defined]
+        if function.__name__ not in PLOTS.builtin:
+            PLOTS.register(function.__name__)(draw)
+        return draw
+
+    return decorate
+
+
+def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
+    """Raise an InstrumentError for arguments that the plot refuses, or that are not allowed."""
+    for key, reason in refused.items():
+        if look.get(key) is not None:
+            takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]
+            raise InstrumentError(
+                Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
+            )
+    width, scale, interval, labels = (look.get(key) for key in ("width", "scale", "interval", "labels"))
+    if width is not None and not (isinstance(width, int | float) and width >= NARROWEST):
+        raise InstrumentError(Problem("width", "must be a width in inches", repr(width), f"{NARROWEST:g} or more"))
+    if scale not in (None, "linear", "log"):
+        raise InstrumentError(Problem("scale", "unknown scale", repr(scale), "linear, log"))
+    if interval is not None and not (isinstance(interval, int | float) and 0 <= interval < 1):
+        raise InstrumentError(Problem("interval", "must be a confidence level", repr(interval), "0 to less than 1"))
+    if labels is not None and not isinstance(labels, Mapping):
+        raise InstrumentError(Problem("labels", "must be a mapping of texts to texts", repr(labels)))
+    ax = look.get("ax")
+    if ax is not None and not hasattr(ax, "get_subplotspec"):
+        raise InstrumentError(Problem("ax", "must be axes of matplotlib", type(ax).__name__))
+    if ax is not None and width is not None:
+        raise InstrumentError(Problem("width", "axes have the width of their figure", width, fix="omit width or ax"))
