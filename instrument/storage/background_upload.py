@@ -192,7 +192,7 @@ class Upload(OwnedByProcess):
                 changed = table_folder.stat().st_mtime_ns
                 before = self._modified_times.get(table_folder, (0, 0))
                 if before != (changed, changed):
-                    # The block files come first: whoever finds a part remotely finds the bytes of its rows.
+                    # Block files come first: a reader that finds a part remotely also finds the bytes of its rows.
                     blocks = block_files(self.folder, ended=True) if table == "tensors" else {}
                     files = (*blocks.items(), *part_files(self.folder, table).items())
                     yield from (file for part, file in files if part.rank == self.rank)

@@ -6,10 +6,11 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -23,6 +24,7 @@ from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
 from .parts import (
     JOURNALS,
+    ROW_GROUP_BYTES,
     Part,
     as_written,
     block_files,
@@ -212,7 +214,8 @@ class RunFiles:
                     selects_all = is_large and condition is not None and _selects_all(part, condition)
                     rest = None if selects_all else condition
                     for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
-                        yield from self._finished(table, pa.Table.from_batches([batch]), columns).to_batches()
+                        for rows in _pieces(batch) if "data" in wanted else [batch]:
+                            yield from self._finished(table, pa.Table.from_batches([rows]), columns).to_batches()
 
     def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
         """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
@@ -361,6 +364,13 @@ def row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
     """Return the row groups of a Parquet file; other fragments are returned unchanged."""
     groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
     return groups
+
+
+def _pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Split rows of tensors, so that the bytes of a piece in block files have about the size of a row group."""
+    pieces = np.cumsum(rows["size"].fill_null(0).to_numpy()) // ROW_GROUP_BYTES
+    for start, end in pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(pieces)]):
+        yield rows.slice(start, end - start)
 
 
 def _selects_all(piece: ds.Fragment, condition: ds.Expression) -> bool:
