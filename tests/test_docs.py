@@ -100,7 +100,7 @@ def test_example_of_an_action_is_valid(name: str) -> None:
 )
 def test_links_lead_to_files(name: str) -> None:
     page = REPOSITORY / name
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", without_code(page)):
         assert (page.parent / link).exists(), link
 
 
@@ -111,11 +111,14 @@ def test_links_lead_to_headings(page: Path) -> None:
         assert target.suffix != ".md" or heading in headings(target), f"{link}#{heading}"
 
 
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 @functools.cache
 def headings(page: Path) -> set[str]:
     """Return the anchors of the headings of a page, as the extension `toc` of Python-Markdown makes them."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles)
     words = (re.sub(r"[^\w\s-]", "", title).strip().lower() for title in plain)
     return {re.sub(r"[-\s]+", "-", title) for title in words}

@@ -39,7 +39,7 @@ def load(path: str | Path | Sequence[str | Path]) -> Run:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
-    if isinstance(path, str | Path):
+    if isinstance(path, str) or not isinstance(path, Sequence):  # the path of a store of fsspec is no Path
         return Run(*find_runs(path))
     if len(path) == 0 or any(is_address(each) for each in path):
         raise ConfigError(Problem("path", "must be a folder, or a list of local folders", str(path)))

@@ -164,7 +164,7 @@ def test_effects_of_a_key_on_custom_metrics(sweep: instrument.Run) -> None:
 
 def test_plot_and_diff_of_custom_metrics(sweep: instrument.Run) -> None:
     for runs in (sweep, sweep.metrics):
-        figure = compare(runs, "score")
+        figure = compare(runs, "score", interval=0)
         assert figure.axes[0].get_ylabel() == "score"
         labels = [str(line.get_label()) for line in figure.axes[0].lines if "=" in str(line.get_label())]
         assert labels == [f"norm={norm} seed={seed}" for norm in (1, 2) for seed in range(3)]

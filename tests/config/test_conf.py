@@ -27,7 +27,7 @@ from instrument.tasks import Outcome
 from instrument.training.apply import apply_specs, build_module
 from instrument.training.data import load_data
 from instrument.training.experiment import _build_optimizer, prepare
-from instrument.training.models import DenseGAN
+from instrument.training.models import DenseGAN, SparseAutoencoder
 
 CONF = Path(__file__).parents[2] / "conf"
 BASE = ("model=mnist_cnn", "data=digits")
@@ -40,6 +40,7 @@ INPUTS = {
     "dense_gan": (torch.zeros(2, 16), (2, 1, 8, 8)),
     "tiny_gpt": (torch.zeros(2, 64, dtype=torch.int64), (2, 64, 128)),
     "attention_only": (torch.zeros(2, 16, dtype=torch.int64), (2, 16, 16)),
+    "sparse_autoencoder": (torch.zeros(2, 32), (2, 32)),
 }
 
 
@@ -142,7 +143,8 @@ def skip_init(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_model_builds_and_accepts_its_input(name: str) -> None:
     model = build_module(config_with_option("model", name).model, "model").eval()
     inputs, output = INPUTS.get(name, (torch.zeros(2, 1, 28, 28), (2, 10)))
-    assert model(inputs).shape == output
+    result = model(inputs)
+    assert (result[0] if isinstance(result, tuple) else result).shape == output
 
 
 @pytest.mark.parametrize("name", ["digits", "random"])
@@ -185,6 +187,7 @@ TASK_INPUTS = {
     ),
     "loss_dict": (Calls(losses, layer=nn.Linear(4, 10)), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
     "autoencoder": (nn.Linear(4, 4), [torch.randn(3, 4), torch.tensor([1, 9, 0])]),
+    "sparse_autoencoder": (SparseAutoencoder(4, 8, k=2), {"x": torch.randn(3, 4)}),
     "next_token": (nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7)), torch.randint(7, (3, 6))),
     "wgan_gp": (DenseGAN(image=(1, 4, 4)), [torch.randn(3, 1, 4, 4), torch.tensor([1, 9, 0])]),
 }
