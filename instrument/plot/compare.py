@@ -30,10 +30,9 @@ from ..tables.schemas import MOMENT, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
-    add_legend,
     colour_of,
     draw_line,
-    figure_of,
+    finished,
     height_of,
     height_or,
     label_locations,
@@ -58,7 +57,6 @@ LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
 BAND = {"alpha": 0.2, "linewidth": 0.0}
-MIN_SEEDS = 3  # number of seeds from which lines are means with intervals, if `interval` is not given
 RATES = ("lr", "learning_rate")  # names of overrides whose axis is logarithmic
 FEW_VALUES = 8  # maximum number of values that all get a tick
 _FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
@@ -113,12 +111,8 @@ def compare(
             steps: `train`, or `forward` for runs that do not train.
         look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
-            installed.
+        InstrumentError: No data matches the arguments or more than one series matches them.
     """
     several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
     metrics, statistics = _choices(several)
@@ -239,7 +233,7 @@ def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
             low, high = line.values - line.width, line.values + line.width
             axes.fill_between(line.values.index, low, high, color=line.colour, **BAND)
     scale(axes, "y", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
-    return _finished(charts, curves.title, _with_note("step", lines), curves.axis)
+    return finished(charts, curves.title, at_side=True, xlabel=_with_note("step", lines), ylabel=curves.axis)
 
 
 def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
@@ -254,7 +248,8 @@ def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.Dat
             axes.fill_betweenx(rows, line.values - line.width, line.values + line.width, color=line.colour, **BAND)
     scale(axes, "x", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
     label_locations(axes, locations)
-    return _finished(charts, curves.title, _with_note(curves.axis, lines), "in forward order")
+    xlabel = _with_note(curves.axis, lines)
+    return finished(charts, curves.title, at_side=True, xlabel=xlabel, ylabel="in forward order")
 
 
 class Line(NamedTuple):
@@ -273,8 +268,7 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
     for run, label in _labels_without_seed(overrides).items():
         if run in curves.values:
             groups.setdefault(label, []).append(run)
-    most = max(map(len, groups.values()), default=0)
-    if current().interval and most >= (2 if current().has_interval else MIN_SEEDS):
+    if current().has_intervals(max(map(len, groups.values()), default=0)):
         means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
         return [
             Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)
@@ -328,7 +322,7 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     _label_values(axes, x, at, names)
     bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
     over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
-    return _finished(charts, f"{curves.title}, last recorded", over, curves.axis)
+    return finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
@@ -348,15 +342,18 @@ def _is_number(cell: object) -> bool:
 def _label_values(axes: Axes, x: str, at: dict[str, float], names: list[str]) -> None:
     """Set up the horizontal axis of an override: logarithmic for rates, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and _is_rate(x, values))
+    scale(axes, "x", values, is_log=not names and is_rate(x, values.tolist()))
     if names or len(values) <= FEW_VALUES:
         axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
 
 
-def _is_rate(name: str, values: np.ndarray) -> bool:
-    """Return whether ascending values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
-    if values[0] <= 0 or len(values) < 2:
+def is_rate(name: str, cells: Sequence[object]) -> bool:
+    """Return whether values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
+    if not all(_is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
+        return False
+    values = np.unique(np.asarray(cells, np.float64))
+    if len(values) < 2:
         return False
     is_named = name.rsplit(".", 1)[-1].strip("_") in RATES
     steps, factors = np.diff(values), np.diff(np.log(values))
@@ -386,17 +383,9 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     """Create a figure with room for labels at the left and a legend at the right."""
     letters = max((min(len(label), LONG) for label in labels), default=0)
     room = 0.0 if current().width else LINE * len(labels)
-    return new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
-
-
-def _finished(charts: np.ndarray, title: str, x: str, y: str) -> Figure:
-    axes = charts[0, 0]
-    axes.set_title(plain(title, 80))
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(True)
-    add_legend(charts, at_side=True)
-    return figure_of(charts)
+    charts = new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
+    charts[0, 0].grid(True)
+    return charts
 
 
 # ------------------------------------------------------------------------------------------------ runs and their labels
