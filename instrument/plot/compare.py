@@ -114,13 +114,7 @@ def compare(
     Raises:
         InstrumentError: No data matches the arguments or more than one series matches them.
     """
-    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
-    metrics, statistics = _choices(several)
-    check_choice(y, [*metrics, *statistics], "y", "unknown metric or statistic")
-    table = "metrics" if y in metrics else "stats"
-    frame = _frame_of(several, table)
-    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
-    overrides = overrides_of(frame.drop(columns=[*custom]), table)
+    several, table, frame, overrides = _opened(runs, y)
     at = _override(x, overrides)
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
@@ -138,31 +132,31 @@ def final_values(
     runs: Run | Sequence[Run] | pd.DataFrame, metric: str, phase: str | None = None
 ) -> tuple[pd.Series, pd.DataFrame, str]:
     """Return the last recorded value of a metric of each run, float64 [runs], with the differing overrides and a title."""
-    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
-    metrics, _ = _choices(several)
-    check_choice(metric, metrics, "metric", "unknown metric")
-    frame = _frame_of(several, "metrics")
-    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns("metrics")
+    _, _, frame, overrides = _opened(runs, metric, are_metrics=True)
     curves = _metric(frame, metric, phase or _usual_phase(frame, metric, metric))
     values = pd.Series({run: float(line.iloc[-1]) for run, line in curves.values.items()}, dtype=np.float64)
-    overrides = overrides_of(frame.drop(columns=[name for name in custom if name != metric]), "metrics")
     return values, overrides.drop(columns=metric, errors="ignore").reindex(values.index), curves.title
 
 
-def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the names of the metrics and of the statistics, with custom ones."""
+def _opened(
+    runs: Run | Sequence[Run] | pd.DataFrame, y: str, *, are_metrics: bool = False
+) -> tuple[Run | pd.DataFrame, str, pd.DataFrame, pd.DataFrame]:
+    """Return the runs together, the table that has a metric or a statistic, its rows, and the overrides that differ."""
+    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
     if not isinstance(several, pd.DataFrame):
-        return [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
-    custom = statistics_in(several)
-    if "layer" in several:
-        return [*METRICS], [*STATISTICS, *custom]
-    return [*METRICS, *custom], [*STATISTICS]
-
-
-def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
+        metrics, statistics = [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
+    elif "layer" in several:
+        metrics, statistics = [*METRICS], [*STATISTICS, *statistics_in(several)]
+    else:
+        metrics, statistics = [*METRICS, *statistics_in(several)], [*STATISTICS]
+    if are_metrics:
+        check_choice(y, metrics, "metric", "unknown metric")
+    check_choice(y, [*metrics, *statistics], "y", "unknown metric or statistic")
+    table = "metrics" if y in metrics else "stats"
     frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
     check_columns(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *REQUIRED_COLUMNS))
-    return frame
+    own = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
+    return several, table, frame, overrides_of(frame.drop(columns=[*own]), table)
 
 
 def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
