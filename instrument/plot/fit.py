@@ -83,7 +83,7 @@ def _rename(drawn: Sequence[Axes], above: Sequence[Text]) -> None:
 
 
 def _room(axes: Axes, others: Sequence[Axes], *, is_vertical: bool) -> float:
-    """Return the length of a text that is centered at a chart, in pixels: to the edges, and half the way to charts beside it."""
+    """Return the length of a text that is centered at a chart, in pixels: to the edges, and half the way to charts next to it."""
     along, across = ("intervaly", "intervalx") if is_vertical else ("intervalx", "intervaly")
     low, high = getattr(axes.bbox, across)
     whole, middle = getattr(axes.get_figure(root=False).bbox, along), getattr(axes.bbox, along).mean()  # type: ignore[union-attr]
