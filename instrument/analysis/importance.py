@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 import numpy as np
 import pandas as pd
 
@@ -48,15 +50,19 @@ def importance_of(factors: pd.DataFrame, values: pd.Series, *, interval: float =
         )
     codes = np.column_stack([_numbers(known[name]) for name in known])
     most = max(2, int(CELLS ** (1 / codes.shape[1])))
-    levels = [_levels(column, most) for column in codes.T]
-    grid = np.stack(np.meshgrid(*(level for level, _ in levels), indexing="ij"), -1)
+    levels, weights = zip(*(_levels(column, most) for column in codes.T), strict=True)
+    weight = reduce(np.multiply.outer, weights)
+    grid = np.stack(np.meshgrid(*levels, indexing="ij"), -1).reshape(-1, codes.shape[1]).astype(np.float32)
     forest = RandomForestRegressor(TREES, max_features=1.0, random_state=0).fit(codes, y)
     shares = []
     for tree in forest.estimators_:
-        cells = tree.predict(grid.reshape(-1, codes.shape[1]).astype(np.float32)).reshape(grid.shape[:-1])
-        total, mains = _variances(cells, [weight for _, weight in levels])
+        cells = tree.predict(grid).reshape(weight.shape)
+        centred = cells - (weight * cells).sum()
+        total = (weight * centred**2).sum()
+        sums = [np.moveaxis(weight * centred, axis, 0).reshape(len(own), -1).sum(1) for axis, own in enumerate(weights)]
+        mains = np.array([(each**2 / own).sum() for each, own in zip(sums, weights, strict=True)])
         if total > 0:  # otherwise all runs of the bootstrap sample have the same value
-            shares.append(np.array([*mains, max(0.0, total - sum(mains))]) / total)
+            shares.append(np.append(mains, max(0.0, total - mains.sum())) / total)
     tails = (1 - interval) / 2
     low, high = np.quantile(shares, [tails, 1 - tails], axis=0)
     columns = {"importance": np.mean(shares, axis=0), "low": low, "high": high}
@@ -79,20 +85,3 @@ def _levels(column: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         found = np.quantile(column, (np.arange(most) + 0.5) / most, method="nearest")
         counts = np.ones(most, np.int64)
     return found, counts / counts.sum()
-
-
-def _variances(cells: np.ndarray, weights: list[np.ndarray]) -> tuple[float, list[float]]:
-    """Return the weighted variance of cells [values of factor 1, values of factor 2, ...], and those of the means given a factor."""
-    mains = []
-    centred = cells - _mean(cells, weights)
-    for axis, weight in enumerate(weights):
-        others = np.moveaxis(centred, axis, 0)
-        means = np.array([_mean(part, weights[:axis] + weights[axis + 1 :]) for part in others])
-        mains.append(float(weight @ means**2))
-    return _mean(centred**2, weights), mains
-
-
-def _mean(cells: np.ndarray, weights: list[np.ndarray]) -> float:
-    for weight in weights:
-        cells = np.tensordot(weight, cells, 1)
-    return float(cells)

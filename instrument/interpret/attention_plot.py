@@ -82,12 +82,9 @@ def attention(
         phase: Phase of the hook, such as `eval`. Default: `train` if it was recorded.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No recorded tensor matches the arguments, or more than one series does; the head or the sample was
-            not recorded; the number of tokens is not that of the keys; or matplotlib is not installed.
+        InstrumentError: No recorded tensor matches the arguments, or more than one series does; the head or the sample
+            was not recorded; the number of tokens is not that of the keys.
     """
     tensors = _tensors(run, [layer] if isinstance(layer, str) else layer, hook, phase, step)
     batch, position, name = _find_sample(run, tensors, sample)

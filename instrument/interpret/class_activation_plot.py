@@ -59,12 +59,8 @@ def class_activation_map(
         samples: The id of a sample, or a list of ids. Default: the first 4.
         look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: As for `instrument.interpret.class_activation_map`; a sample was not recorded, or matplotlib is not
-            installed.
+        InstrumentError: As for `instrument.interpret.class_activation_map`; a sample was not recorded.
     """
     maps = compute(run, layer, classifier=classifier, classes=classes, hook=hook, phase=phase, step=step, path=path)
     rows = _rows(maps, samples)

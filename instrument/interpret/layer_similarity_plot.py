@@ -10,10 +10,9 @@ import pandas as pd
 from ..analysis.plot_data import short_names
 from ..plot.axes_and_scales import (
     LONGEST,
-    add_legend,
     colours,
     draw_cells,
-    figure_of,
+    finished,
     height_of,
     new_charts,
     plain,
@@ -35,23 +34,14 @@ def layer_similarity(table: pd.DataFrame, **look: Unpack[Look]) -> Figure:
     Args:
         table: The result of `instrument.interpret.layer_similarity`.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
-
-    Returns:
-        The matplotlib figure.
-
-    Raises:
-        InstrumentError: matplotlib is not installed.
     """
     rows, columns = ([str(name) for name in names] for names in (table.index, table.columns))
     values = table.to_numpy(np.float64)
     width = min(WIDEST, max(2.0, CELL * len(columns)))
     height = max(height_of(len(rows)), min(WIDEST, CELL * len(rows)))
     charts = new_charts(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
-    axes = charts[0, 0]
     names, missing = short_names(columns, LONGEST), "constant or not finite"
     labels, scale = [plain(names[name], name=name) for name in columns], colours(values, limits=(0.0, 1.0))
-    draw_cells(axes, values, rows, labels, height=height, label="linear CKA", missing=missing, **scale)
-    add_legend(charts)
+    draw_cells(charts[0, 0], values, rows, labels, height=height, label="linear CKA", missing=missing, **scale)
     samples = table.attrs.get("samples")
-    axes.set_title("similarity of layers" + (f", {samples:,} samples" if samples else ""))
-    return figure_of(charts)
+    return finished(charts, "similarity of layers" + (f", {samples:,} samples" if samples else ""))

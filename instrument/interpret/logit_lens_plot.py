@@ -58,11 +58,8 @@ def logit_lens(
             Default: the ids.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: The table has no rows of the sample or lacks a column, or matplotlib is not installed.
+        InstrumentError: The table has no rows of the sample or lacks a column.
     """
     columns = ("layer", "sample", "position", "top_tokens", "top_log_probs", "target")
     check_columns(table, "logit lens", columns)

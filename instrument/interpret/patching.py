@@ -14,23 +14,15 @@ import pandas as pd
 
 from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
 from ..analysis.config_fields import canonical_json, to_yaml
+from ..analysis.config_key_effects import student
 from ..analysis.load import Run
 from ..analysis.means_over_steps import Means, averaged_columns, keys_of, means_of
 from ..analysis.plot_data import check_choice
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
-from ..plot.axes_and_scales import (
-    add_legend,
-    colours,
-    draw_cells,
-    figure_of,
-    new_charts,
-    plain,
-    token_label,
-    width_of,
-)
+from ..plot.axes_and_scales import colours, draw_cells, finished, new_charts, plain, token_label, width_of
 from ..plot.compare import METRICS, combine_runs
-from ..plot.look import Look
+from ..plot.look import Look, current
 from ..plot.plot_function import plot
 from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
@@ -44,7 +36,7 @@ CELL, ROW = 0.42, 0.28  # size of a cell, in inches
 NARROWEST, WIDEST = 3.0, 12.0  # limits of the width of the chart without labels, in inches
 
 
-@plot(interval="draws one number per cell")
+@plot()
 def patching(
     sweep: Run | Sequence[Run] | Attribution,
     metric: str = "loss",
@@ -63,7 +55,8 @@ def patching(
     The rows are the layers of the intervention. The columns are the other field in which the runs differ, such as
     `positions`, `heads.take`, `units` or `scale`. A cell is the metric of its run minus that of the baseline: the run without
     the intervention that has the same seed and is equal otherwise. Without any baseline, it is the metric itself. Runs that
-    differ only in their seed share a cell, which has their mean.
+    differ only in their seed share a cell, which has their mean, and for three seeds or more, or with `interval`, half the width
+    of its Student's t interval.
 
     Args:
         sweep: The folder of a sweep, or a list of runs. A baseline in the same folder is found. Or the result of
@@ -75,22 +68,19 @@ def patching(
         intervention: Name of the intervention; required if the runs differ in several.
         baseline: A run without the intervention, if it is not one of the runs.
         tokens: Labels of the positions, if these are the columns: the tokens of the sample, as strings or ids.
-        look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
-
-    Returns:
-        The matplotlib figure.
+        look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
 
     Raises:
-        InstrumentError: The finished runs do not differ in one or two fields of an intervention, no run has the metric, several
-            locations have the statistic, or matplotlib is not installed. The message names the keys in which the runs differ.
+        InstrumentError: The finished runs do not differ in one or two fields of an intervention, no run has the metric, or
+            several locations have the statistic. The message names the keys in which the runs differ.
     """
     if isinstance(sweep, Attribution):
         given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
         for name in (name for name, value in given.items() if value is not None):
             raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
         return _draw_attribution(sweep, tokens)
-    grid, values, has_reference = _grid_of(sweep, metric, layer, hook, intervention, baseline)
-    return _draw_figure(grid, values, metric, tokens, has_reference=has_reference)
+    grid, numbers, has_reference = _grid_of(sweep, metric, layer, hook, intervention, baseline)
+    return _draw_figure(grid, numbers, metric, tokens, has_reference=has_reference)
 
 
 def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int] | None) -> Figure:
@@ -103,7 +93,9 @@ def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int]
     )
     agreement = "" if result.exact is None else f", rank correlation with exact effects {result.rank_correlation():.2f}"
     title, label = f"{result.method.replace('_', ' ')} of {result.of}{agreement}", f"contribution to {result.of}"
-    return _draw_figure(grid, result.grid.to_numpy(), "", tokens, has_reference=True, title=title, label=label)
+    return _draw_figure(
+        grid, np.ma.asarray(result.grid.to_numpy()[..., None]), "", tokens, has_reference=True, title=title, label=label
+    )
 
 
 def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:
@@ -118,8 +110,12 @@ def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any)
     Raises:
         InstrumentError: As for `instrument.plot.patching`.
     """
-    grid, values, _ = _grid_of(sweep, metric, **options)
-    return pd.DataFrame(values, pd.Index(grid.rows, name=grid.row_key), pd.Index(grid.columns, name=grid.column_key))
+    grid, numbers, _ = _grid_of(sweep, metric, **options)
+    return pd.DataFrame(
+        numbers.mean(-1).filled(np.nan),
+        pd.Index(grid.rows, name=grid.row_key),
+        pd.Index(grid.columns, name=grid.column_key),
+    )
 
 
 def _grid_of(
@@ -129,19 +125,19 @@ def _grid_of(
     hook: str | None = None,
     intervention: str | None = None,
     baseline: Run | None = None,
-) -> tuple[InterventionGrid, np.ndarray, bool]:
-    """Return the runs as a grid, its values, and whether these are differences to one baseline."""
+) -> tuple[InterventionGrid, np.ma.MaskedArray, bool]:
+    """Return the runs as a grid, its numbers, and whether these are differences to one baseline."""
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
     reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
-    values = grid.values(number, reference)
-    if not np.isfinite(values).any():
+    numbers = grid.numbers(number, reference)
+    if not np.isfinite(numbers).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
-    return grid, values, reference is not None
+    return grid, numbers, reference is not None
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
@@ -162,7 +158,7 @@ def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | 
 
 def _draw_figure(
     grid: InterventionGrid,
-    values: np.ndarray,
+    numbers: np.ma.MaskedArray,
     metric: str,
     tokens: Sequence[str] | Sequence[int] | None,
     *,
@@ -171,24 +167,27 @@ def _draw_figure(
     label: str = "",
 ) -> Figure:
     is_difference = has_reference or grid.has_baseline
-    rows, columns = values.shape
+    rows, columns, seeds = numbers.shape
+    values, widths = numbers.mean(-1).filled(np.nan), None
+    if current().has_intervals(seeds):
+        squares = ((numbers - values[..., None]) ** 2).sum(-1).filled(np.nan)
+        widths, _ = student(values, squares, numbers.count(-1), current().interval)
     labels = _column_labels(grid, tokens)
     width = float(np.clip(CELL * columns, NARROWEST, WIDEST))
-    height = max(1.2, ROW * rows)
+    height = max(1.2, (ROW if widths is None else 1.4 * ROW) * rows)
     charts = new_charts(width + width_of(grid.rows) + 1.6, height + 1.5)
     axes = charts[0, 0]
     name = METRICS.get(metric) or axis_name(metric)
     label = label or f"{name} minus baseline" if is_difference else name
     missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
     scale = _colours(values, is_difference=is_difference)
-    draw_cells(axes, values, grid.rows, labels, height=height, label=label, missing=missing, **scale)
-    add_legend(charts)
+    draw_cells(axes, values, grid.rows, labels, height=height, label=label, missing=missing, widths=widths, **scale)
     title = title or f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
-    axes.set_title(plain(title, 80))
-    axes.set_ylabel(plain(grid.row_key))
     notes = _notes(grid, has_reference=has_reference)
-    axes.set_xlabel("\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip())
-    return figure_of(charts)
+    if widths is not None:
+        notes[0] += f" ± half of its {100 * current().interval:g}% interval"
+    xlabel = "\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip()
+    return finished(charts, title, xlabel=xlabel, ylabel=plain(grid.row_key))
 
 
 def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
@@ -276,8 +275,8 @@ class InterventionGrid:
         """Whether any run has a baseline."""
         return any(cell.baseline is not None for cell in self.cells)
 
-    def values(self, number: Callable[[int], float], baseline: float | None = None) -> np.ndarray:
-        """Return the mean number of each cell over its runs.
+    def numbers(self, number: Callable[[int], float], baseline: float | None = None) -> np.ma.MaskedArray:
+        """Return the numbers of the runs of each cell.
 
         If there are baselines, these are differences: the number of each run minus that of its baseline. Runs without a baseline
         do not count then.
@@ -287,7 +286,7 @@ class InterventionGrid:
             baseline: The number of the baseline of all runs. Default: that of the baseline of each run.
 
         Returns:
-            float64, shape [rows, columns]; NaN for cells without a run, or without a baseline if others have one.
+            float64, shape [rows, columns, seeds]; masked where a cell has fewer runs, or runs without a baseline if others have one.
         """
         number = cache(number)  # several runs have the same baseline
         cell_values: dict[tuple[int, int], list[float]] = {}
@@ -297,10 +296,12 @@ class InterventionGrid:
             own = 0.0 if cell.baseline is None else number(cell.baseline)
             value = number(cell.treated) - (own if baseline is None else baseline)
             cell_values.setdefault((cell.row, cell.column), []).append(value)
-        grid = np.full((len(self.rows), len(self.columns)), np.nan)
+        grid = np.full((len(self.rows), len(self.columns), max(map(len, cell_values.values()), default=1)), np.nan)
+        known = np.zeros(grid.shape, bool)
         for at, numbers in cell_values.items():
-            grid[at] = np.mean(numbers)
-        return grid
+            grid[*at, : len(numbers)] = numbers
+            known[*at, : len(numbers)] = True
+        return np.ma.MaskedArray(grid, ~known)
 
 
 def intervention_grid(run: RunTables, intervention: str | None = None) -> InterventionGrid:

@@ -6,7 +6,7 @@ Each function takes a run or a sweep, or a DataFrame with rows of one table, and
     figure.savefig("heatmap.svg")
 
 The functions do not use or change the state of pyplot. matplotlib is part of the extra `[report]`. It is imported when
-the first figure is drawn.
+the first figure is drawn; without it, they raise an InstrumentError.
 """
 
 from typing import Any

@@ -12,7 +12,6 @@ import numpy as np
 from ..analysis.plot_data import Matrix, short_names
 from ..analysis.tensor_images import limits as symmetric_limits
 from ..errors import InstrumentError, Problem
-from ..fields.pip_extras import pip_command
 from ..tables.statistics import statistic_of
 from .look import current
 from .style import CATEGORIES, SIGNED, WIDE, ZERO
@@ -36,10 +35,8 @@ LONGEST_TOKEN = 12  # maximum length of the label of a token, in characters
 INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
 PAD = 0.08  # padding around a chart, in inches
-NAMES, WIDEST = (
-    0.38,
-    8.0,
-)  # maximum share of the width for names of rows, and the width of which it is without the argument
+NAMES = 0.38  # maximum share of the width for names of rows
+WIDEST = 8.0  # the width of which it is without the argument, in inches
 FLAT = 0.62  # maximum ratio of height to width of charts of lines
 SIDE_BY_SIDE = 5.5  # width from which two charts are side by side, in inches
 FEW = 2.0  # minimum height of a chart, in inches
@@ -47,17 +44,11 @@ POINTS = 60  # maximum number of points of a line with markers
 
 
 def new_figure(width: float, height: float) -> Picture:
-    """Create an empty figure; the size is in inches. The width is that of the argument `width` of the plot, if it was given.
+    """Create an empty figure; the size is in inches. The width is that of the argument `width` of the plot, if it was given."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    Raises:
-        InstrumentError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from .figure import Picture
 
-        from .figure import Picture
-    except ModuleNotFoundError as error:
-        raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
     figure = Picture(figsize=(width_or(width), height), layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
     current().place = figure
     return figure
@@ -97,10 +88,24 @@ def _subfigure(ax: Axes) -> SubFigure:
     return place
 
 
+def charts_beside(width: float, height: float, count: int, **beside: Any) -> np.ndarray:
+    """Create charts next to each other, with arguments of `Figure.subplots`; below each other if the figure is narrow."""
+    if count > 1 and is_narrow(width):
+        return new_charts(width, height * count, count, 1)
+    return new_charts(width, height, 1, count, **beside)
+
+
 def figure_of(charts: np.ndarray) -> Figure:
     """Return the figure that contains charts."""
     figure: Figure = charts.flat[0].get_figure(root=True)
     return figure
+
+
+def finished(charts: np.ndarray, title: str | None = None, *, at_side: bool = False, **labels: str) -> Figure:
+    """Set the title, `xlabel` and `ylabel` of the first chart, add the legend of all charts, and return their figure."""
+    charts.flat[0].set(**labels if title is None else {**labels, "title": plain(title, 80)})
+    add_legend(charts, at_side=at_side)
+    return figure_of(charts)
 
 
 def width_or(natural: float) -> float:
@@ -217,12 +222,6 @@ def needs_log_scale(values: np.ndarray) -> bool:
     return bool(finite.size) and bool(finite.min() > 0 and finite.max() >= WIDE * finite.min())
 
 
-def needs_log_colours(values: np.ndarray) -> bool:
-    """Return whether the color scale is logarithmic; zeros among the values have no color on it."""
-    finite = values[np.isfinite(values)]
-    return bool((finite >= 0).all()) and needs_log_scale(finite[finite > 0])
-
-
 def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool | None = None) -> None:
     """Set a linear or logarithmic axis; by default, as the argument `scale` of the plot says, or as the values need it.
 
@@ -261,9 +260,9 @@ def colours(
     if statistic is not None and statistic_of(statistic).unit in ("fraction", "units"):
         limits = (0.0, 1.0)
     chosen = current().scale
-    if chosen == "log" or (chosen is None and limits is None and needs_log_colours(values)):
-        positive = values[np.isfinite(values) & (values > 0)]
-        if not positive.size or (values < 0).any():
+    positive, has_negative = values[np.isfinite(values) & (values > 0)], (values < 0).any()
+    if chosen == "log" or (chosen is None and limits is None and not has_negative and needs_log_scale(positive)):
+        if not positive.size or has_negative:
             raise InstrumentError(Problem("scale", "a logarithmic scale requires positive values", "log", "linear"))
         return {"cmap": None, "norm": "log", "vmin": float(positive.min()), "vmax": float(positive.max())}
     low, high = symmetric_limits(values) if limits is None else limits
@@ -277,7 +276,7 @@ def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> 
     bar.ax.grid(False)
 
 
-def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable) -> None:
+def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, widths: np.ndarray | None = None) -> None:
     """Write the values [rows, columns] into the cells of a heat map if they are few; `fit` removes them if cells are narrow."""
     if values.size > MAX_NUMBERS:
         return
@@ -285,7 +284,9 @@ def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable) -> None
     decimals = max(0, 2 - ceil(log10(largest))) if largest else 0  # two digits of the largest value
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
-            number = f"{value:.2g}" if decimals > MAX_DECIMALS else f"{value:z.{decimals}f}"
+            form = ".2g" if decimals > MAX_DECIMALS else f"z.{decimals}f"
+            has_width = widths is not None and np.isfinite(widths[y, x])
+            number = f"{value:{form}}" + (f"\n±{widths[y, x]:{form}}" if has_width else "")  # type: ignore[index]
             write_cell(axes, x, y, number, shade_on(cells, value), "number")
 
 
@@ -303,6 +304,7 @@ def draw_cells(
     height: float,
     label: str,
     missing: str,
+    widths: np.ndarray | None = None,
     **look: Any,
 ) -> None:
     """Draw a heat map of values [rows, columns] with their numbers, a color bar, and a hatch for missing values.
@@ -311,6 +313,7 @@ def draw_cells(
         height: The height of the chart, in inches.
         label: The label of the color bar.
         missing: The meaning of values that are not finite.
+        widths: Half the widths of the intervals of the values; NaN for none.
         look: The color scale, as arguments of `pcolormesh`.
     """
     axes.grid(False)
@@ -319,7 +322,7 @@ def draw_cells(
     label_columns(axes, columns)
     if not np.isfinite(values).all():
         add_hatch(axes, 0, len(columns), missing)
-    write_numbers(axes, values, cells)
+    write_numbers(axes, values, cells, widths)
     colour_bar(axes, cells, label, height)
 
 
@@ -348,28 +351,25 @@ def add_legend(charts: np.ndarray, *, at_side: bool = False) -> None:
             handles.setdefault(label, handle)
     if not handles:
         return
-    width = width_or(WIDEST)
-    texts = [current().label(label) or fill(label, int((width - 0.6) / LETTER)) for label in handles]
     place = current().place
+    texts = [current().label(label) or fill(label, int((width_or(WIDEST) - 0.6) / LETTER)) for label in handles]
     if place is None:  # below the given axes and their labels
         from matplotlib.transforms import ScaledTranslation
 
         axes = charts.flat[0]
-        figure = axes.get_figure(root=True)
+        figure = figure_of(charts)
         figure.draw_without_rendering()
         below = (axes.bbox.y0 - axes.get_tightbbox().y0) / figure.dpi + 0.03
         where = axes.transAxes + ScaledTranslation(0.0, -below, figure.dpi_scale_trans)
         axes.legend(handles.values(), texts, loc="upper right", bbox_to_anchor=(1.0, 0.0), bbox_transform=where)
         return
-    options: Any = [("outside right upper", 1)] * at_side + [("outside lower right", count) for count in (3, 2, 1)]
-    for where, columns in options:
-        legend = place.legend(handles.values(), texts, loc=where, ncols=columns)
+    beside, below = "outside right upper", "outside lower center"
+    options: Any = [(beside, 1, 1.0 if current().room is None else 1 / 3)] * at_side
+    for loc, columns, most in [*options, (below, 3, 0.98), (below, 2, 0.98), (below, 1, np.inf)]:
+        legend = place.legend(handles.values(), texts, loc=loc, ncols=columns)
         box = legend.get_window_extent()
-        is_beside = where == "outside right upper"
-        most = (1.0 if current().width is None and current().ax is None else 1 / 3) if is_beside else 0.98
-        if box.width < most * place.bbox.width or (columns == 1 and not is_beside):
-            if current().width and not is_beside:
-                current().grow(box.height)
+        if box.width < most * place.bbox.width:
+            current().grow(box.height if loc == below else 0.0)
             return
         legend.remove()
 

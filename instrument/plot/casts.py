@@ -9,16 +9,7 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
-from .axes_and_scales import (
-    add_legend,
-    draw_cells,
-    figure_of,
-    height_of,
-    is_narrow,
-    new_charts,
-    plain,
-    width_of,
-)
+from .axes_and_scales import charts_beside, draw_cells, finished, height_of, plain, width_of
 from .look import Look
 from .plot_function import plot
 from .source import check_columns, table_of
@@ -44,11 +35,8 @@ def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
         run: A run, or rows of its table `casts`. The layers of a DataFrame are ordered by row.
         look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: The table has no rows, or matplotlib is not installed.
+        InstrumentError: The table has no rows.
     """
     table = table_of(run, "casts")
     check_columns(table, "casts", ("format", *VALUES))
@@ -64,17 +52,13 @@ def casts(run: Run | pd.DataFrame, **look: Unpack[Look]) -> Figure:
     percent = 100.0 * underflow.to_numpy(np.float64)
     names = [layer or "." for layer in layers]
     width, height = 2 * (max(1.6, CELL * len(labels)) + 0.9) + width_of(names), height_of(len(layers))
-    below = is_narrow(width)
-    charts = new_charts(
-        width, (1 + below) * (height + width_of(labels) + 0.8), 1 + below, 2 - below, sharex=below, sharey=not below
-    )
+    charts = charts_beside(width, height + width_of(labels) + 0.8, 2)
     for axes, values, title, least in zip(charts.flat, (ratio, percent), TITLES, (None, 0.0), strict=True):
         most = None if least is None else max(1.0, float(np.nanmax(values, initial=0.0)))
         axes.set_title(title)
         missing = "not recorded, zero, or without an error"
-        shown, scale = [plain(label) for label in labels], {"vmin": least, "vmax": most}
-        draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, **scale)
-    for axes in charts[:, 0]:
+        shown = [plain(label) for label in labels]
+        draw_cells(axes, values, names, shown, height=height, label=title, missing=missing, vmin=least, vmax=most)
         axes.set_ylabel("layer, in forward order")
-    add_legend(charts)
-    return figure_of(charts)
+        axes.label_outer()
+    return finished(charts)

@@ -30,10 +30,9 @@ from ..tables.schemas import MOMENT, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
-    add_legend,
     colour_of,
     draw_line,
-    figure_of,
+    finished,
     height_of,
     height_or,
     label_locations,
@@ -58,7 +57,6 @@ LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
 BAND = {"alpha": 0.2, "linewidth": 0.0}
-MIN_SEEDS = 3  # number of seeds from which lines are means with intervals, if `interval` is not given
 RATES = ("lr", "learning_rate")  # names of overrides whose axis is logarithmic
 FEW_VALUES = 8  # maximum number of values that all get a tick
 _FLOATS = [c for c in TABLES["metrics"].columns if c not in MOMENT and c.name != "skipped"]
@@ -113,20 +111,10 @@ def compare(
             steps: `train`, or `forward` for runs that do not train.
         look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
-            installed.
+        InstrumentError: No data matches the arguments or more than one series matches them.
     """
-    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
-    metrics, statistics = _choices(several)
-    check_choice(y, [*metrics, *statistics], "y", "unknown metric or statistic")
-    table = "metrics" if y in metrics else "stats"
-    frame = _frame_of(several, table)
-    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
-    overrides = overrides_of(frame.drop(columns=[*custom]), table)
+    several, table, frame, overrides = _opened(runs, y)
     at = _override(x, overrides)
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
@@ -144,31 +132,31 @@ def final_values(
     runs: Run | Sequence[Run] | pd.DataFrame, metric: str, phase: str | None = None
 ) -> tuple[pd.Series, pd.DataFrame, str]:
     """Return the last recorded value of a metric of each run, float64 [runs], with the differing overrides and a title."""
-    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
-    metrics, _ = _choices(several)
-    check_choice(metric, metrics, "metric", "unknown metric")
-    frame = _frame_of(several, "metrics")
-    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns("metrics")
+    _, _, frame, overrides = _opened(runs, metric, are_metrics=True)
     curves = _metric(frame, metric, phase or _usual_phase(frame, metric, metric))
     values = pd.Series({run: float(line.iloc[-1]) for run, line in curves.values.items()}, dtype=np.float64)
-    overrides = overrides_of(frame.drop(columns=[name for name in custom if name != metric]), "metrics")
     return values, overrides.drop(columns=metric, errors="ignore").reindex(values.index), curves.title
 
 
-def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
-    """Return the names of the metrics and of the statistics, with custom ones."""
+def _opened(
+    runs: Run | Sequence[Run] | pd.DataFrame, y: str, *, are_metrics: bool = False
+) -> tuple[Run | pd.DataFrame, str, pd.DataFrame, pd.DataFrame]:
+    """Return the runs together, the table that has a metric or a statistic, its rows, and the overrides that differ."""
+    several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
     if not isinstance(several, pd.DataFrame):
-        return [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
-    custom = statistics_in(several)
-    if "layer" in several:
-        return [*METRICS], [*STATISTICS, *custom]
-    return [*METRICS, *custom], [*STATISTICS]
-
-
-def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
+        metrics, statistics = [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
+    elif "layer" in several:
+        metrics, statistics = [*METRICS], [*STATISTICS, *statistics_in(several)]
+    else:
+        metrics, statistics = [*METRICS, *statistics_in(several)], [*STATISTICS]
+    if are_metrics:
+        check_choice(y, metrics, "metric", "unknown metric")
+    check_choice(y, [*metrics, *statistics], "y", "unknown metric or statistic")
+    table = "metrics" if y in metrics else "stats"
     frame: pd.DataFrame = several if isinstance(several, pd.DataFrame) else getattr(several, table)
     check_columns(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *REQUIRED_COLUMNS))
-    return frame
+    own = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
+    return several, table, frame, overrides_of(frame.drop(columns=[*own]), table)
 
 
 def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
@@ -239,7 +227,7 @@ def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
             low, high = line.values - line.width, line.values + line.width
             axes.fill_between(line.values.index, low, high, color=line.colour, **BAND)
     scale(axes, "y", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
-    return _finished(charts, curves.title, _with_note("step", lines), curves.axis)
+    return finished(charts, curves.title, at_side=True, xlabel=_with_note("step", lines), ylabel=curves.axis)
 
 
 def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
@@ -254,7 +242,8 @@ def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.Dat
             axes.fill_betweenx(rows, line.values - line.width, line.values + line.width, color=line.colour, **BAND)
     scale(axes, "x", np.concatenate([line.values.to_numpy(np.float64) for line in lines]))
     label_locations(axes, locations)
-    return _finished(charts, curves.title, _with_note(curves.axis, lines), "in forward order")
+    xlabel = _with_note(curves.axis, lines)
+    return finished(charts, curves.title, at_side=True, xlabel=xlabel, ylabel="in forward order")
 
 
 class Line(NamedTuple):
@@ -273,8 +262,7 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
     for run, label in _labels_without_seed(overrides).items():
         if run in curves.values:
             groups.setdefault(label, []).append(run)
-    most = max(map(len, groups.values()), default=0)
-    if current().interval and most >= (2 if current().has_interval else MIN_SEEDS):
+    if current().has_intervals(max(map(len, groups.values()), default=0)):
         means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
         return [
             Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)
@@ -328,7 +316,7 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     _label_values(axes, x, at, names)
     bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
     over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
-    return _finished(charts, f"{curves.title}, last recorded", over, curves.axis)
+    return finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
@@ -348,15 +336,18 @@ def _is_number(cell: object) -> bool:
 def _label_values(axes: Axes, x: str, at: dict[str, float], names: list[str]) -> None:
     """Set up the horizontal axis of an override: logarithmic for rates, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and _is_rate(x, values))
+    scale(axes, "x", values, is_log=not names and is_rate(x, values.tolist()))
     if names or len(values) <= FEW_VALUES:
         axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
 
 
-def _is_rate(name: str, values: np.ndarray) -> bool:
-    """Return whether ascending values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
-    if values[0] <= 0 or len(values) < 2:
+def is_rate(name: str, cells: Sequence[object]) -> bool:
+    """Return whether values are compared by their ratios: a learning rate, a wide range, or spacing by factors."""
+    if not all(_is_number(cell) and cell > 0 for cell in cells):  # type: ignore[operator]
+        return False
+    values = np.unique(np.asarray(cells, np.float64))
+    if len(values) < 2:
         return False
     is_named = name.rsplit(".", 1)[-1].strip("_") in RATES
     steps, factors = np.diff(values), np.diff(np.log(values))
@@ -386,17 +377,9 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     """Create a figure with room for labels at the left and a legend at the right."""
     letters = max((min(len(label), LONG) for label in labels), default=0)
     room = 0.0 if current().width else LINE * len(labels)
-    return new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
-
-
-def _finished(charts: np.ndarray, title: str, x: str, y: str) -> Figure:
-    axes = charts[0, 0]
-    axes.set_title(plain(title, 80))
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(True)
-    add_legend(charts, at_side=True)
-    return figure_of(charts)
+    charts = new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
+    charts[0, 0].grid(True)
+    return charts
 
 
 # ------------------------------------------------------------------------------------------------ runs and their labels

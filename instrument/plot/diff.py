@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
 from ..comparison.result import Diff, place_cells, records
 from .axes_and_scales import (
     add_hatch,
-    add_legend,
+    charts_beside,
     colour_bar,
     colour_of,
     colours,
     draw_zeros,
-    figure_of,
+    finished,
     height_of,
-    is_narrow,
     label_locations,
     label_steps,
-    new_charts,
     plain,
     scale,
     width_of,
@@ -47,12 +45,6 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
     Args:
         difference: The result of `instrument.diff`.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
-
-    Returns:
-        The matplotlib figure.
-
-    Raises:
-        InstrumentError: matplotlib is not installed.
     """
     rows = records(difference.layers)
     cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
@@ -65,14 +57,11 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
     several = values.shape[1] > 1
     height = height_of(len(names))
     width = PROFILE + (MAP + 1.0) * several + width_of(names)
-    below = several and is_narrow(width)
-    ratios: dict[str, Any] = {} if below else {"width_ratios": [PROFILE, MAP][: 1 + several]}
-    charts = new_charts(width, (1 + below) * (height + 1.2), 1 + below, 1 + several - below, **ratios)
+    charts = charts_beside(width, height + 1.2, 1 + several, width_ratios=[PROFILE, MAP][: 1 + several])
     _draw_profile(charts[0, 0], difference, names, values)
     if several:
-        _draw_map(charts[-1, -1], difference, names if below else [], values, height)
-    add_legend(charts)
-    return figure_of(charts)
+        _draw_map(charts[-1, -1], difference, names if len(charts) > 1 else [], values, height)
+    return finished(charts)
 
 
 def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.ndarray) -> None:

@@ -71,12 +71,8 @@ def feature_maps(
             magnitude, so that weak channels are visible too.
         look: Width, labels and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
-            installed.
+        InstrumentError: No data matches the arguments or more than one series matches them.
     """
     check_choice(scale, list(get_args(Scale)), "scale", "unknown color scale")
     all_maps = _known(run)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from textwrap import wrap
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InstrumentError, Problem, similar_names
@@ -30,17 +30,16 @@ def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
         drawn: The axes that the plot added or drew into.
     """
     every: list[Any] = [one for axes in drawn for one in (axes, *axes.child_axes)]
-    _rename(every)
+    place = current().place  # with the titles of the whole figure, or of the subfigure in the place of given axes
+    above = [] if place is None else [text for text in place.texts if text.get_text()]
+    _rename(every, above)
     figure.draw_without_rendering()
     before = _height(drawn)
-    broken = []
-    for text in _texts():
-        whole = text.get_figure(root=False).bbox  # type: ignore[union-attr]
-        broken.append(_wrap(text, whole.height if text.get_rotation() else whole.width))
+    broken = [_wrap(text, place.bbox.height if text.get_rotation() else place.bbox.width) for text in above]  # type: ignore[union-attr]
     others = [axes for axes in figure.axes if axes.get_label() != BAR]
     for axes in every:
-        wide, high = _room(axes, others)
-        broken += [_wrap(axes.title, wide), _wrap(axes.xaxis.label, wide), _wrap(axes.yaxis.label, high)]
+        for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            broken.append(_wrap(text, _room(axes, others, is_vertical=text is axes.yaxis.label)))
     if any(broken):
         figure.draw_without_rendering()
         if current().grow(before - _height(drawn)):
@@ -58,106 +57,81 @@ def _height(drawn: Sequence[Axes]) -> float:
     return sum(axes.bbox.height for axes, spec in specs if spec is not None and spec.colspan.start == 0)
 
 
-def _texts() -> list[Text]:
-    """Return the titles of the whole figure, or of the subfigure that the plot added to the figure of given axes."""
-    place = current().place
-    return [] if place is None else [text for text in place.texts if text.get_text()]
-
-
-def _rename(drawn: Sequence[Axes]) -> None:
+def _rename(drawn: Sequence[Axes], above: Sequence[Text]) -> None:
     """Replace the texts that are not names of data."""
     look = current()
     charts = [axes for axes in drawn if axes.get_label() != BAR]
-    above = _texts()
-    titles = [text for text in above if text.get_position()[1] > 0.9] or [axes.title for axes in charts[:1]]
+    at = {text: text.get_position() for text in above}
     roles = {
-        "title": titles,
-        "x": [*(axes.xaxis.label for axes in charts), *(text for text in above if text.get_position()[1] < 0.1)],
-        "y": [*(axes.yaxis.label for axes in charts), *(text for text in above if text.get_position()[0] < 0.1)],
+        "title": [text for text in above if at[text][1] > 0.9] or [axes.title for axes in charts[:1]],
+        "x": [*(axes.xaxis.label for axes in charts), *(text for text in above if at[text][1] < 0.1)],
+        "y": [*(axes.yaxis.label for axes in charts), *(text for text in above if at[text][0] < 0.1)],
         "color": [axes.yaxis.label for axes in drawn if axes.get_label() == BAR],
     }
     for text in [*above, *(text for axes in drawn for text in (axes.title, axes.xaxis.label, axes.yaxis.label))]:
         if text.get_text() and (new := look.label(text.get_text())) is not None:
             text.set_text(new)
-    for role, texts in roles.items():
-        if role in look.labels and role not in look.found:
-            look.found.add(role)
-            for text in texts:
-                if text.get_text():
-                    text.set_text(look.labels[role])
+    for role in roles.keys() & look.labels.keys() - look.found:
+        for text in roles[role]:
+            text.set_text(look.labels[role] if text.get_text() else "")
     known = [text for text in look.texts if "\n" not in text]
-    for key in look.labels:
-        if key not in look.found:
-            allowed = [*known[:MAX_TEXTS], *roles]
-            raise InstrumentError(
-                Problem("labels", "the figure has no such text", repr(key), allowed, similar_names(key, known))
-            )
+    for key in (key for key in look.labels if key not in look.found and key not in roles):
+        allowed = [*known[:MAX_TEXTS], *roles]
+        raise InstrumentError(
+            Problem("labels", "the figure has no such text", repr(key), allowed, similar_names(key, known))
+        )
 
 
-def _room(axes: Axes, others: Sequence[Axes]) -> tuple[float, float]:
-    """Return the width of a text that is centered below or above a chart, and the height of one at its side, in pixels."""
-    box, whole = axes.bbox, axes.get_figure(root=False).bbox  # type: ignore[union-attr]
-    boxes = [other.bbox for other in others if other is not axes]
-    return (
-        _space(
-            (box.x0, box.x1), (whole.x0, whole.x1), [(b.x0, b.x1) for b in boxes if b.y0 < box.y1 and box.y0 < b.y1]
-        ),
-        _space(
-            (box.y0, box.y1), (whole.y0, whole.y1), [(b.y0, b.y1) for b in boxes if b.x0 < box.x1 and box.x0 < b.x1]
-        ),
-    )
-
-
-def _space(own: tuple[float, float], whole: tuple[float, float], others: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the largest interval around the center that reaches neither the edges nor half the way to others."""
-    middle = sum(own) / 2
-    after = [(own[1] + low) / 2 for low, high in others if low + high > 2 * middle]
-    before = [(own[0] + high) / 2 for low, high in others if low + high < 2 * middle]
-    return 2 * min(min([whole[1], *after]) - middle, middle - max([whole[0], *before]))
+def _room(axes: Axes, others: Sequence[Axes], *, is_vertical: bool) -> float:
+    """Return the length of a text that is centered at a chart, in pixels: to the edges, and half the way to charts next to it."""
+    along, across = ("intervaly", "intervalx") if is_vertical else ("intervalx", "intervaly")
+    low, high = getattr(axes.bbox, across)
+    whole, middle = getattr(axes.get_figure(root=False).bbox, along), getattr(axes.bbox, along).mean()  # type: ignore[union-attr]
+    beside = [
+        b for b in (other.bbox for other in others) if getattr(b, across)[0] < high and low < getattr(b, across)[1]
+    ]
+    gaps = [abs(getattr(b, along).mean() - middle) for b in beside]
+    return float(min([2 * (middle - whole[0]), 2 * (whole[1] - middle), *(gap for gap in gaps if gap > 1)]))
 
 
 def _wrap(text: Text, room: float) -> bool:
     """Break the lines of a text that are longer than the room, in pixels, and return whether there are any."""
     before = shown = text.get_text()
-    box = text.get_window_extent()
-    length = box.height if text.get_rotation() else box.width
     longest = max(map(len, shown.splitlines()), default=0)
-    while longest > 8 and length > room - GAP:
+    while longest > 8 and (length := _length(text)) > room - GAP:
         longest = min(longest - 1, int(longest * room / length))
-        lines = [part for line in shown.splitlines() for part in wrap(line, max(8, longest)) or [""]]
-        text.set_text("\n".join(lines))
-        box = text.get_window_extent()
-        length = box.height if text.get_rotation() else box.width
+        text.set_text("\n".join(fill(line, max(8, longest)) for line in shown.splitlines()))
     return text.get_text() != before
 
 
-def _labels(axis: Axis) -> Iterator[tuple[float, str, Bbox]]:
-    """Return position, text and box of the visible labels of an axis, in ascending order of the boxes."""
-    low, high = sorted(axis.get_view_interval())
-    slack = 1e-6 * (high - low)
-    pairs = zip(axis.get_majorticklocs(), axis.get_majorticklabels(), strict=False)
-    for at, label in pairs:
-        if low - slack <= at <= high + slack and label.get_visible() and label.get_text():
-            yield (
-                float(at),
-                label.get_text(),
-                label.get_window_extent().padded((GAP if label.get_rotation() else ACROSS) / 2, GAP / 2),
-            )
+def _length(text: Text) -> float:
+    box = text.get_window_extent()
+    return box.height if text.get_rotation() else box.width
+
+
+def _labels(axis: Axis) -> list[tuple[float, str, Bbox]]:
+    """Return position, text and padded box of the visible labels of an axis."""
+    ends = sorted(axis.get_view_interval())
+    slack, found = 1e-6 * (ends[1] - ends[0]), []
+    for at, label in zip(axis.get_majorticklocs().tolist(), axis.get_majorticklabels(), strict=False):
+        if ends[0] - slack <= at <= ends[1] + slack and label.get_visible() and label.get_text():
+            gap = GAP if label.get_rotation() else ACROSS
+            found.append((at, label.get_text(), label.get_window_extent().padded(gap / 2, GAP / 2)))
+    return found
 
 
 def _turn(axis: Axis) -> None:
     """Make vertical labels horizontal if they have enough room."""
-    labels = list(_labels(axis))
-    if axis.get_tick_params().get("rotation") and labels:
-        ends = sorted((box.x0 + box.x1) / 2 for *_, box in labels)
-        gap = min((b - a for a, b in pairwise(ends)), default=axis.axes.bbox.width)
-        if max(box.height for *_, box in labels) + GAP <= gap:
+    boxes = [box for *_, box in _labels(axis)]
+    if axis.get_tick_params().get("rotation") and boxes:
+        gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axis.axes.bbox.width)
+        if max(box.height for box in boxes) + GAP <= gap:
             axis.set_tick_params(rotation=0)
 
 
 def _thin(axis: Axis) -> None:
     """Show every n-th label of an axis if its labels overlap, with the smallest possible n."""
-    labels = list(_labels(axis))
+    labels = _labels(axis)
     for every in range(1, len(labels) + 1):
         shown = labels[::every]
         if not any(one[2].overlaps(two[2]) for one, two in pairwise(shown)):

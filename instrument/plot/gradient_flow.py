@@ -12,9 +12,8 @@ from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices
 from ..errors import InstrumentError
 from ..tables.statistics import USUAL_UPDATE_RATIOS
 from .axes_and_scales import (
-    add_legend,
     colour_of,
-    figure_of,
+    finished,
     height_of,
     is_narrow,
     label_locations,
@@ -66,12 +65,8 @@ def gradient_flow(
             preferred.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No `l2` norm of a gradient was recorded, more than one series matches the arguments, or
-            matplotlib is not installed.
+        InstrumentError: No `l2` norm of a gradient was recorded or more than one series matches the arguments.
     """
     stats = table_of(run, "stats")
     order = forward_order(run)
@@ -109,8 +104,7 @@ def _draw_figure(charts: list[FirstAndLast]) -> Figure:
         _draw(axes, chart, names)
     for axes in panels[:, 0]:
         axes.set_ylabel("in forward order")
-    add_legend(panels)
-    return figure_of(panels)
+    return finished(panels)
 
 
 def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:

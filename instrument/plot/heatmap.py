@@ -20,18 +20,16 @@ from ..analysis.plot_data import (
 from ..tables.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,
-    add_legend,
     colour_bar,
     colour_of,
     colours,
     draw_zeros,
-    figure_of,
+    finished,
     height_of,
     label_locations,
     label_steps,
     merge_note,
     new_charts,
-    plain,
     width_of,
 )
 from .look import Look
@@ -72,12 +70,8 @@ def heatmap(
             axis label says so.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
-            installed.
+        InstrumentError: No data matches the arguments or more than one series matches them.
     """
     stats = table_of(run, "stats")
     series = select_series(series_with(stats, statistic), hook=hook, kind=kind, role=role, phase=phase)
@@ -95,13 +89,11 @@ def heatmap(
     _mark_missing(
         axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0), "norm" in scale
     )
-    add_legend(charts)
-    axes.set_title(plain(f"{name} of {series.label}", 80))
-    axes.set_ylabel(f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order")
+    ylabel = f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order"
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
     merged = statistic_of(name).merged
-    axes.set_xlabel("step" + merge_note(table, rows["step"].nunique(), merged, several))
-    return figure_of(charts)
+    xlabel = "step" + merge_note(table, rows["step"].nunique(), merged, several)
+    return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
 
 
 def _draw(axes: Axes, table: Matrix, statistic: str, height: float, scale: dict[str, Any]) -> None:

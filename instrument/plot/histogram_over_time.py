@@ -13,15 +13,13 @@ from ..analysis.load import Run
 from ..analysis.plot_data import evenly_spaced, select_location
 from .axes_and_scales import (
     add_hatch,
-    add_legend,
     colour_bar,
     colour_of,
     colours,
-    figure_of,
+    finished,
     height_or,
     label_steps,
     new_charts,
-    plain,
 )
 from .look import Look
 from .plot_function import plot
@@ -61,12 +59,8 @@ def histogram_over_time(
             label says so.
         look: Width, labels and axes of the figure, and scale of the fractions; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: No data matches the arguments, more than one series or location matches them, or matplotlib is
-            not installed.
+        InstrumentError: No data matches the arguments, or more than one series or location matches them.
     """
     frame = table_of(run, "distributions")
     series, location, rows = select_location(frame, layer, hook=hook, kind=kind, role=role, phase=phase)
@@ -77,12 +71,9 @@ def histogram_over_time(
     axes.grid(False)
     _draw_histograms(axes, shown)
     _draw_quantiles(axes, shown)
-    add_legend(charts)
     label_steps(axes, shown["step"].tolist())
-    axes.set_title(plain(f"{location} ({series.label})", 80))
-    axes.set_ylabel("value of an element")
-    axes.set_xlabel("step" if len(shown) == len(once) else f"step ({len(shown)} of {len(once):,} recorded)")
-    return figure_of(charts)
+    xlabel = "step" if len(shown) == len(once) else f"step ({len(shown)} of {len(once):,} recorded)"
+    return finished(charts, f"{location} ({series.label})", xlabel=xlabel, ylabel="value of an element")
 
 
 def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..analysis.importance import importance_of
 from ..analysis.load import Run
-from .axes_and_scales import colour_of, figure_of, height_of, label_locations, new_charts, plain, scale, width_of
+from .axes_and_scales import colour_of, finished, height_of, label_locations, new_charts, scale, width_of
 from .compare import final_values
 from .look import Look, current
 from .plot_function import plot
@@ -36,12 +36,9 @@ def importance(
         phase: Phase of the rows. Default: `eval` if the metric was recorded there, otherwise that of steps.
         look: Width, labels, scale, interval and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: The metric is unknown, fewer than 4 runs have a finite value, all values are equal, the runs do not
-            differ in any override, or matplotlib is not installed.
+        InstrumentError: The metric is unknown, fewer than 4 runs have a finite value, all values are equal, or the runs
+            do not differ in any override.
     """
     values, factors, title = final_values(runs, metric, phase)
     table = importance_of(factors, values, interval=current().interval)
@@ -59,6 +56,5 @@ def importance(
         axes.set_xlim(0.0, 1.0)
     label_locations(axes, names)
     axes.grid(axis="x")
-    axes.set_title(plain(f"importance for {title}", 80))
-    axes.set_xlabel("fraction of the variance" + f"\n{len(values)} runs; bars: {100 * current().interval:g}% intervals")
-    return figure_of(charts)
+    bars = f"; bars: {100 * current().interval:g}% intervals" if current().interval else ""
+    return finished(charts, f"importance for {title}", xlabel=f"fraction of the variance\n{len(values)} runs{bars}")

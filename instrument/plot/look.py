@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
+MIN_SEEDS = 3  # number of seeds from which means are drawn with intervals, if `interval` is not given
 SIZE = 8.0  # size of all text, in points
 STYLE: dict[str, Any] = {
     "font.size": SIZE,
@@ -75,6 +76,10 @@ class Current:
         self.place: Figure | SubFigure | None = None  # the figure or the subfigure that the plot created
         self.found: set[str] = set()
         self.texts: dict[str, None] = {}
+
+    def has_intervals(self, seeds: int) -> bool:
+        """Return whether means over seeds are drawn with intervals: from three seeds, or from two with the argument."""
+        return bool(self.interval) and seeds >= (2 if self.has_interval else MIN_SEEDS)
 
     def grow(self, pixels: float) -> bool:
         """Make a figure of given width higher, so that a longer legend or title does not take room from the charts."""

@@ -7,7 +7,7 @@ from functools import wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-from ..errors import InstrumentError, Problem
+from ..errors import InstrumentError, Problem, similar_names
 from ..fields.registry import Registry
 from .fit import fit
 from .look import CURRENT, Current, Look, current, style
@@ -16,8 +16,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 P = ParamSpec("P")
-ARGUMENTS = ("width", "labels", "scale", "interval", "ax")
 NARROWEST = 2.0  # minimum width of a figure, in inches
+CHECKS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    "width": (
+        lambda width: isinstance(width, int | float) and width >= NARROWEST,
+        "must be a width in inches",
+        f"{NARROWEST:g} or more",
+    ),
+    "labels": (lambda labels: isinstance(labels, Mapping), "must be a mapping of texts to texts", ""),
+    "scale": (lambda scale: scale in ("linear", "log"), "unknown scale", "linear, log"),
+    "interval": (
+        lambda level: isinstance(level, int | float) and 0 <= level < 1,
+        "must be a confidence level",
+        "0 to less than 1",
+    ),
+    "ax": (lambda ax: hasattr(ax, "get_subplotspec"), "must be axes of matplotlib", ""),
+}  # by argument: whether a value is allowed, the message otherwise, and what is allowed
 PLOTS: Registry[Any] = Registry(
     "plots",
     "plot",
@@ -39,12 +53,19 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        own = signature(function).parameters
+        own = {
+            name
+            for name, parameter in signature(function).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        }
 
         @wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:
-            names = [name for name in ARGUMENTS if name in kwargs and name not in own]
+            names = [name for name in CHECKS if name in kwargs and name not in own]
             look: Any = {name: kwargs.pop(name) for name in names}
+            if unknown := sorted(kwargs.keys() - own):
+                similar = similar_names(unknown[0], [*own, *CHECKS])
+                raise InstrumentError(Problem(unknown[0], f"{function.__name__} has no such argument", similar=similar))
             _check(look, function.__name__, refused)
             with style():
                 token = CURRENT.set(Current(look))
@@ -72,17 +93,10 @@ def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
             raise InstrumentError(
                 Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
             )
-    width, scale, interval, labels = (look.get(key) for key in ("width", "scale", "interval", "labels"))
-    if width is not None and not (isinstance(width, int | float) and width >= NARROWEST):
-        raise InstrumentError(Problem("width", "must be a width in inches", repr(width), f"{NARROWEST:g} or more"))
-    if scale not in (None, "linear", "log"):
-        raise InstrumentError(Problem("scale", "unknown scale", repr(scale), "linear, log"))
-    if interval is not None and not (isinstance(interval, int | float) and 0 <= interval < 1):
-        raise InstrumentError(Problem("interval", "must be a confidence level", repr(interval), "0 to less than 1"))
-    if labels is not None and not isinstance(labels, Mapping):
-        raise InstrumentError(Problem("labels", "must be a mapping of texts to texts", repr(labels)))
-    ax = look.get("ax")
-    if ax is not None and not hasattr(ax, "get_subplotspec"):
-        raise InstrumentError(Problem("ax", "must be axes of matplotlib", type(ax).__name__))
-    if ax is not None and width is not None:
-        raise InstrumentError(Problem("width", "axes have the width of their figure", width, fix="omit width or ax"))
+    for key, (is_right, message, allowed) in CHECKS.items():
+        if (value := look.get(key)) is not None and not is_right(value):
+            raise InstrumentError(Problem(key, message, f"{value!r} ({type(value).__name__})", allowed))
+    if look.get("ax") is not None and look.get("width") is not None:
+        raise InstrumentError(
+            Problem("width", "axes have the width of their figure", look.get("width"), fix="omit width or ax")
+        )

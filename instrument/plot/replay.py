@@ -12,7 +12,7 @@ from ..analysis.load import Run, load
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
 from ..storage.run_search import NoRunError
-from .axes_and_scales import add_legend, colour_of, draw_line, figure_of, height_or, is_narrow, new_charts, plain, scale
+from .axes_and_scales import charts_beside, colour_of, draw_line, finished, height_or, plain, scale
 from .look import Look
 from .plot_function import plot
 from .source import check_single_run
@@ -37,11 +37,8 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
         source: The folder of the run. Required if it was moved since the replay. Default: None, its recorded path.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
 
-    Returns:
-        The matplotlib figure.
-
     Raises:
-        InstrumentError: The run is not a replay, its source does not exist, or matplotlib is not installed.
+        InstrumentError: The run is not a replay or its source does not exist.
     """
     check_single_run([folder.name for folder in run.folders])
     entry = run.info.get("replay")
@@ -57,9 +54,7 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
     recorded = recorded[(recorded.index >= first) & (recorded.index <= replayed.index.max() + margin)]
     shown = [name for name in METRICS if replayed[name].notna().any() or recorded[name].notna().any()]
     count = max(1, len(shown))
-    width = WIDTH * count + 0.6
-    size = (count, 1) if is_narrow(width) else (1, count)
-    charts = new_charts(width, (height_or(HEIGHT) + 0.7) * size[0], *size)
+    charts = charts_beside(WIDTH * count + 0.6, height_or(HEIGHT) + 0.7, count)
     label = "counterfactual" if entry["counterfactual"] else "replay"
     for axes, name in zip(charts.flat, shown, strict=False):
         draw_line(axes, recorded[name], "run", colour_of(0), "-")
@@ -71,8 +66,7 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
         axes.set_title(METRICS[name])
         axes.set_xlabel("step")
         axes.grid(True)
-    add_legend(charts)
-    return figure_of(charts)
+    return finished(charts)
 
 
 def _steps(run: Run) -> pd.DataFrame:

@@ -15,8 +15,10 @@ import pandas as pd
 
 from ..analysis.config_comparison import differing_keys
 from ..analysis.config_fields import to_yaml
+from ..analysis.config_key_effects import CONFIDENCE
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..plot.compare import is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL
 from .charts import metric_curves
@@ -69,6 +71,8 @@ def page(
         folder: The folder of the sweep.
         names: The names of the experiments.
     """
+    from scipy.special import stdtrit
+
     overrides = [key for key in keys if key != "seed"]  # the table has a separate column for the seed
     metrics = [name for name in METRICS if any(row.shown.get(name) is not None for row in rows)]
     states = Counter(row.status for row in rows)
@@ -105,7 +109,10 @@ def page(
         for row in rows
     ]
     curves = [row.curves for row in rows]
-    return words, {"runs": runs, "overrides": keys, "curves": curves, "series": [], "pairs": [], "ends": {}}
+    rates = [key for key in keys if is_rate(key, [row.overrides.get(key) for row in rows])]
+    students = rounded(stdtrit(np.arange(1, len(rows)), (1 + CONFIDENCE) / 2))  # of means over 2, 3, ... runs
+    numbers = {"runs": runs, "overrides": keys, "rates": rates, "students": students, "curves": curves}
+    return words, {**numbers, "series": [], "pairs": [], "ends": {}}
 
 
 def _number(value: float) -> float | str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from figures import axis_labels, legend_of, make_run, mesh_of
+from scipy import stats
 from torch import Tensor, nn
 
 import instrument
@@ -225,3 +226,21 @@ def test_runs_of_a_cell_must_be_equal(positions: Path, tmp_path: Path) -> None:
     change(Path(shutil.copytree(root / "20", root / "more")), config={**config, "optimizer": {"lr": 0.5}})
     with pytest.raises(InstrumentError, match=r"(?s)also differ in other keys.*given    optimizer\.lr"):
         patching(instrument.load(root))
+
+
+def test_means_over_seeds_have_students_intervals(positions: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(positions, tmp_path / "positions"))
+    for seed, loss in ((1, 7.0), (2, 8.0)):
+        for folder in sorted(positions.iterdir()):
+            copied = Path(shutil.copytree(folder, root / f"{folder.name}_seed{seed}"))
+            change(copied, seed=seed, metrics={"loss": 5.0 if folder.name == "baseline" else loss})
+    (first,) = mesh_of(patching(instrument.load(positions)).axes[0]).get_array()[1, :1]
+    differences = np.array([first, 2.0, 3.0])
+    for interval, arguments in ((0.95, {}), (0.8, {"interval": 0.8})):
+        axes = patching(instrument.load(root), width=7.0, **arguments).axes[0]
+        low, high = stats.t.interval(interval, 2, differences.mean(), stats.sem(differences))
+        texts = {text.get_position(): text.get_text() for text in axes.texts}
+        mean, width = (float(text.lstrip("±")) for text in texts[0.5, 1.5].splitlines())
+        assert (mean, width) == pytest.approx((differences.mean(), (high - low) / 2), abs=0.05)
+        assert f"mean of 3 seeds ± half of its {100 * interval:g}% interval" in axes.get_xlabel().replace("\n", " ")
+    assert not any("±" in text.get_text() for text in patching(instrument.load(root), interval=0).axes[0].texts)

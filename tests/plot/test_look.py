@@ -29,7 +29,7 @@ NAMES = [
     "replay",
 ]
 QUICK = ["compare", "feature_maps", "gradient_flow"]  # one chart, a grid of charts, and charts next to each other
-WITH_INTERVAL = ["compare", "importance"]
+WITH_INTERVAL = ["compare", "importance", "patching"]
 WITHOUT_SCALE = ["casts", "class_activation_map"]
 
 
@@ -72,6 +72,13 @@ def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, wid
     assert compare_images(str(IMAGES / found.name), str(found), TOLERANCE) is None
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_text_and_charts_fit_the_default_width(examples: dict[str, Draw], name: str) -> None:
+    figure = examples[name]()
+    assert figure.get_figwidth() <= 15.0
+    assert faults_of(figure) == []
+
+
 def test_images_of_other_data_differ(examples: dict[str, Draw], tmp_path: Path) -> None:
     figure = heatmap(stats_of({"embedding": [1.0, 2.0]}), "l2", width=3.4)
     figure.set_figheight(examples["heatmap"](width=3.4).get_figheight())
@@ -93,7 +100,9 @@ def test_every_plot_takes_the_common_arguments_or_refuses_them(examples: dict[st
     if plot in WITH_INTERVAL:
         draw(interval=0.9)
     else:
-        with pytest.raises(InstrumentError, match=rf"(?s)interval: {plot} draws .*allowed +in compare, importance$"):
+        with pytest.raises(
+            InstrumentError, match=rf"(?s)interval: {plot} draws .*allowed +in compare, importance, patching$"
+        ):
             draw(interval=0.9)
     for scale in ("linear", "log"):
         if plot in WITHOUT_SCALE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
+from scipy.stats import sem, t
 from torch import nn
 
 import instrument
@@ -61,8 +63,8 @@ class OpenReport:
 
     def plot(self, chart: str) -> list[dict[str, Any]]:
         traces: list[dict[str, Any]] = self.page.evaluate(
-            "id => document.getElementById(id).data.map(({type, name, x, y, z, customdata, zmin, zmax, visible}) =>"
-            " ({type, name, x, y, z, customdata, zmin, zmax, visible}))",
+            "id => document.getElementById(id).data.map(({type, name, x, y, z, customdata, zmin, zmax, visible, error_y}) =>"
+            " ({type, name, x, y, z, customdata, zmin, zmax, visible, errors: error_y?.array}))",
             chart,
         )
         return traces
@@ -493,10 +495,17 @@ def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_
         points = [y for trace in report.plot("against-chart") if trace["x"] for y in trace["y"]]
         assert all(any(y == pytest.approx(loss, rel=1e-5) for y in points) for loss in losses)
         assert "2 of 6 runs are not shown" in report.page.inner_text("#against-note")
+        levels = [json.dumps(reported_sweep.overrides[i].get("hooks.tame")) for i in done]
+        pairs = [[loss for loss, other in zip(losses, levels, strict=True) if other == level] for level in set(levels)]
+        widths = [t.interval(0.95, 1, np.mean(pair), sem(pair))[1] - np.mean(pair) for pair in pairs]
+        assert sorted(report.plot("against-chart")[0]["errors"]) == pytest.approx(
+            sorted(widths), rel=1e-2
+        )  # of losses with six digits
         report.choose("against-x", "seed")
         report.choose("against-colour", "hooks.tame")
         means, dots, *_ = report.plot("against-chart")
         assert means["x"] == [1, 2]
+        assert means["errors"] == pytest.approx([math.nan, math.nan], nan_ok=True)
         assert len(dots["y"]) == 2
         report.choose("against-view", "heat map")
         (grid,) = report.plot("against-chart")

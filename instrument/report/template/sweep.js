@@ -76,19 +76,21 @@ function drawAgainst(report) {
   const bad = known.filter(({ value }) => typeof value !== "number");
   const left = report.runs.length - known.length;
   const asMap = by && view === "map";
-  setText("against-note", (asMap ? "" : "Each point is a run; lines connect the means of the runs with the same values. ") + (left ? `${left} of ${report.runs.length} runs are not shown: they are not done, or do not have this value.` : ""));
+  setText("against-note", (asMap ? "" : "Each point is a run; lines connect the means of the runs with the same values. Bars: 95% Student's t intervals of means over seeds. ") + (left ? `${left} of ${report.runs.length} runs are not shown: they are not done, or do not have this value.` : ""));
   if (asMap) return drawGrid(seen, x, by, title);
   const levels = ordered(known.map((one) => one.run.overrides[x]));
   const numeric = levels.every((level) => typeof level === "number");
-  const wide = numeric && levels[0] > 0 && levels[levels.length - 1] / levels[0] >= 50;
   const groups = by ? ordered(seen.map((one) => one.run.overrides[by])) : [null];
   const traces = groups.flatMap((group, i) => {
     const mine = seen.filter((one) => !by || one.run.overrides[by] === group);
     const name = by ? `${by} = ${short(String(group), 40)}` : "mean";
     const shade = report.colours[i % report.colours.length];
-    const means = levels.map((level) => mean(mine.filter((one) => one.run.overrides[x] === level).map((one) => one.value)));
+    const cells = levels.map((level) => mine.filter((one) => one.run.overrides[x] === level));
     return [
-      { x: levels.map(plainLevel), y: means, name: plain(name), legendgroup: name, mode: "lines", connectgaps: true, line: { color: shade }, hoverinfo: "skip" },
+      {
+        x: levels.map(plainLevel), y: cells.map((cell) => mean(cell.map((one) => one.value))), name: plain(name), legendgroup: name, mode: "lines",
+        connectgaps: true, line: { color: shade }, error_y: { array: cells.map((cell) => halfWidth(report, cell)), color: shade, thickness: 1.5, width: 4 }, hoverinfo: "skip",
+      },
       {
         x: mine.map((one) => plainLevel(one.run.overrides[x])), y: mine.map((one) => one.value), legendgroup: name, showlegend: false, mode: "markers",
         marker: { color: shade, size: 9 }, text: mine.map((one) => plain(`${one.run.name}, seed ${one.run.seed}`)),
@@ -106,7 +108,7 @@ function drawAgainst(report) {
   plot("against-chart", traces, {
     height: 420,
     yaxis2: { overlaying: "y", range: [0, 1.04], visible: false, fixedrange: true },
-    xaxis: { title: { text: plain(x) }, type: wide ? "log" : numeric ? "linear" : "category", ...levelTicks(levels, numeric) },
+    xaxis: { title: { text: plain(x) }, type: report.rates.includes(x) ? "log" : numeric ? "linear" : "category", ...levelTicks(levels, numeric) },
     yaxis: { title: { text: title }, type: axisType(seen.map((one) => one.value)) },
   });
 }
@@ -144,6 +146,14 @@ function ordered(levels) {
 
 function mean(values) {
   return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
+}
+
+/** Half the width of Student's interval of the mean of runs that differ only in their seed; NaN for other runs. */
+function halfWidth(report, cell) {
+  const average = mean(cell.map((one) => one.value)), others = new Set(cell.map(({ run }) => JSON.stringify({ ...run.overrides, seed: null })));
+  if (cell.length < 2 || others.size > 1) return NaN;
+  const variance = cell.reduce((sum, { value }) => sum + (value - average) ** 2, 0) / (cell.length - 1);
+  return report.students[cell.length - 2] * Math.sqrt(variance / cell.length);
 }
 
 /** The color and the legend label of each run, by override or by run. */
