@@ -323,11 +323,6 @@ class ActivationDataset(Dataset[Batch]):
             if selections[0].joins_calls
             else None
         )
-        self._call = (
-            np.array([batch.key[3] for run in self._runs for batch in run.batches])
-            if selections[0].joins_calls
-            else None
-        )
         self._ids = np.concatenate([run.ids for run in self._runs])
         targets = [torch.from_numpy(run.targets) for run in self._runs if run.targets is not None]
         self._targets = torch.cat(targets) if targets else None
