@@ -17,8 +17,8 @@ from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
 ROUNDING = (
-    8 * 2.0**-23
-)  # losses up to this size are the rounding of float32 terms of order 1 that cancel, such as those of a new policy
+    2.0**-20
+)  # losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
