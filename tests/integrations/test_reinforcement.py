@@ -150,6 +150,37 @@ def test_loss_of_a_policy_without_preferences_is_no_reference(warm_up: bool) -> 
     assert probe.run.events.query("severity == 'warning'").empty
 
 
+@pytest.mark.parametrize("rollouts", [True, False])
+@pytest.mark.parametrize("rule", ["loss_not_decreasing", "loss_spike"])
+def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts: bool) -> None:
+    """The loss of PPO with its critic rises with the returns; that of DQN jumps when the target network is replaced."""
+    noise = torch.rand(210, generator=torch.Generator().manual_seed(0))
+    losses = 20 + 0.05 * torch.arange(210) if rule == "loss_not_decreasing" else 0.05 + 0.2 * noise
+    if rule == "loss_spike":
+        losses[0], losses[101] = 1.1, 1.05
+    model = policy()
+    with instrument.attach(model, {"learning": HOOKS["learning"]}) as probe, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, loss in enumerate(losses):
+            if rollouts and step % 10 == 0:
+                with probe.in_phase("rollout"):
+                    probe.log(episode_return=1.0)
+            model(torch.zeros(1, 3))
+            probe.end_step(loss=loss)
+    assert probe.run.events.query("severity == 'warning'").rule.tolist() == ([] if rollouts else [rule])
+
+
+def test_values_of_a_rollout_are_named(tmp_path: Any) -> None:
+    model = policy()
+    with instrument.attach(model, HOOKS, out=tmp_path) as probe, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with probe.in_phase("rollout"):
+            model(torch.full((1, 3), torch.nan))
+        probe.end_step()
+    (message,) = instrument.load(tmp_path).events.query("rule == 'non_finite'").message
+    assert "in the rollout after 0 steps" in message
+
+
 def test_repeated_draws_of_a_buffer_are_numbered() -> None:
     model, draws = policy().eval(), [4, 1, 4, 4]
     hooks = {"seen": record("forward", "3", tensors=True, stats="none")}
