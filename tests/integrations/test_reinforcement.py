@@ -170,6 +170,35 @@ def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts
     assert probe.run.events.query("severity == 'warning'").rule.tolist() == ([] if rollouts else [rule])
 
 
+def test_rollouts_with_random_actions_do_not_call_the_policy() -> None:
+    model = policy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        with instrument.attach(model, {"acting": HOOKS["acting"]}) as probe:
+            for step in range(6):
+                with probe.in_phase("rollout"):
+                    if step % 3 == 2:
+                        model(torch.zeros(1, 3))
+                model(torch.zeros(1, 3))
+                probe.end_step()
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(2, 2, "")]
+    assert probe.stats[["step", "micro_step", "call"]].to_numpy().tolist() == [[2, 0, 0], [5, 0, 0]]
+
+
+def test_hook_that_no_rollout_calls_is_reported() -> None:
+    model = policy()
+    with (
+        pytest.warns(
+            InstrumentWarning, match="did not fire on 3: the module was not called while the hook was scheduled"
+        ),
+        instrument.attach(model, {"acting": HOOKS["acting"]}) as probe,
+    ):
+        with probe.in_phase("rollout"):
+            pass
+        model(torch.zeros(1, 3))
+        probe.end_step()
+
+
 def test_values_of_a_rollout_are_named(tmp_path: Any) -> None:
     model = policy()
     with instrument.attach(model, HOOKS, out=tmp_path) as probe, warnings.catch_warnings():
