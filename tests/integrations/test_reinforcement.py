@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -168,6 +169,27 @@ def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts
             model(torch.zeros(1, 3))
             probe.end_step(loss=loss)
     assert probe.run.events.query("severity == 'warning'").rule.tolist() == ([] if rollouts else [rule])
+
+
+@pytest.mark.parametrize("rollouts", [True, False])
+def test_gradients_of_a_policy_are_small_beside_the_loss_of_its_critic(rollouts: bool) -> None:
+    model = nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        instrument.attach(model, {"gradients": record("parameter_grad", "*")}, optimizer=optimizer) as probe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            with probe.in_phase("rollout") if rollouts else nullcontext():
+                probe.log(episode_return=1.0)
+            optimizer.zero_grad()
+            states = torch.ones(4, 2)
+            loss = 20 + model["critic"](states).mean() + 1e-6 * model["actor"](states)[:, 0].mean()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    assert probe.run.events.rule.eq("vanishing_gradient").any() != rollouts
 
 
 def test_rollouts_with_random_actions_do_not_call_the_policy() -> None:
