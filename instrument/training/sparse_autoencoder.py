@@ -138,9 +138,12 @@ class PatchedModel:
             for value in (None, patch.to(device), torch.zeros_like(patch, device=device))
         )
         weight = batch_weight(self.experiment.task, loaded.batch, len(ids))
-        of_losses = {"loss_clean": clean, "loss_patched": patched, "loss_zero": zero}
-        recovered = WeightedMean((zero - patched) / (zero - clean), (zero - clean) * weight)
-        return {**{name: WeightedMean(loss, weight) for name, loss in of_losses.items()}, "loss_recovered": recovered}
+        return {
+            "loss_clean": WeightedMean(clean, weight),
+            "loss_patched": WeightedMean(patched, weight),
+            "loss_zero": WeightedMean(zero, weight),
+            "loss_recovered": WeightedMean((zero - patched) / (zero - clean), (zero - clean) * weight),
+        }
 
     def _loss(self, batch: Any, value: Tensor | None, selected: Tensor | None) -> Tensor:
         """Return the loss of a batch, with the value as the output of the layer; None changes nothing."""
@@ -154,17 +157,12 @@ class PatchedModel:
             new = value.to(given.dtype) if selected is None else torch.where(selected, value.to(given.dtype), given)
             return map_tensors(output, lambda path, tensor: new if path == first else tensor)
 
-        handle = self.layer.register_forward_hook(replace)
-        try:
-            with self.experiment.autocast():
-                loss = call_task(self.experiment.task, self.model, batch).loss
-        finally:
-            handle.remove()
+        task = self.experiment.task
+        with self.layer.register_forward_hook(replace), self.experiment.autocast():
+            loss = call_task(task, self.model, batch).loss
         if loss is None:
-            given = self.experiment.config.task.target
-            raise ConfigError(
-                Problem("task.run", "the task of the run computes no loss", given, fix="set task.run=null")
-            )
+            message = "the task of the run computes no loss"
+            raise ConfigError(Problem("task.run", message, type(task).__name__, fix="set task.run=null"))
         return loss.double()
 
 
