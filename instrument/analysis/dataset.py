@@ -221,7 +221,13 @@ class _Run:
         like = FeatureSelection(
             layers[0] or ".", rows["hook"].iloc[0], "input", self._like["phase"], path=value, call=call
         )
-        return self._aligned(like, where, f"the input {value!r}")
+        recorded = self._aligned(like, where, f"the input {value!r}")
+        shapes = {batch.shape[1:]: None for batch in recorded.batches}
+        if self.columns is None and len(shapes) > 1:
+            message = f"the input {value!r} differs in shape between batches"
+            fix = f"pass {where}=None, or record a part of equal shape with 'slice'"
+            raise ConfigError(Problem(where, message, shown([["samples", *shape] for shape in shapes]), fix=fix))
+        return recorded
 
     def _by_id(self, where: str, values: Tensor) -> _ById:
         first, last = self.ids.min(), self.ids.max()
@@ -256,7 +262,8 @@ class _Run:
         if values.ndim > 1 and values.shape[1] == source:
             return values[:, columns]
         message = f"the shape differs from the samples and positions of layer {self.first!r}"
-        raise ConfigError(Problem(where, message, str(list(values.shape)), f"[{len(values)}, {source}]"))
+        fix = f"pass {where}=None, or record it with a 'slice' of these positions"
+        raise ConfigError(Problem(where, message, str(list(values.shape)), f"[{len(values)}, {source}]", fix=fix))
 
     def _kept(self, number: int, mask: _Recorded | _ById | None) -> Tensor | None:
         batch, function, special = self.batches[number], self.items.mask, list(self.items.special_tokens)
@@ -323,11 +330,6 @@ class ActivationDataset(Dataset[Batch]):
             if selections[0].joins_calls
             else None
         )
-        self._call = (
-            np.array([batch.key[3] for run in self._runs for batch in run.batches])
-            if selections[0].joins_calls
-            else None
-        )
         self._ids = np.concatenate([run.ids for run in self._runs])
         targets = [torch.from_numpy(run.targets) for run in self._runs if run.targets is not None]
         self._targets = torch.cat(targets) if targets else None
@@ -342,6 +344,16 @@ class ActivationDataset(Dataset[Batch]):
         run, number = self._runs[self._run_of[g]], self._number[g]
         kept = run.kept[number] if run.kept is not None else None
         return len(run.batches[number].samples) * self._width(g) if kept is None else len(kept)
+
+    def items_before(self, sample: int) -> int:
+        """Return the number of items of the first samples."""
+        g = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
+        if g == len(self._number):
+            return len(self)
+        run, number = self._runs[self._run_of[g]], self._number[g]
+        position = (sample - int(self._first_sample[g])) * self._width(g)
+        kept = run.kept[number] if run.kept is not None else None
+        return int(self._starts[g]) + (position if kept is None else int(torch.searchsorted(kept, position)))
 
     def _width(self, g: int) -> int:
         """Return the number of positions of a sample; 1 if the samples are the items."""

@@ -184,7 +184,7 @@ class Run(RunTables):
             step: The step or steps. Required, or `epoch`, if a sample occurs in several steps.
             epoch: The epoch or epochs. Default: all.
             call: The index of the module's call in the micro-step. Required if there are several calls. With a list or a range, `X` has
-                the dimension of the recorded calls among them after that of the samples.
+                the dimension of the recorded calls among them, in ascending order, after that of the samples.
             path: The path of the tensor in a nested output, such as `last_hidden_state`. Required if there are several.
             out: A `.npy` file. `X` is written to it and mapped from it, for arrays larger than memory. Default: None,
                 in memory.
@@ -273,7 +273,7 @@ class Run(RunTables):
             - `x`: the tensor in the recorded dtype, without dimensions of size 1 at its end
             - `id`, `run` (index in `folders`) and `step`: int64; ids may be strings
             - `call`, int64, if `call` is a list or a range
-            - `position` in the sequence, int64, with `flatten`
+            - `position` in dimension 1 of the call, int64, with `flatten`
             - `token`: the token id, or without `flatten` those of the sample
             - `mask`: without `flatten`, if it was recorded
             - `target`: with `with_targets`

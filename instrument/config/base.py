@@ -67,10 +67,8 @@ SliceText = Annotated[str, AfterValidator(_slice_text), BeforeValidator(_refuse_
 
 
 def _call_text(value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError("must be one call, such as 0, or a range in quotes, such as '10:20'")
     text = str(value)
-    if "," in text or "-" in text or not _range_of(text):
+    if not re.fullmatch(r"[\d:]+", text) or not _range_of(text):
         raise ValueError(f"{text!r} selects no calls: it must be one call, such as 0, or a range such as '10:20'")
     return text
 

@@ -202,7 +202,8 @@ class ModuleHooks(SuspendableModuleHooks):
         """Note what the hooks on outputs need of the inputs, which the module may overwrite or return."""
         if self.output_gradients.changes:
             call.versions = versions_of(tensor for _, tensor in iter_tensors(arguments))
-        if self.changes and not call.is_recomputed and (first := _first_tensor(arguments)[1]) is not None:
+        acting = (hook for hook in self.changes if hook.calls is None or call.index in hook.calls)
+        if not call.is_recomputed and any(acting) and (first := _first_tensor(arguments)[1]) is not None:
             call.first_input = first, first.detach().clone()
 
     def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:

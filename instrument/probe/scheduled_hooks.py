@@ -126,6 +126,9 @@ class ScheduledHooks:
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
         on_operations = [each for each in self._operation_hooks if each.has_opportunities]
+        if self.clock.moment.phase == "rollout" and not self.has_opportunities:
+            for attached in self._counted:
+                attached.count_exempt(attached.default_reason)  # random actions need no policy
         for attached in (*update_counts(self._counted), *on_operations):
             attached.update_coverage()
         self.clock.micro_step_index += 1

@@ -17,8 +17,8 @@ from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
 ROUNDING = (
-    8 * 2.0**-23
-)  # losses up to this size are the rounding of float32 terms of order 1 that cancel, such as those of a new policy
+    2.0**-20
+)  # losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
@@ -27,12 +27,13 @@ SLACK = 4.0  # how many times smaller than the smallest loss of the window the n
 class LossSpikeRule(WindowRule):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of
-    episodes. Nothing was learned while the median is not below the first loss, as in the training of a policy, whose loss follows its
-    returns. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
-    median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at least
-    two, none of them negative) is reported at once. Losses up to 1e-6 are no reference there, and not if a loss was negative: they are
-    the rounding of terms that cancel, as in a policy gradient with normalized advantages and equal probabilities.
+    It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of episodes. Nothing was
+    learned while the median is not below the first loss, as in the training of a policy, whose loss follows its returns. A ratio of
+    losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the median and to the
+    range of the window; so it does after a rollout, since the targets of a critic move. Before `after` losses exist, a loss above 1000
+    times the largest previous one (of at least two, none of them negative) is reported at once. Losses up to 1e-6 are no reference there,
+    and not if a loss was negative: they are the rounding of terms that cancel, as in a policy gradient with normalized advantages and
+    equal probabilities.
     """
 
     rule: Literal["loss_spike"]
@@ -62,6 +63,8 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
+        if rows.phase == "rollout":
+            self._lowest = min(self._lowest, -math.ulp(0.0))
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first

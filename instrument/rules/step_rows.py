@@ -290,7 +290,8 @@ class StepRows:
         """The step in words, such as `at step 12`."""
         if self.phase in STEP_PHASES:
             return f"at step {self.step}"
-        return f"in the {'probe batch' if self.phase == 'probe' else 'evaluation'} after {self.step} steps"
+        names = {"probe": "probe batch", "rollout": "rollout"}
+        return f"in the {names.get(self.phase, 'evaluation')} after {self.step} steps"
 
 
 def time_order(moment: tuple[int, str]) -> tuple[int, bool, str]:

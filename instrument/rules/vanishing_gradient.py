@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from ..config.rules import RULES, PersistentRule
 from ..fields.field_types import Count, NonNegative
-from .rule import Bounds, BoundsRule
+from .rule import Bounds, BoundsRule, Firing
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
@@ -19,8 +19,8 @@ class VanishingGradientRule(PersistentRule):
     """The `rms` of the gradient of a weight is tiny, although the loss has not halved since the first step.
 
     The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the
-    loss, hence the comparison with the first loss. Without a loss, it is compared with the largest gradient of the step. A training
-    that has converged has small gradients too, hence the condition on the loss.
+    loss, hence the comparison with the first loss. Without a loss, or after a rollout, it is compared with the largest gradient of the
+    step: the loss may include that of a critic. A training that has converged has small gradients too, hence the condition on the loss.
     """
 
     rule: Literal["vanishing_gradient"]
@@ -32,7 +32,7 @@ class VanishingGradientRule(PersistentRule):
 
 @RULES.register("vanishing_gradient")
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
-    saved = ("counts", "first_loss")
+    saved = ("counts", "first_loss", "follows_rollout")
     what = "vanishing gradient"
     stage = "gradients"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
@@ -42,13 +42,18 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
     def __init__(self, spec: VanishingGradientRule) -> None:
         super().__init__(spec)
         self._first_loss: float | None = None
+        self._follows_rollout = False
+
+    def update(self, rows: StepRows) -> Iterable[Firing]:
+        self._follows_rollout |= rows.phase == "rollout"
+        return super().update(rows)
 
     def selects(self, location: Location) -> bool:
         return location.role == "param_grad" and not location.is_of_bias
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         loss = rows.metric("loss")
-        if self._first_loss is None and loss is not None and math.isfinite(loss):
+        if self._first_loss is None and not self._follows_rollout and loss is not None and math.isfinite(loss):
             self._set_first_loss(loss)
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
         if has_learned:

@@ -195,7 +195,7 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
         raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
     for name in sorted({*outcome.metrics} & {"loss", "lr", "grad_norm"}):
         raise TypeError(f"{name}: the training loop computes this metric; use another name in Outcome.metrics")
-    checked_metrics({name: _weighted_metric(each, 1)[0] for name, each in outcome.metrics.items()})
+    checked_metrics({name: getattr(each, "value", each) for name, each in outcome.metrics.items()})
     if outcome.loss is None:
         if differentiable:
             raise TypeError("the task returned no loss, but its gradients are required")
@@ -275,22 +275,18 @@ def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[
     """Return the mean of each further metric over the batches that have it."""
     means = {}
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome.metrics):
-        given = [
-            _weighted_metric(outcome.metrics[name], weight)
-            for outcome, weight in zip(outcomes, weights, strict=True)
-            if outcome.metrics.get(name) is not None
+        having = [
+            (o.metrics[name], weight)
+            for o, weight in zip(outcomes, weights, strict=True)
+            if o.metrics.get(name) is not None
         ]
+        given: list[tuple[Any, Any]] = [each if isinstance(each, WeightedMean) else (each, w) for each, w in having]
         numbers = [checked_metrics({name: value})[name] for value, _ in given]
         device = next((each.device for each in numbers if isinstance(each, Tensor)), None)
         values = [torch.as_tensor(each, dtype=torch.float64, device=device).reshape(()) for each in numbers]
         known = [weight for _, weight in given]
         means[name] = WeightedMean(_mean(values, known) if values else None, sum(known))
     return means
-
-
-def _weighted_metric(metric: Any, weight: float) -> tuple[Any, Any]:
-    """Return the value of a metric, and its own weight or that of its batch."""
-    return metric if isinstance(metric, WeightedMean) else (metric, weight)
 
 
 def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

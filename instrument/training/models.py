@@ -303,16 +303,11 @@ class SparseAutoencoder(nn.Module):
         width: The number of values of an activation.
         features: The number of features. Default: None, 8 times the width.
         k: The maximum number of features per token that are not zero. Default: None, no maximum: train with an L1 penalty.
-
-    Raises:
-        ValueError: `k` is not from 1 to `features`.
     """
 
     def __init__(self, width: int, features: int | None = None, k: int | None = None) -> None:
         super().__init__()
         features = 8 * width if features is None else features
-        if k is not None and not 1 <= k <= features:
-            raise ValueError(f"k must be from 1 to {features}, the number of features, got {k}")
         self.bias = nn.Parameter(torch.zeros(width))
         self.encoder = nn.Linear(width, features)
         self.activation = nn.ReLU() if k is None else TopK(k)

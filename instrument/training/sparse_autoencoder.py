@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..analysis.load import load
 from ..config.parse import parse_config
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem
 from ..storage.run_record import read_record
 from ..tasks import Outcome, WeightedMean, call_task
 from ..tasks.base import batch_weight
@@ -43,9 +43,8 @@ def recorded_tokens(split: str, run: str, layer: str, **options: Any) -> Slice:
     border = len(sequences) * 9 // 10
     if split == "test":
         return Slice(sequences, range(border, len(sequences)))
-    parts = (sequences[start : min(start + 256, border)] for start in range(0, border, 256))
-    tokens = sum(int((part["mask"] != 0).sum()) if "mask" in part else part["x"][..., 0].numel() for part in parts)
-    return Slice(recorded.dataset(layer, flatten="tokens", **options), range(tokens))
+    tokens = recorded.dataset(layer, flatten="tokens", **options)
+    return Slice(tokens, range(tokens.items_before(border)))
 
 
 class SparseReconstruction:
@@ -53,7 +52,7 @@ class SparseReconstruction:
 
     The loss is the mean over the tokens of |x - reconstruction|^2 + l1 * sum |features| (Bricken et al. 2023, "Towards
     monosemanticity"; Gao et al. 2024 without the second term). The metrics are `l0`, the mean number of features that are not zero,
-    and `explained_variance`, 1 - sum |x - reconstruction|^2 / sum |x - mean|^2, with the mean over the tokens of a batch.
+    and `explained_variance`, 1 - sum |x - reconstruction|^2 / sum |x - mean|^2, with the mean over the tokens of a batch in one process.
 
     With `run`, an evaluation also runs the model of that run on the evaluated samples, and computes the loss of its own task three
     times: `loss_clean`; `loss_patched`, with the reconstructions as the output of the layer; `loss_zero`, with zeros. The metric
@@ -69,13 +68,11 @@ class SparseReconstruction:
         layer: The layer whose output was recorded; required with `run`. Default: None.
 
     Raises:
-        ConfigError: There is no such run or layer, or the run trained its model, so that its activations are those of several weights.
-        ValueError: `l1` is negative.
+        ConfigError: There is no such run, or it trained its model, so that its activations are those of several weights.
+        AttributeError: The model has no such layer.
     """
 
     def __init__(self, l1: float = 0.0, run: str | None = None, layer: str | None = None) -> None:
-        if l1 < 0:
-            raise ValueError(f"l1 must be at least 0, got {l1}")
         self.l1 = l1
         self.model = None if run is None else PatchedModel(run, layer or "")
 
@@ -113,19 +110,18 @@ class PatchedModel:
     """The model of a run of `mode: forward` without its hooks, whose loss is computed with a replaced output of a layer."""
 
     def __init__(self, run: str, layer: str) -> None:
-        config = parse_config({**_record(run, "task.run")["config"], "hooks": {}, "rules": {}, "device": "auto"})
-        with process_state(seed=config.seed, deterministic=False):
-            self.experiment = prepare(config)
+        config = _record(run, "task.run")["config"]
+        # Workers would start again for each evaluated batch.
+        without = {"hooks": {}, "rules": {}, "device": "auto", "data": {**config["data"], "num_workers": 0}}
+        parsed = parse_config({**config, **without})
+        with process_state(seed=parsed.seed, deterministic=False):
+            self.experiment = prepare(parsed)
         if not isinstance(self.experiment.data.train, Slice):
             message = "the dataset of the run is iterable, so its samples have no index"
             raise ConfigError(Problem("task.run", message, given=run))
         self.dataset = self.experiment.data.train.dataset
         self.model = self.experiment.model.eval().requires_grad_(False)
-        layers = dict(self.model.named_modules())
-        if layer not in layers or not layer:
-            similar = similar_names(layer, layers)
-            raise ConfigError(Problem("task.layer", "the model has no such layer", given=layer, similar=similar))
-        self.layer = layers[layer]
+        self.layer = self.model.get_submodule(layer)
 
     def losses(self, ids: Sequence[int], patch: Tensor, mask: Tensor | None) -> dict[str, WeightedMean]:
         """Return the losses of the model on samples with an output [N, T, width] of the layer at the tokens of a mask [N, T].
@@ -142,9 +138,12 @@ class PatchedModel:
             for value in (None, patch.to(device), torch.zeros_like(patch, device=device))
         )
         weight = batch_weight(self.experiment.task, loaded.batch, len(ids))
-        of_losses = {"loss_clean": clean, "loss_patched": patched, "loss_zero": zero}
-        recovered = WeightedMean((zero - patched) / (zero - clean), (zero - clean) * weight)
-        return {**{name: WeightedMean(loss, weight) for name, loss in of_losses.items()}, "loss_recovered": recovered}
+        return {
+            "loss_clean": WeightedMean(clean, weight),
+            "loss_patched": WeightedMean(patched, weight),
+            "loss_zero": WeightedMean(zero, weight),
+            "loss_recovered": WeightedMean((zero - patched) / (zero - clean), (zero - clean) * weight),
+        }
 
     def _loss(self, batch: Any, value: Tensor | None, selected: Tensor | None) -> Tensor:
         """Return the loss of a batch, with the value as the output of the layer; None changes nothing."""
@@ -158,17 +157,12 @@ class PatchedModel:
             new = value.to(given.dtype) if selected is None else torch.where(selected, value.to(given.dtype), given)
             return map_tensors(output, lambda path, tensor: new if path == first else tensor)
 
-        handle = self.layer.register_forward_hook(replace)
-        try:
-            with self.experiment.autocast():
-                loss = call_task(self.experiment.task, self.model, batch).loss
-        finally:
-            handle.remove()
+        task = self.experiment.task
+        with self.layer.register_forward_hook(replace), self.experiment.autocast():
+            loss = call_task(task, self.model, batch).loss
         if loss is None:
-            given = self.experiment.config.task.target
-            raise ConfigError(
-                Problem("task.run", "the task of the run computes no loss", given, fix="set task.run=null")
-            )
+            message = "the task of the run computes no loss"
+            raise ConfigError(Problem("task.run", message, type(task).__name__, fix="set task.run=null"))
         return loss.double()
 
 

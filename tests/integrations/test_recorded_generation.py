@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformer_zoo  # noqa: F401  # sets HF_HUB_OFFLINE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import train_here
 
 import instrument
@@ -219,6 +220,40 @@ def test_interventions_and_functions_act_in_the_selected_calls() -> None:
     }  # fmt: skip
 
 
+def test_inputs_are_copied_only_in_the_calls_whose_change_is_recorded() -> None:
+    class Clones(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.clone.default
+            return func(*args, **(kwargs or {}))
+
+    model = nn.ReLU()
+    hooks = {"change": {**RECORD, "layers": ".", "role": "change", "calls": "1", "tensors": False, "stats": ["l2"]}}
+    with instrument.attach(model, hooks) as probe, probe.evaluating(), Clones() as clones:
+        for number in range(4):
+            model(torch.full((2,), -1.0 - number))
+    assert clones.count == 1
+    assert probe.stats[["call", "l2"]].to_numpy().tolist() == [[1, pytest.approx(8**0.5)]]
+
+
+def test_mask_of_all_tokens_does_not_fit_the_new_ones() -> None:
+    model = language_model("llama")
+    mask = {**RECORD, "layers": ".", "kind": "forward_pre", "path": "attention_mask"}
+    for part, flatten, message in (
+        (":, -1", None, r"the input 'attention_mask' differs in shape between batches[\s\S]*\['samples', 6\]"),
+        (":, -1:", "tokens", r"the shape differs from the samples and positions"),
+    ):
+        hooks = {"last": {**RECORD, "layers": "model.layers.0", "slice": part, "calls": "1:4"}, "mask": mask}
+        probe, _, _ = recorded(model, hooks, [*PROMPTS])
+        with pytest.raises(ConfigError, match=rf"mask: {message}[\s\S]*pass mask=None, or record"):
+            probe.run.dataset("model.layers.0", call=range(1, 4), flatten=flatten)
+        hooks["mask"] = {**mask, "slice": ":, -1:", "calls": "1:4"}
+        probe, _, _ = recorded(model, hooks, [*PROMPTS])
+        data = probe.run.dataset("model.layers.0", call=range(1, 4), flatten=flatten)
+        assert data[:]["x"].shape == (9, WIDTH)
+
+
 def test_calls_that_no_generation_reaches_are_reported() -> None:
     model = language_model("gpt2")
     hooks = {"late": {**RECORD, "layers": "lm_head", "calls": "10:20"}}
@@ -233,9 +268,9 @@ def test_calls_that_no_generation_reaches_are_reported() -> None:
         ("5:5", "forward", r"hooks.x.calls: '5:5' selects no calls"),
         ("-3:", "forward", r"hooks.x.calls: '-3:' selects no calls"),
         ("1:2, 3", "forward", r"hooks.x.calls: '1:2, 3' selects no calls"),
-        ("last", "forward", r"hooks.x.calls: 'last' is not a slice"),
-        ([1, 2], "forward", r"hooks.x.calls: must be one call, such as 0, or a range in quotes"),
-        (True, "forward", r"hooks.x.calls: must be one call"),
+        ("last", "forward", r"hooks.x.calls: 'last' selects no calls"),
+        ([1, 2], "forward", r"hooks.x.calls: '\[1, 2\]' selects no calls: it must be one call, such as 0, or a range"),
+        (True, "forward", r"hooks.x.calls: 'True' selects no calls"),
         ("0", "full_backward", r"'calls' requires kind forward_pre, forward or function, not full_backward"),
         ("0", "parameter_grad", r"'calls' requires kind forward_pre, forward or function, not parameter_grad"),
     ],

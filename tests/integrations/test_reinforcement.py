@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -148,6 +149,87 @@ def test_loss_of_a_policy_without_preferences_is_no_reference(warm_up: bool) -> 
     assert abs(losses[0]) < 1e-6 < max(map(abs, losses)) / 1000
     assert min(losses) < 0 < max(losses)
     assert probe.run.events.query("severity == 'warning'").empty
+
+
+@pytest.mark.parametrize("rollouts", [True, False])
+@pytest.mark.parametrize("rule", ["loss_not_decreasing", "loss_spike"])
+def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts: bool) -> None:
+    """The loss of PPO with its critic rises with the returns; that of DQN jumps when the target network is replaced."""
+    noise = torch.rand(210, generator=torch.Generator().manual_seed(0))
+    losses = 20 + 0.05 * torch.arange(210) if rule == "loss_not_decreasing" else 0.05 + 0.2 * noise
+    if rule == "loss_spike":
+        losses[0], losses[101] = 1.1, 1.05
+    model = policy()
+    with instrument.attach(model, {"learning": HOOKS["learning"]}) as probe, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, loss in enumerate(losses):
+            if rollouts and step % 10 == 0:
+                with probe.in_phase("rollout"):
+                    probe.log(episode_return=1.0)
+            model(torch.zeros(1, 3))
+            probe.end_step(loss=loss)
+    assert probe.run.events.query("severity == 'warning'").rule.tolist() == ([] if rollouts else [rule])
+
+
+@pytest.mark.parametrize("rollouts", [True, False])
+def test_gradients_of_a_policy_are_small_beside_the_loss_of_its_critic(rollouts: bool) -> None:
+    model = nn.ModuleDict({"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        instrument.attach(model, {"gradients": record("parameter_grad", "*")}, optimizer=optimizer) as probe,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            with probe.in_phase("rollout") if rollouts else nullcontext():
+                probe.log(episode_return=1.0)
+            optimizer.zero_grad()
+            states = torch.ones(4, 2)
+            loss = 20 + model["critic"](states).mean() + 1e-6 * model["actor"](states)[:, 0].mean()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    assert probe.run.events.rule.eq("vanishing_gradient").any() != rollouts
+
+
+def test_rollouts_with_random_actions_do_not_call_the_policy() -> None:
+    model = policy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", InstrumentWarning)
+        with instrument.attach(model, {"acting": HOOKS["acting"]}) as probe:
+            for step in range(6):
+                with probe.in_phase("rollout"):
+                    if step % 3 == 2:
+                        model(torch.zeros(1, 3))
+                model(torch.zeros(1, 3))
+                probe.end_step()
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()] == [(2, 2, "")]
+    assert probe.stats[["step", "micro_step", "call"]].to_numpy().tolist() == [[2, 0, 0], [5, 0, 0]]
+
+
+def test_hook_that_no_rollout_calls_is_reported() -> None:
+    model = policy()
+    with (
+        pytest.warns(
+            InstrumentWarning, match="did not fire on 3: the module was not called while the hook was scheduled"
+        ),
+        instrument.attach(model, {"acting": HOOKS["acting"]}) as probe,
+    ):
+        with probe.in_phase("rollout"):
+            pass
+        model(torch.zeros(1, 3))
+        probe.end_step()
+
+
+def test_values_of_a_rollout_are_named(tmp_path: Any) -> None:
+    model = policy()
+    with instrument.attach(model, HOOKS, out=tmp_path) as probe, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with probe.in_phase("rollout"):
+            model(torch.full((1, 3), torch.nan))
+        probe.end_step()
+    (message,) = instrument.load(tmp_path).events.query("rule == 'non_finite'").message
+    assert "in the rollout after 0 steps" in message
 
 
 def test_repeated_draws_of_a_buffer_are_numbered() -> None:
