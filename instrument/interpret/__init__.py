@@ -2,7 +2,7 @@
 
 `layer_similarity` compares the representations of layers, and `logit_lens` applies the output layer of a language model to
 them. Both take a run with recorded tensors and return a DataFrame. `class_activation_map` returns the maps of an image classifier.
-`attribute` returns the contributions of layers, positions, heads or units to an output, for a run or a model.
+`attribute` returns the contributions of layers, positions or heads to an output, for a run or a model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attribution import attribute
-    from .attribution_result import Attribution
+    from .attribution import Attribution, attribute
     from .class_activation import ClassActivation, class_activation_map
     from .layer_comparison import layer_similarity
     from .output_projection import logit_lens
@@ -30,7 +29,7 @@ __all__ = [
 
 _CLASS_ACTIVATION = ".class_activation"
 _LAZY = {
-    "Attribution": ".attribution_result",
+    "Attribution": ".attribution",
     "ClassActivation": _CLASS_ACTIVATION,
     "attribute": ".attribution",
     "class_activation_map": _CLASS_ACTIVATION,

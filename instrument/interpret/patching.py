@@ -34,7 +34,7 @@ from ..plot.look import Look
 from ..plot.plot_function import plot
 from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
-from .attribution_result import Attribution
+from .attribution import Attribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,60 +88,48 @@ def patching(
         given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
         for name in (name for name, value in given.items() if value is not None):
             raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
-        return _draw_attribution(sweep, tokens)
-    grid, values, has_reference = _grid_of(sweep, metric, layer, hook, intervention, baseline)
-    return _draw_figure(grid, values, metric, tokens, has_reference=has_reference)
-
-
-def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int] | None) -> Figure:
-    names = [*result.grid.columns]
-    axis = f".{result.grid.columns.name}" if len(names) > 1 else ""
-    if tokens is not None and axis and "" in names:
-        raise InstrumentError(Problem("tokens", "some layers have no positions", fix="select the others with layers="))
-    grid = InterventionGrid(
-        "", "layers", axis, [*result.grid.index], [name or (axis and "all") for name in names], [], {}
-    )
-    agreement = "" if result.exact is None else f", rank correlation with exact effects {result.rank_correlation():.2f}"
-    title, label = f"{result.method.replace('_', ' ')} of {result.of}{agreement}", f"contribution to {result.of}"
-    return _draw_figure(grid, result.grid.to_numpy(), "", tokens, has_reference=True, title=title, label=label)
+        agreement = (
+            "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
+        )
+        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreement}"
+        return _draw_figure(sweep.grid, tokens, title, f"contribution to {sweep.of}", "no such position")
+    values, grid = _values_of(sweep, metric, layer, hook, intervention, baseline)
+    name, is_difference = METRICS.get(metric) or axis_name(metric), baseline is not None or grid.has_baseline
+    title = f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
+    label = f"{name} minus baseline" if is_difference else name
+    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "")
+    notes = _notes(grid, has_reference=baseline is not None)
+    return _draw_figure(values, tokens, title, label, missing, notes, is_difference=is_difference)
 
 
 def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:
-    """Return the values of the heat map of `instrument.plot.patching`: the exact effect of each patch.
-
-    Args:
-        sweep, metric, options: See `instrument.plot.patching`.
+    """Return the values of the heat map of `instrument.plot.patching`, which has the same arguments.
 
     Returns:
         float64: one row per layer, one column per position or value of another field, as in the `grid` of an `Attribution`.
-
-    Raises:
-        InstrumentError: As for `instrument.plot.patching`.
     """
-    grid, values, _ = _grid_of(sweep, metric, **options)
-    return pd.DataFrame(values, pd.Index(grid.rows, name=grid.row_key), pd.Index(grid.columns, name=grid.column_key))
+    return _values_of(sweep, metric, **options)[0]
 
 
-def _grid_of(
+def _values_of(
     sweep: Run | Sequence[Run],
     metric: str,
     layer: str | None = None,
     hook: str | None = None,
     intervention: str | None = None,
     baseline: Run | None = None,
-) -> tuple[InterventionGrid, np.ndarray, bool]:
-    """Return the runs as a grid, its values, and whether these are differences to one baseline."""
+) -> tuple[pd.DataFrame, InterventionGrid]:
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
-    reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
-    values = grid.values(number, reference)
+    values = grid.values(number, None if baseline is None else _reference(baseline, grid, metric, layer, hook))
     if not np.isfinite(values).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
-    return grid, values, reference is not None
+    rows, columns = pd.Index(grid.rows, name=grid.row_key), pd.Index(grid.columns, name=grid.column_key)
+    return pd.DataFrame(values, rows, columns), grid
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
@@ -161,44 +149,39 @@ def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | 
 
 
 def _draw_figure(
-    grid: InterventionGrid,
-    values: np.ndarray,
-    metric: str,
+    grid: pd.DataFrame,
     tokens: Sequence[str] | Sequence[int] | None,
+    title: str,
+    label: str,
+    missing: str,
+    notes: Sequence[str] = (),
     *,
-    has_reference: bool,
-    title: str = "",
-    label: str = "",
+    is_difference: bool = True,
 ) -> Figure:
-    is_difference = has_reference or grid.has_baseline
-    rows, columns = values.shape
-    labels = _column_labels(grid, tokens)
-    width = float(np.clip(CELL * columns, NARROWEST, WIDEST))
-    height = max(1.2, ROW * rows)
-    charts = new_charts(width + width_of(grid.rows) + 1.6, height + 1.5)
+    values, rows = grid.to_numpy(), [*grid.index]
+    row_name, column_name = map(str, (grid.index.name, grid.columns.name))
+    height = max(1.2, ROW * len(rows))
+    width = float(np.clip(CELL * len(grid.columns), NARROWEST, WIDEST))
+    charts = new_charts(width + width_of(rows) + 1.6, height + 1.5)
     axes = charts[0, 0]
-    name = METRICS.get(metric) or axis_name(metric)
-    label = label or f"{name} minus baseline" if is_difference else name
-    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
     scale = _colours(values, is_difference=is_difference)
-    draw_cells(axes, values, grid.rows, labels, height=height, label=label, missing=missing, **scale)
+    draw_cells(axes, values, rows, _column_labels(grid, tokens), height=height, label=label, missing=missing, **scale)
     add_legend(charts)
-    title = title or f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
     axes.set_title(plain(title, 80))
-    axes.set_ylabel(plain(grid.row_key))
-    notes = _notes(grid, has_reference=has_reference)
-    axes.set_xlabel("\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip())
+    axes.set_ylabel(plain(row_name))
+    axes.set_xlabel("\n".join([plain(column_name) if any(grid.columns) else "", *notes]).strip())
     return figure_of(charts)
 
 
-def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
+def _column_labels(grid: pd.DataFrame, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
     """Return the labels of the columns: tokens with their positions, or values."""
     if tokens is None:
-        return [plain(text, LONGEST_LABEL) for text in grid.columns]
+        empty = "all" if len(grid.columns) > 1 else ""
+        return [plain(text, LONGEST_LABEL) or empty for text in grid.columns]
     names = [str(token) for token in np.asarray(tokens).tolist()]
-    if not grid.column_key.endswith(".positions"):
-        message = "tokens are labels of positions, which are not the columns of this sweep"
-        raise InstrumentError(Problem("tokens", message, grid.column_key or "no columns"))
+    if not str(grid.columns.name).endswith("positions") or "" in grid.columns:
+        message = "tokens are labels of positions, which are not the columns"
+        raise InstrumentError(Problem("tokens", message, grid.columns.name or "no columns"))
     labels = []
     for text in grid.columns:
         positions = [int(each) for each in text.split(", ")]
