@@ -11,7 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attribution import Attribution, attribute
+    from .attribution import attribute
+    from .attribution_result import Attribution
     from .class_activation import ClassActivation, class_activation_map
     from .layer_comparison import layer_similarity
     from .output_projection import logit_lens
@@ -29,7 +30,7 @@ __all__ = [
 
 _CLASS_ACTIVATION = ".class_activation"
 _LAZY = {
-    "Attribution": ".attribution",
+    "Attribution": ".attribution_result",
     "ClassActivation": _CLASS_ACTIVATION,
     "attribute": ".attribution",
     "class_activation_map": _CLASS_ACTIVATION,

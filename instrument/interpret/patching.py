@@ -34,7 +34,7 @@ from ..plot.look import Look
 from ..plot.plot_function import plot
 from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
-from .attribution import Attribution
+from .attribution_result import Attribution
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

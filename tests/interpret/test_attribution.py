@@ -483,3 +483,11 @@ def test_correlation_and_picture_name_what_is_missing(pairs: instrument.Run) -> 
 def test_clean_sample_is_checked_before_the_run(overrides: list[str], message: str) -> None:
     with pytest.raises(InstrumentError, match=message):
         compose("+exp=attribution_patching", *overrides)
+
+
+def test_smallest_batch_has_a_corrupted_sample(tmp_path: Path) -> None:
+    options = ["+exp=attribution_patching", "init_from=null", "data.slice.stop=7"]
+    with pytest.raises(
+        InstrumentError, match=r"(?s)forward.from_sample: the smallest batch lacks .*given    0.*1 samples"
+    ):
+        train_here(tmp_path / "run", *options)
