@@ -167,6 +167,30 @@ def test_captum_gives_the_same_values(model: nn.Module, x: Tensor) -> None:
             same(found, layer.attribute(x, zero, target=2, n_steps=20))
 
 
+@pytest.mark.parametrize("layer", ["transformer.wte", "transformer.h.0.mlp", "transformer.h.1.ln_1"])
+def test_captum_gives_the_same_values_for_layers_of_a_language_model(layer: str) -> None:
+    """Token ids have no baseline of zeros: other prompts and padding are the baselines."""
+    captum, transformers = (pytest.importorskip(name) for name in ("captum.attr", "transformers"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)).eval()
+    ids, other = torch.randint(1, 50, (2, 2, 7))
+    module, of = model.get_submodule(layer), "logits[:, -1, 7]"
+
+    def logits(tokens: Tensor) -> Tensor:
+        return model(tokens).logits[:, -1]
+
+    expected = captum.LayerGradientXActivation(logits, module).attribute(ids, target=7).detach()
+    np.testing.assert_allclose(attribute(model, ids, of=of, layers=layer).values[layer], expected, atol=1e-6, rtol=0)
+    for baseline in (other, torch.zeros_like(ids)):
+        expected = captum.LayerIntegratedGradients(logits, module).attribute(ids, baseline, target=7, n_steps=20)
+        found = attribute(
+            model, ids, of=of, layers=layer, method="integrated_gradients", baseline=baseline, steps=20
+        ).values[layer]
+        np.testing.assert_allclose(found, expected.detach(), atol=1e-6, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------ the compiled circuit
 
 
