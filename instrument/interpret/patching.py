@@ -298,13 +298,14 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
     """
     finished, left_out = trainings(run)
-    fields = {name: _differing_fields(finished, name) for name in _interventions(finished)}
+    names = dict.fromkeys(name for training in finished for name in training.interventions)
+    fields = {name: _differing_fields(finished, name) for name in names}
     hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
-        names = [f"{HOOKS}.{hook}.{key}" for key in keys]
         message = f"the runs differ in more than two fields of {hook!r}"
-        raise InstrumentError(Problem("sweep", message, ", ".join(names), fix=_FEWER))
+        given = ", ".join(f"{HOOKS}.{hook}.{key}" for key in keys)
+        raise InstrumentError(Problem("sweep", message, given, fix=_FEWER))
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
     _check_unique(treated, hook, keys)
@@ -332,10 +333,6 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
 
 
 _FEWER = "load the runs that differ in two of them, or pass a list of them"
-
-
-def _interventions(finished: Sequence[Training]) -> list[str]:
-    return list(dict.fromkeys(name for training in finished for name in training.interventions))
 
 
 def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:
