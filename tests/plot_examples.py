@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from io import BytesIO
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from attached_runs import forward_steps
+from compiled_circuit import CompiledCircuit, prompts
 from figures import make_run, stats_of
 from matplotlib.figure import Figure
 from PIL import Image
@@ -161,6 +163,20 @@ def patching_sweep(folder: Path) -> instrument.Run:
     return instrument.load(folder)
 
 
+def attributed() -> instrument.interpret.Attribution:
+    """Return the attribution of the compiled circuit, whose embedding has a long name, with exact effects."""
+    clean, corrupted, answers = prompts(8)
+    circuit = nn.Sequential(OrderedDict(transformer_decoder=CompiledCircuit()))
+    layers = ["**.tokens", "**.heads.*", "**.mlp"]
+
+    def logit(output: torch.Tensor) -> torch.Tensor:
+        return output[range(8), -1, answers]
+
+    return instrument.interpret.attribute(
+        circuit, clean, baseline=corrupted, of=logit, layers=layers, method="attribution_patching", exact=True
+    )
+
+
 def replayed(folder: Path) -> instrument.Run:
     make_run(folder / "source", hooks={}, steps=30)
     run = make_run(folder / "replay", hooks={}, steps=12, seed=1)
@@ -212,6 +228,7 @@ def plot_examples(folder: Path) -> dict[str, Draw]:
         "layer_similarity": partial(plot.layer_similarity, similarity_table()),
         "logit_lens": partial(plot.logit_lens, lens_table(), tokens=TEXT),
         "patching": partial(plot.patching, patching_sweep(folder / "patching")),
+        "patching_attribution": partial(plot.patching, attributed(), tokens=["A", "B/X", "C", "D", "A", "B"]),
         "replay": partial(plot.replay, replayed(folder / "replay")),
     }
 

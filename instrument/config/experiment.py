@@ -253,11 +253,10 @@ class ForwardConfig(Spec):
 
     @model_validator(mode="after")
     def _validate_of(self) -> ForwardConfig:
-        if self.of is not None and not self.grad:
-            raise ValueError("'of' requires 'grad: true', since no gradients are computed otherwise")
-        for name, is_set in (("from_sample", self.from_sample is not None), ("integrate", self.integrate)):
+        given = {"of": self.of is not None, "from_sample": self.from_sample is not None, "integrate": self.integrate}
+        for name, is_set in given.items():
             if is_set and not self.grad:
-                raise ValueError(f"{name!r} requires 'grad: true', since attributions use gradients")
+                raise ValueError(f"{name!r} requires 'grad: true', since no gradients are computed otherwise")
         if self.integrate and self.from_sample is not None:
             raise ValueError("'integrate' and 'from_sample' are parts of different methods; remove one of them")
         return self

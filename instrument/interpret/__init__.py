@@ -2,7 +2,7 @@
 
 `layer_similarity` compares the representations of layers, and `logit_lens` applies the output layer of a language model to
 them. Both take a run with recorded tensors and return a DataFrame. `class_activation_map` returns the maps of an image classifier.
-`attribute` returns the contributions of layers, positions, heads or units to an output, for a run or a model.
+`attribute` returns the contributions of layers, positions or heads to an output, for a run or a model.
 """
 
 from __future__ import annotations

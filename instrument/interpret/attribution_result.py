@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,6 @@ from ..errors import InstrumentError, Problem
 from ..rules.step_rows import location_name
 
 GRADIENT, INTEGRATED, PATCHING = METHODS = ("gradient_x_input", "integrated_gradients", "attribution_patching")
-Parts = partial[dict[str, Any]]  # of `parts_of`
 
 
 class Location(NamedTuple):
@@ -37,8 +34,8 @@ class Attribution:
         of: The number to which they contribute: a part of the model's output, `loss`, or the name of a function.
         values: The attribution of each element, float64 [samples, ...], for each location: the name of a layer, with the
             path of the tensor and the index of the call if there are several.
-        grid: Their sums, in the unit of the number: one row per location, one column per position, head or unit. Summed
-            over the samples of a batch and averaged over the batches.
+        grid: Their sums, in the unit of the number: one row per location, one column per position or head. Summed over the
+            samples of a batch and averaged over the batches.
         change: The number at the inputs minus that at the baseline, which integrated gradients of the inputs add up to. None
             without a baseline, and for a run.
         exact: The exact effects of the same cells; None if they were not computed.
@@ -77,9 +74,7 @@ class Attribution:
         return float(ranks["own"].corr(ranks["exact"]))
 
 
-def parts_of(
-    columns: str, heads: int | None, shape: Sequence[int], taken: Sequence[Any] | None = None
-) -> dict[str, Any]:
+def parts_of(heads: int | None, shape: Sequence[int], taken: Sequence[Any] | None = None) -> dict[str, Any]:
     """Return the index of each column of the grid in a tensor [samples, ...], by its name.
 
     Args:
@@ -91,11 +86,10 @@ def parts_of(
             raise InstrumentError(Problem("heads", message, heads))
         size = shape[-1] // heads
         return {str(at): (..., slice(at * size, (at + 1) * size)) for at in range(heads)}
-    if len(shape) < 2 or (columns == "positions" and len(shape) != 3):
+    if len(shape) != 3:
         return {"": ()}
-    dim = 1 if columns == "positions" or len(shape) == 4 else len(shape) - 1
-    names = range(shape[dim]) if taken is None or len(taken[dim]) != shape[dim] else taken[dim]
-    return {str(name): (*[slice(None)] * dim, at) for at, name in enumerate(names)}
+    names = range(shape[1]) if taken is None or len(taken[1]) != shape[1] else taken[1]
+    return {str(name): (slice(None), at) for at, name in enumerate(names)}
 
 
 def make_attribution(
@@ -103,35 +97,36 @@ def make_attribution(
     of: str,
     found: Mapping[Location, Sequence[Array]],
     order: Sequence[str],
-    parts: Parts,
+    heads: int | None,
     *,
     batches: int = 1,
-    taken: Mapping[Location, Any] = MappingProxyType({}),
-    **further: Any,
+    taken: Mapping[Location, Any],
+    change: float | None = None,
+    exact: Mapping[Location, Mapping[str, float]] | None = None,
 ) -> Attribution:
     """Return the result for the attributions of each location, one array [samples, ...] per batch.
 
     Args:
         order: The names of the layers in their order.
         taken: The recorded indices of each location.
-        further: `change` and `exact`; the latter as numbers by location and column.
+        exact: The exact effects, by location and column.
     """
-    values, cells, labels = {}, {}, {}
+    values, cells, effects = {}, {}, {}
     for at in sorted(found, key=lambda each: rank_in(order)(each.layer)):
         paths, calls = ({other[field] for other in found if other.layer == at.layer} for field in (1, 2))
         label = location_name(at.layer, at.path if len(paths) > 1 else "", "forward")
-        labels[at] = label = label + (f" call {at.call}" if len(calls) > 1 else "")
+        label += f" call {at.call}" if len(calls) > 1 else ""
         if len({each.shape[1:] for each in found[at]}) > 1:
             message = "the tensors of this layer differ in shape between batches"
             raise InstrumentError(Problem("layers", message, label, fix="pass step="))
         values[label] = joined = np.concatenate([*map(np.atleast_1d, found[at])])
-        of_parts = parts(joined.shape, taken.get(at))
-        cells[label] = {name: float(joined[part].sum()) / batches for name, part in of_parts.items()}
-    if effects := further.get("exact"):
-        further["exact"] = _grid({labels[at]: effects[at] for at in labels}, parts)
-    return Attribution(method, of, values, _grid(cells, parts), **further)
-
-
-def _grid(cells: Mapping[str, Mapping[str, float]], parts: Parts) -> pd.DataFrame:
-    grid = pd.DataFrame([*cells.values()], [*cells], dtype="float64")
-    return grid.rename_axis("layers").rename_axis(parts.args[0], axis=1)
+        parts = parts_of(heads, joined.shape, taken.get(at))
+        cells[label] = {name: float(joined[part].sum()) / batches for name, part in parts.items()}
+        effects[label] = {} if exact is None else exact[at]
+    grid, of_exact = (
+        pd.DataFrame([*each.values()], pd.Index([*each], name="layers"), dtype="float64").rename_axis(
+            "positions" if heads is None else "heads", axis=1
+        )
+        for each in (cells, effects)
+    )
+    return Attribution(method, of, values, grid, change, None if exact is None else of_exact)

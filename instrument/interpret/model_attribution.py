@@ -18,7 +18,7 @@ from ..integrations.observe import call_model, errors_of_arguments
 from ..plan.shape_inference import without_side_effects
 from ..tasks.model_output import OutputUnit
 from ..values.nested import iter_tensors, map_tensors
-from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, Parts, make_attribution
+from .attribution_result import GRADIENT, INTEGRATED, PATCHING, Attribution, Location, make_attribution, parts_of
 
 Tensors = dict[Location, Tensor]
 
@@ -31,7 +31,7 @@ def attribution_of_model(  # noqa: PLR0917
     method: str,
     hook: Mapping[str, Any],
     steps: int,
-    parts: Parts,
+    heads: int | None,
     *,
     exact: bool,
 ) -> Attribution:
@@ -64,7 +64,7 @@ def attribution_of_model(  # noqa: PLR0917
             raise InstrumentError(Problem("baseline", message, fix="pass a baseline of the shape of the inputs"))
         if method == INTEGRATED:
             gradients = passes.mean_gradients(inputs, values, others, steps)
-        effects = passes.effects(start, others, parts) if exact else {}
+        effects = passes.effects(start, others, heads) if exact else {}
     found = {}
     for at, value in values.items():
         found[at] = [(sign * (value.double() - others[at].double()) * gradients[at].double()).cpu().numpy()]
@@ -73,7 +73,7 @@ def attribution_of_model(  # noqa: PLR0917
         at: {column: sign * (number - new) + 0.0 for column, new in each.items()} for at, each in effects.items()
     }
     order = [layer for layer, _ in model.named_modules()]
-    return make_attribution(method, name, found, order, parts, change=change, exact=exact_effects or None)
+    return make_attribution(method, name, found, order, heads, taken={}, change=change, exact=exact_effects or None)
 
 
 class _Passes:
@@ -135,11 +135,11 @@ class _Passes:
         return means
 
     @torch.no_grad()
-    def effects(self, batch: Any, others: Tensors, parts: Parts) -> dict[Location, dict[str, float]]:
+    def effects(self, batch: Any, others: Tensors, heads: int | None) -> dict[Location, dict[str, float]]:
         """Return the number with one part of a tensor replaced, for each part."""
         effects: dict[Location, dict[str, float]] = {}
         for at, other in others.items():
-            for name, part in parts(other.shape).items():
+            for name, part in parts_of(heads, other.shape).items():
                 mask = torch.zeros_like(other, dtype=torch.bool)
                 mask[part] = True
                 self._new = {at: lambda tensor, mask=mask, other=other: torch.where(mask, other, tensor)}  # type: ignore[misc]

@@ -78,66 +78,61 @@ def patching(
         given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
         for name in (name for name, value in given.items() if value is not None):
             raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
-        return _draw_attribution(sweep, tokens)
-    grid, numbers, has_reference = _grid_of(sweep, metric, layer, hook, intervention, baseline)
-    return _draw_figure(grid, numbers, metric, tokens, has_reference=has_reference)
-
-
-def _draw_attribution(result: Attribution, tokens: Sequence[str] | Sequence[int] | None) -> Figure:
-    names = [*result.grid.columns]
-    axis = f".{result.grid.columns.name}" if len(names) > 1 else ""
-    if tokens is not None and axis and "" in names:
-        raise InstrumentError(Problem("tokens", "some layers have no positions", fix="select the others with layers="))
-    grid = InterventionGrid(
-        "", "layers", axis, [*result.grid.index], [name or (axis and "all") for name in names], [], {}
-    )
-    agreement = "" if result.exact is None else f", rank correlation with exact effects {result.rank_correlation():.2f}"
-    title, label = f"{result.method.replace('_', ' ')} of {result.of}{agreement}", f"contribution to {result.of}"
+        agreement = (
+            "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
+        )
+        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreement}"
+        return _draw_figure(sweep.grid, tokens, title, f"contribution to {sweep.of}", "no such position")
+    numbers, grid = _numbers_of(sweep, metric, layer, hook, intervention, baseline)
+    name, is_difference = METRICS.get(metric) or axis_name(metric), baseline is not None or grid.has_baseline
+    title = f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
+    label = f"{name} minus baseline" if is_difference else name
+    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "")
+    notes = _notes(grid, has_reference=baseline is not None)
+    widths = None
+    if current().has_intervals(numbers.shape[-1]):
+        means = numbers.mean(-1)
+        squares = ((numbers - means[..., None]) ** 2).sum(-1).filled(np.nan)
+        widths, _ = student(means.filled(np.nan), squares, numbers.count(-1), current().interval)
+        notes[0] += f" ± half of its {100 * current().interval:g}% interval"
     return _draw_figure(
-        grid, np.ma.asarray(result.grid.to_numpy()[..., None]), "", tokens, has_reference=True, title=title, label=label
+        _means(numbers, grid), tokens, title, label, missing, notes, widths=widths, is_difference=is_difference
     )
 
 
 def patch_grid(sweep: Run | Sequence[Run], metric: str = "loss", **options: Any) -> pd.DataFrame:
-    """Return the values of the heat map of `instrument.plot.patching`: the exact effect of each patch.
-
-    Args:
-        sweep, metric, options: See `instrument.plot.patching`.
+    """Return the values of the heat map of `instrument.plot.patching`, which has the same arguments.
 
     Returns:
         float64: one row per layer, one column per position or value of another field, as in the `grid` of an `Attribution`.
-
-    Raises:
-        InstrumentError: As for `instrument.plot.patching`.
     """
-    grid, numbers, _ = _grid_of(sweep, metric, **options)
-    return pd.DataFrame(
-        numbers.mean(-1).filled(np.nan),
-        pd.Index(grid.rows, name=grid.row_key),
-        pd.Index(grid.columns, name=grid.column_key),
-    )
+    return _means(*_numbers_of(sweep, metric, **options))
 
 
-def _grid_of(
+def _means(numbers: np.ma.MaskedArray, grid: InterventionGrid) -> pd.DataFrame:
+    rows, columns = pd.Index(grid.rows, name=grid.row_key), pd.Index(grid.columns, name=grid.column_key)
+    return pd.DataFrame(numbers.mean(-1).filled(np.nan), rows, columns)
+
+
+def _numbers_of(
     sweep: Run | Sequence[Run],
     metric: str,
     layer: str | None = None,
     hook: str | None = None,
     intervention: str | None = None,
     baseline: Run | None = None,
-) -> tuple[InterventionGrid, np.ma.MaskedArray, bool]:
-    """Return the runs as a grid, its numbers, and whether these are differences to one baseline."""
+) -> tuple[np.ma.MaskedArray, InterventionGrid]:
+    """Return the numbers of the runs [rows, columns, seeds], and their grid."""
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
-    reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
-    numbers = grid.numbers(number, reference)
+    numbers = grid.numbers(number, None if baseline is None else _reference(baseline, grid, metric, layer, hook))
     if not np.isfinite(numbers).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
-    return grid, numbers, reference is not None
+    return numbers, grid
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
@@ -157,47 +152,38 @@ def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | 
 
 
 def _draw_figure(
-    grid: InterventionGrid,
-    numbers: np.ma.MaskedArray,
-    metric: str,
+    grid: pd.DataFrame,
     tokens: Sequence[str] | Sequence[int] | None,
+    title: str,
+    label: str,
+    missing: str,
+    notes: Sequence[str] = (),
     *,
-    has_reference: bool,
-    title: str = "",
-    label: str = "",
+    widths: np.ndarray | None = None,
+    is_difference: bool = True,
 ) -> Figure:
-    is_difference = has_reference or grid.has_baseline
-    rows, columns, seeds = numbers.shape
-    values, widths = numbers.mean(-1).filled(np.nan), None
-    if current().has_intervals(seeds):
-        squares = ((numbers - values[..., None]) ** 2).sum(-1).filled(np.nan)
-        widths, _ = student(values, squares, numbers.count(-1), current().interval)
-    labels = _column_labels(grid, tokens)
-    width = float(np.clip(CELL * columns, NARROWEST, WIDEST))
-    height = max(1.2, (ROW if widths is None else 1.4 * ROW) * rows)
-    charts = new_charts(width + width_of(grid.rows) + 1.6, height + 1.5)
+    values, rows = grid.to_numpy(), [*grid.index]
+    row_name, column_name = map(str, (grid.index.name, grid.columns.name))
+    height = max(1.2, (ROW if widths is None else 1.4 * ROW) * len(rows))
+    width = float(np.clip(CELL * len(grid.columns), NARROWEST, WIDEST))
+    charts = new_charts(width + width_of(rows) + 1.6, height + 1.5)
     axes = charts[0, 0]
-    name = METRICS.get(metric) or axis_name(metric)
-    label = label or f"{name} minus baseline" if is_difference else name
-    missing = "no finished run" + (" with a baseline" if grid.has_baseline else "") if metric else "no such position"
     scale = _colours(values, is_difference=is_difference)
-    draw_cells(axes, values, grid.rows, labels, height=height, label=label, missing=missing, widths=widths, **scale)
-    title = title or f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
-    notes = _notes(grid, has_reference=has_reference)
-    if widths is not None:
-        notes[0] += f" ± half of its {100 * current().interval:g}% interval"
-    xlabel = "\n".join([plain(grid.column_key.removeprefix(".")), *notes]).strip()
-    return finished(charts, title, xlabel=xlabel, ylabel=plain(grid.row_key))
+    labels = _column_labels(grid, tokens)
+    draw_cells(axes, values, rows, labels, height=height, label=label, missing=missing, widths=widths, **scale)
+    xlabel = "\n".join([plain(column_name) if any(grid.columns) else "", *notes]).strip()
+    return finished(charts, title, xlabel=xlabel, ylabel=plain(row_name))
 
 
-def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
+def _column_labels(grid: pd.DataFrame, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
     """Return the labels of the columns: tokens with their positions, or values."""
     if tokens is None:
-        return [plain(text, LONGEST_LABEL) for text in grid.columns]
+        empty = "all" if len(grid.columns) > 1 else ""
+        return [plain(text, LONGEST_LABEL) or empty for text in grid.columns]
     names = [str(token) for token in np.asarray(tokens).tolist()]
-    if not grid.column_key.endswith(".positions"):
-        message = "tokens are labels of positions, which are not the columns of this sweep"
-        raise InstrumentError(Problem("tokens", message, grid.column_key or "no columns"))
+    if not str(grid.columns.name).endswith("positions") or "" in grid.columns:
+        message = "tokens are labels of positions, which are not the columns"
+        raise InstrumentError(Problem("tokens", message, grid.columns.name or "no columns"))
     labels = []
     for text in grid.columns:
         positions = [int(each) for each in text.split(", ")]
@@ -316,13 +302,14 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
     """
     finished, left_out = trainings(run)
-    fields = {name: _differing_fields(finished, name) for name in _interventions(finished)}
+    names = dict.fromkeys(name for training in finished for name in training.interventions)
+    fields = {name: _differing_fields(finished, name) for name in names}
     hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
-        names = [f"{HOOKS}.{hook}.{key}" for key in keys]
         message = f"the runs differ in more than two fields of {hook!r}"
-        raise InstrumentError(Problem("sweep", message, ", ".join(names), fix=_FEWER))
+        given = ", ".join(f"{HOOKS}.{hook}.{key}" for key in keys)
+        raise InstrumentError(Problem("sweep", message, given, fix=_FEWER))
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
     _check_unique(treated, hook, keys)
@@ -350,10 +337,6 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
 
 
 _FEWER = "load the runs that differ in two of them, or pass a list of them"
-
-
-def _interventions(finished: Sequence[Training]) -> list[str]:
-    return list(dict.fromkeys(name for training in finished for name in training.interventions))
 
 
 def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:

@@ -46,7 +46,7 @@ from .compiled_models import compile_model
 from .data import Data, build_sampler, load_data, loader_options
 from .device_and_seed import choose_device
 from .distributed.strategies import Strategy, has_unused_parameters
-from .hook_trials import HookTrials
+from .hook_trials import SMALLER_BATCH_FIX, HookTrials
 from .initial_weights import InitialWeights
 from .loader import (
     Batches,
@@ -376,7 +376,14 @@ def _infer_shapes(
 
     inferred = {phase: infer(phase, batches.first) for phase, batches in phases.items()}
     for phase, batches in phases.items():
-        smallest = trials.smallest_batch_size(phase)
+        smallest, clean = trials.smallest_batch_size(phase), config.forward.from_sample
+        if smallest is not None and clean is not None and smallest <= max(clean, 1):
+            message = "the smallest batch lacks this clean sample or a corrupted one"
+            raise ConfigError(
+                Problem(
+                    "forward.from_sample", message, clean, f"the batch has {smallest} samples", fix=SMALLER_BATCH_FIX
+                )
+            )
         if smallest is not None and smallest < batches.first.total:
             infer(phase, batches.load(smallest), is_first=False)
     return inferred, has_unused, notice

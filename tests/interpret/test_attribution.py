@@ -127,18 +127,18 @@ def test_tensors_of_nested_outputs_and_inputs_are_attributed(model: nn.Module, x
     np.testing.assert_allclose(heads.values["head"], found.values["lstm[0]"], atol=1e-7)
 
 
-def test_columns_are_positions_heads_or_units(model: nn.Module, x: Tensor) -> None:
+def test_columns_are_positions_or_heads(model: nn.Module, x: Tensor) -> None:
     def found(**options: Any) -> Attribution:
         return attribute(model, x, of="[:, 2]", layers="act", exact=True, **options)
 
     values = found().values["act"]
     np.testing.assert_allclose(found().grid.loc["act"], values.sum((0, 2)))
-    np.testing.assert_allclose(found(columns="units").grid.loc["act"], values.sum((0, 1)))
+    np.testing.assert_allclose(found(heads=6).grid.loc["act"], values.sum((0, 1)))
     by_head = found(heads=3)
     np.testing.assert_allclose(by_head.grid.loc["act"], values.reshape(3, 4, 3, 2).sum((0, 1, 3)))
     assert (by_head.grid.columns.name, by_head.exact.shape) == ("heads", (1, 3))
-    maps = attribute(nn.Conv2d(2, 3, 1), torch.ones(1, 2, 5, 5), of=quadratic, layers=".", columns="units")
-    assert maps.grid.shape == (1, 3)  # the channels
+    maps = attribute(nn.Conv2d(2, 3, 1), torch.ones(1, 2, 5, 5), of=quadratic, layers=".")
+    assert maps.grid.shape == (1, 1)
 
 
 def test_captum_gives_the_same_values(model: nn.Module, x: Tensor) -> None:
@@ -165,6 +165,30 @@ def test_captum_gives_the_same_values(model: nn.Module, x: Tensor) -> None:
         for name, found in by_layer.items():
             layer = captum.LayerIntegratedGradients(model, getattr(model, name))
             same(found, layer.attribute(x, zero, target=2, n_steps=20))
+
+
+@pytest.mark.parametrize("layer", ["transformer.wte", "transformer.h.0.mlp", "transformer.h.1.ln_1"])
+def test_captum_gives_the_same_values_for_layers_of_a_language_model(layer: str) -> None:
+    """Token ids have no baseline of zeros: other prompts and padding are the baselines."""
+    captum, transformers = (pytest.importorskip(name) for name in ("captum.attr", "transformers"))
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ends)).eval()
+    ids, other = torch.randint(1, 50, (2, 2, 7))
+    module, of = model.get_submodule(layer), "logits[:, -1, 7]"
+
+    def logits(tokens: Tensor) -> Tensor:
+        return model(tokens).logits[:, -1]
+
+    expected = captum.LayerGradientXActivation(logits, module).attribute(ids, target=7).detach()
+    np.testing.assert_allclose(attribute(model, ids, of=of, layers=layer).values[layer], expected, atol=1e-6, rtol=0)
+    for baseline in (other, torch.zeros_like(ids)):
+        expected = captum.LayerIntegratedGradients(logits, module).attribute(ids, baseline, target=7, n_steps=20)
+        found = attribute(
+            model, ids, of=of, layers=layer, method="integrated_gradients", baseline=baseline, steps=20
+        ).values[layer]
+        np.testing.assert_allclose(found, expected.detach(), atol=1e-6, rtol=0)
 
 
 # ------------------------------------------------------------------------------------------------ the compiled circuit
@@ -233,10 +257,10 @@ def test_model_and_random_state_are_unchanged(x: Tensor) -> None:
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def recorded(model: nn.Module, *batches: Tensor, layers: Any = "**") -> instrument.Run:
+def recorded(model: nn.Module, *batches: Tensor, **fields: Any) -> instrument.Run:
     hooks = {
-        "values": {**RECORD, "layers": layers, "kind": "forward"},
-        "gradients": {**RECORD, "layers": layers, "kind": "full_backward_pre"},
+        "values": {**RECORD, **fields, "kind": "forward"},
+        "gradients": {**RECORD, **fields, "kind": "full_backward_pre"},
     }
     with instrument.attach(model, hooks) as probe:
         for batch in batches:
@@ -318,8 +342,34 @@ def test_yaml_gives_integrated_gradients_of_the_inputs(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.grid, expected.grid / 2, rtol=1e-4)  # two batches
     with pytest.raises(InstrumentError, match="layers: the inputs of the model are on the line"):
         attribute(run, layers="layers.0")
-    with pytest.raises(InstrumentError, match="run: 1 batches were recorded"):
+    with pytest.raises(InstrumentError, match="run: batch 1 was recorded in 1 of 6 passes"):
         attribute(run, step=1)
+
+
+@pytest.mark.parametrize("schedule", ["stop: 4", "every: 3"])
+def test_integral_needs_all_batches_of_all_passes(tmp_path: Path, schedule: str) -> None:
+    """Of 4 passes over 2 batches: two passes, or other batches in each pass. Both have as many steps as a batch of each pass."""
+    options = ["model=mlp", "data=digits", "train.batch_size=4", "data.slice.stop=8", "mode=forward"]
+    options.append("forward={grad: true, of: '[:, 3]', passes: 4, integrate: true}")
+    record = f"{{layers: ., kind: %s, action: record, tensors: true, {schedule}}}"
+    hooks = [f"+hooks.{name}={record % kind}" for name, kind in (("x", "forward_pre"), ("g", "full_backward"))]
+    run = train_here(tmp_path / "run", *options, *hooks)
+    with pytest.raises(InstrumentError, match=r"run: batch \d was recorded in \d of 4 passes"):
+        attribute(run)
+
+
+def test_clean_sample_is_found_among_recorded_samples() -> None:
+    """The run records samples 1 to 3 of 4, and sample 2 is clean."""
+    model, x = nn.Linear(6, 3), torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    run = recorded(model, x, layers=".", samples=[1, 2, 3])
+    run.info["config"]["forward"] = {"from_sample": 2}
+    output = model(x).detach().double()
+    expected = torch.zeros(2, 3)
+    expected[:, 2] = output[2, 2] - output[[1, 3], 2]
+    np.testing.assert_allclose(attribute(run).values["."], expected, rtol=1e-5)
+    run.info["config"]["forward"]["from_sample"] = 0
+    with pytest.raises(InstrumentError, match=r"forward.from_sample: a batch has no recorded clean sample"):
+        attribute(run)
 
 
 def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +394,7 @@ def test_layers_without_positions_have_a_column(model: nn.Module, x: Tensor) -> 
     assert legend_of(figure) == ["no such position"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["all", "0", "1", "2", "3"]
     assert np.isnan(found.grid.loc["act", ""])
-    with pytest.raises(InstrumentError, match="tokens: some layers have no positions"):
+    with pytest.raises(InstrumentError, match="tokens: tokens are labels of positions, which are not the columns"):
         patching(found, tokens=list("abcd"))
     axes, _ = patching(attribute(model, x, of="[:, 2]", layers=".")).axes
     assert not axes.get_xlabel()
@@ -368,7 +418,6 @@ def test_panel_is_only_on_pages_of_runs_with_gradients(tmp_path: Path) -> None:
         ({"of": lambda output: output.detach()}, "layers: the number does not depend on"),
         ({"layers": "akt"}, r"(?s)layers: this pattern matches no module.*given    akt.*act"),
         ({"method": "gradients"}, r"(?s)method: unknown value.*'gradients'.*integrated_gradients"),
-        ({"columns": "tokens"}, r"(?s)columns: unknown value.*positions"),
         (
             {"heads": 4},
             r"(?s)heads: .*shape \[3, 4, 6\] has no such number of equal parts.*given    4",
@@ -377,7 +426,8 @@ def test_panel_is_only_on_pages_of_runs_with_gradients(tmp_path: Path) -> None:
         ({"method": "attribution_patching"}, "baseline: attribution_patching requires the corrupted inputs"),
         ({"method": "attribution_patching", "baseline": torch.ones(3, 2, 6)}, "baseline: the tensors .* other shapes"),
         ({"method": "integrated_gradients", "steps": 0}, "steps: must be positive"),
-        ({"from_sample": 0}, "from_sample: does not apply to a model"),
+        ({"step": 0}, "step: does not apply to a model"),
+        ({"role": "outputs"}, r"(?s)role: unknown value.*output, input"),
     ],
 )
 def test_unsuitable_arguments_are_refused(model: nn.Module, x: Tensor, options: dict[str, Any], message: str) -> None:
@@ -403,9 +453,11 @@ def test_integer_inputs_need_a_layer_and_a_baseline(circuit: CompiledCircuit) ->
         ({"of": "[:, 2]"}, "of: does not apply to a run"),
         ({"exact": True}, "exact: does not apply to a run"),
         ({"layers": "blocks.7"}, r"(?s)layers: no such layer .*given    blocks.7.*allowed  tokens, blocks.0, blocks.1"),
-        ({"method": "integrated_gradients"}, r"method: .* requires forward.integrate=true"),
-        ({"method": "gradient_x_input", "from_sample": 0}, r"method: .* requires neither"),
-        ({"from_sample": 2}, r"(?s)from_sample: a batch has no such clean sample.*given    2.*2 samples"),
+        (
+            {"method": "integrated_gradients"},
+            r"(?s)method: the run was made for another .*allowed  attribution_patching",
+        ),
+        ({"method": "gradient_x_input"}, r"(?s)method: the run was made .*fix      set forward.integrate"),
         ({"baseline": torch.ones(2)}, "baseline: does not apply to a run"),
         ({"step": 99}, "phase: the values and the gradients are of other steps"),
         ({"role": "input"}, "layers: no such layer has recorded values and gradients"),
@@ -455,3 +507,11 @@ def test_correlation_and_picture_name_what_is_missing(pairs: instrument.Run) -> 
 def test_clean_sample_is_checked_before_the_run(overrides: list[str], message: str) -> None:
     with pytest.raises(InstrumentError, match=message):
         compose("+exp=attribution_patching", *overrides)
+
+
+def test_smallest_batch_has_a_corrupted_sample(tmp_path: Path) -> None:
+    options = ["+exp=attribution_patching", "init_from=null", "data.slice.stop=7"]
+    with pytest.raises(
+        InstrumentError, match=r"(?s)forward.from_sample: the smallest batch lacks .*given    0.*1 samples"
+    ):
+        train_here(tmp_path / "run", *options)

@@ -26,7 +26,7 @@ from instrument.plot import PLOTS, compare, gradient_flow, heatmap
 NAMES = [
     *("attention", "casts", "class_activation_map", "compare", "compare_runs", "compare_steps", "diff", "feature_maps"),
     *("gradient_flow", "heatmap", "histogram_over_time", "importance", "layer_similarity", "logit_lens", "patching"),
-    "replay",
+    *("patching_attribution", "replay"),
 ]
 QUICK = ["compare", "feature_maps", "gradient_flow"]  # one chart, a grid of charts, and charts next to each other
 WITH_INTERVAL = ["compare", "importance", "patching"]
@@ -57,7 +57,7 @@ def figure_of(examples: dict[str, Draw], drawn: dict[tuple[str, float], Figure],
 
 def test_every_plot_has_an_example(examples: dict[str, Draw]) -> None:
     assert sorted(examples) == NAMES
-    assert {*PLOTS} == {name for name in NAMES if name not in ("compare_runs", "compare_steps")}
+    assert {*PLOTS} == {name for name in NAMES if name not in ("compare_runs", "compare_steps", "patching_attribution")}
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -96,7 +96,7 @@ def test_pdf_files_have_only_type_42_fonts(examples: Any, drawn: Any, name: str)
 
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_every_plot_takes_the_common_arguments_or_refuses_them(examples: dict[str, Draw], name: str) -> None:
-    draw, plot = examples[name], name.partition("_runs")[0].partition("_steps")[0]
+    draw, plot = examples[name], re.sub("_(runs|steps|attribution)$", "", name)
     if plot in WITH_INTERVAL:
         draw(interval=0.9)
     else:
