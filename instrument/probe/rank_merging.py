@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..actions.base import EFFECT, Context, Effect
@@ -60,12 +61,10 @@ class MergedRows:
     """The merged rows of a step. Their numbers may still be on a device.
 
     Attributes:
-        pieces: This process's part of each row that is not in the block.
-        identities: The identity columns of the row of each piece.
+        pieces, identities: This process's part of each row that is not in the block, and the identity columns of the row.
         rows: The rows of the pieces in the tables `stats` and `effects`.
         copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
-        ranks: The number of processes.
-        block: The rows of the block, without their numbers; None without a block.
+        block: The rows of the block, without their numbers.
     """
 
     pieces: Sequence[Piece]
@@ -273,12 +272,8 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
 
 @dataclass
 class Parts:
-    """This process's numbers of the rows of a step, on one device.
-
-    Attributes:
-        sums: Those of the rows of the table `stats`, float64 [rows, COLUMNS]; the rows of the block come first.
-        effects: float64 [rows, EFFECT].
-        gathered: The numbers that are gathered, those of all pieces concatenated; float64 [numbers].
+    """This process's numbers of the rows of a step, on one device: sums [rows, COLUMNS], those of the block first, effects [rows, EFFECT],
+    and the numbers that are gathered, those of all pieces concatenated; float64.
     """
 
     sums: Tensor
@@ -355,11 +350,7 @@ def merge(
 ) -> MergedRows | None:
     """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows.
 
-    This is one collective operation, or two; see `Ranks.should_gather`.
-
-    Args:
-        parts: The numbers of the pieces and of the block.
-        maxima: Those of `parts.ends` over all processes; None if they are unknown.
+    This is one collective operation, or two if the `maxima` of `parts.ends` are unknown; see `Ranks.should_gather`.
     """
     if not pieces and block is None:
         return None
@@ -373,11 +364,11 @@ def merge(
         total = torch.stack([each.totals(maxima) for each in of_processes]).sum(0)
         gathered = torch.stack([each.gathered for each in of_processes])
     else:
-        maxima = reducer.all_reduce_max(parts.ends) if maxima is None else maxima
+        maxima = reducer.reduce(parts.ends, dist.ReduceOp.MAX) if maxima is None else maxima
         places = own.new_zeros((reducer.world_size, len(own)))
         places[reducer.rank] = own
         totals_of_rank = parts.totals(maxima)
-        total = reducer.all_reduce_sum(torch.cat([totals_of_rank, places.flatten()]))
+        total = reducer.reduce(torch.cat([totals_of_rank, places.flatten()]), dist.ReduceOp.SUM)
         if not reducer.is_rank_zero:
             return None
         gathered = total[len(totals_of_rank) :].view(places.shape)

@@ -55,6 +55,8 @@ def test_sweep(folder: Path, call: Call) -> None:
     jobs = read(call(sweep.main, folder / "runs", "--json").expect(0))
     assert [(job["name"], job["status"]) for job in jobs] == [("0", "done"), ("1", "done")]
     assert "optimizer.lr=1e30" in jobs[0]["overrides"] or "optimizer.lr=1e+30" in jobs[0]["overrides"]
+    with pytest.raises(SystemExit, match="2"):
+        sweep.main([str(folder / "runs"), "--rerun", "--json"])
 
 
 def test_watch(folder: Path, call: Call) -> None:
