@@ -363,8 +363,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 def type_text(described: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Return the type of a field in words, from its JSON Schema."""
-    values = [described["const"]] if "const" in described else described.get("enum", ())
-    if values:
+    if values := [described["const"]] if "const" in described else described.get("enum", ()):
         return "name" if len(values) > 6 else ", ".join(f"`{each}`" for each in values)
     if "$ref" in described:
         return "target" if described["$ref"].endswith("/Target") else "section"
@@ -377,9 +376,7 @@ def type_text(described: Mapping[str, Any], definitions: Mapping[str, Any]) -> s
         item: Mapping[str, Any] = described.get("items") or next(iter(described.get("prefixItems", ())), {})
         kind = type_text(item, definitions)
         return f"list of {kind}" + ("" if "`" in kind else "s")
-    if described.get("type") == "object":
-        return "mapping"
-    return str(described.get("type", "any value"))
+    return str(described.get("type", "any value")).replace("object", "mapping")
 
 
 def value_text(value: object) -> str:

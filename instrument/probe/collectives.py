@@ -87,12 +87,10 @@ class Ranks:
     """The processes of a distributed training. Created in all of them at once, with an initialized process group.
 
     Args:
-        parallel: How they train together.
         reduces: Whether rank 0 writes rows for all of them.
-        control: A gloo group of all processes. Default: None, a new one if required.
-        batches: The number of batch shards. Default: None, one for each process.
-        mesh: The device mesh of the processes. Default: that of the model's parameters.
-        placement, data: See `instrument.hooks.mesh_layout.MeshLayout`.
+        control: A gloo group of all processes. Default: a new one if required.
+        batches: The number of batch shards. Default: one for each process.
+        mesh, placement, data: See `instrument.hooks.mesh_layout.MeshLayout`. Default: the mesh of the model's parameters.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
         sums_gradients: Whether gradients are summed over the processes. Default: they are averaged.
 
@@ -130,8 +128,7 @@ class Ranks:
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
-            # The group is never destroyed separately: if it ends before or after the process group, the process may
-            # abort.
+            # Never destroyed separately: if it ends before or after the process group, the process may abort.
             self._control = control or dist.new_group(backend="gloo")
         self._numbers: dict[tuple[Any, ...], int] = {}
 

@@ -36,10 +36,7 @@ _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which
 
 @dataclass
 class MergedRow:
-    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
-
-    The numbers and the remainders of 64-bit integers (`custom`) are set when they are on the host.
-    """
+    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`. Numbers are set on the host."""
 
     table: str
     identity: Row
@@ -47,8 +44,7 @@ class MergedRow:
     values: Array | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
 
-    numbers: ClassVar[tuple[Tensor, ...]] = ()
-    """The numbers on a device: all rows together have them, see `MergedRows`."""
+    numbers: ClassVar[tuple[Tensor, ...]] = ()  # on a device: all rows together have them, see `MergedRows`
 
     def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
         """Write the numbers to the row."""
@@ -164,12 +160,7 @@ class Block:
 
 
 class RowMerger:
-    """Merges the rows that rank 0 writes for all processes: `reduce: global`.
-
-    Args:
-        ranks: The processes; None if each one writes its own rows, so that none are merged.
-        slots: The identities of the rows of the table `stats`.
-    """
+    """Merges the rows that rank 0 writes for all processes: `reduce: global`. Without `ranks`, each process writes its own rows."""
 
     def __init__(self, ranks: Ranks | None, slots: Slots) -> None:
         self.ranks = ranks
@@ -214,9 +205,7 @@ class RowMerger:
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
         """Merge the pieces of the step over all processes. None without any, or if another process writes the rows.
 
-        Args:
-            any_scheduled: Whether any hook was scheduled; equal in all processes.
-            local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
+        See `Recorder.end_step` for the arguments.
         """
         block = self._block
         if self.ranks is None or not (any_scheduled or self._pieces or block is not None):
