@@ -18,10 +18,12 @@ from pydantic import BaseModel
 from instrument.actions.base import Context
 from instrument.commands.explain import (
     APPLY,
+    CONFIGS,
+    CUSTOM_RULES,
     HOOKS,
-    RULE_EXAMPLES,
     SECTIONS,
     entries,
+    model_of,
     sentences,
     sentences_of_section,
     type_text,
@@ -138,8 +140,8 @@ def config_page() -> str:
         "All keys of an experiment file, with types and defaults. Every key can be overridden on the command line, as in `train.steps=50`. "
         "Hooks and `apply` specs are in [Actions and their fields](actions.md). Unknown keys are errors.",
     ]
-    for title, (model, example) in SECTIONS.items():
-        parts += [f"## {title}", sentences(model), _fields(model), _example(yaml.safe_load(example))]
+    for (title, model), example in zip(SECTIONS.items(), CONFIGS, strict=False):
+        parts += [f"## {title}", sentences(model), _fields(model), _example(example)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,7 +156,8 @@ def actions_page() -> str:
         "## Fields of every hook",
         _fields(HookBase),
     ]
-    for name, (model, example) in HOOKS.items():
+    for name, example in HOOKS.items():
+        model = model_of(name)
         title = name if name in ("record", "print", "call", "clip", "scale") else f"modify, fn: {name}"
         fields = [
             field
@@ -164,7 +167,7 @@ def actions_page() -> str:
         if issubclass(model, ModifySpec):
             fields = [field for field in fields if field != "fn" or model is FunctionSpec]
         table = _fields(model, fields)
-        parts += [f"## `{title}`", sentences(model), table, _example({"hooks": {"mine": yaml.safe_load(example)}})]
+        parts += [f"## `{title}`", sentences(model), table, _example({"hooks": {"mine": example}})]
     parts += [
         "## Changes before step 0: `apply`",
         sentences(ApplyBase),
@@ -174,7 +177,7 @@ def actions_page() -> str:
         model_ = ACTIONS[name]
         fields = [field for field in model_.model_fields if field not in {*Selection.model_fields, "name", "action"}]
         parts += [f"### `apply: {name}`", sentences(model_), _fields(model_, fields)]
-        parts += [_example({"apply": {"mine": yaml.safe_load(example)}})]
+        parts += [_example({"apply": {"mine": example}})]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -196,13 +199,13 @@ def rules_page() -> str:
         fields = [field for field in model.model_fields if field not in shared]
         parts += [f"## `{name}`", f"{sentences(model)} It reads {rule.requires}.", _fields(model, fields)]
         parts += [f"What to do: {rule.advice[0].lower()}{rule.advice[1:]}"]
-    for title, spec, example in RULE_EXAMPLES:
+    for title, (spec, example) in CUSTOM_RULES.items():
         fields = [field for field in spec.model_fields if field not in shared]
         parts += [
             f"## {title}",
             sentences(spec),
             _fields(spec, fields),
-            _example({"rules": {"mine": yaml.safe_load(example)}}),
+            _example({"rules": {"mine": example}}),
         ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

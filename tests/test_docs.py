@@ -6,9 +6,9 @@ import functools
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
-import yaml
 from conftest import REPOSITORY, load_module
 
 from instrument.config.apply import ACTIONS
@@ -57,8 +57,8 @@ def test_reference_has_every_rule_and_its_fields() -> None:
         section = text.partition(f"\n## `{name}`")[2].partition("\n## ")[0]
         for field, own in model.model_fields.items():
             assert field in {*RuleBase.model_fields, "rule"} or f"| `{own.alias or field}` |" in section, (name, field)
-    for _, _, example in MAKE.RULE_EXAMPLES:
-        assert parse_rules({"mine": yaml.safe_load(example)})
+    for _, example in MAKE.CUSTOM_RULES.values():
+        assert parse_rules({"mine": example})
 
 
 def test_reference_has_every_task_and_dataset_with_its_arguments() -> None:
@@ -71,10 +71,9 @@ def test_reference_has_every_task_and_dataset_with_its_arguments() -> None:
     assert "| `split` |" not in text
 
 
-@pytest.mark.parametrize("name", MAKE.SECTIONS)
-def test_example_of_a_section_is_valid(name: str) -> None:
-    model, example = MAKE.SECTIONS[name]
-    given = yaml.safe_load(example)
+@pytest.mark.parametrize(("name", "given"), [*zip(MAKE.SECTIONS, MAKE.CONFIGS, strict=False)])
+def test_example_of_a_section_is_valid(name: str, given: dict[str, Any]) -> None:
+    model = MAKE.SECTIONS[name]
     for key in re.findall(r"\w+", name.split(" and ", maxsplit=1)[0]) if name.startswith("`") else ():
         given = given[key]
     if model is RunConfig:
@@ -86,9 +85,9 @@ def test_example_of_a_section_is_valid(name: str) -> None:
 @pytest.mark.parametrize("name", [*MAKE.HOOKS, *MAKE.APPLY])
 def test_example_of_an_action_is_valid(name: str) -> None:
     if name in MAKE.HOOKS:
-        assert parse_hooks({"mine": yaml.safe_load(MAKE.HOOKS[name][1])})
+        assert parse_hooks({"mine": MAKE.HOOKS[name]})
     else:
-        ACTIONS[name].model_validate(yaml.safe_load(MAKE.APPLY[name]))
+        ACTIONS[name].model_validate(MAKE.APPLY[name])
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,9 @@ def _print_candidates(line: str) -> None:
     words = line.split()[1:]
     last = words.pop() if words and not line[-1].isspace() else ""
     if words and words[0] in ALL and words[0] not in COMPOSED:
-        _print([each for each in _arguments(words[0], words[-1], last) if each.startswith(last)])
+        sys.stdout.writelines(f"{each}\n" for each in _arguments(words[0], words[-1], last) if each.startswith(last))
     elif verbs := [f"{verb}\t{text}" for verb, text in ALL.items() if not words and verb.startswith(last)]:
-        _print(verbs)
+        print("\n".join(verbs))
     else:
         overrides = words[1:] if words and words[0] in COMPOSED else words
         os.environ[LINE] = " ".join(["instrument", *overrides, last])
@@ -92,11 +92,6 @@ def _print_candidates(line: str) -> None:
         from instrument.commands.job import job
 
         command(job)
-
-
-def _print(candidates: Sequence[str]) -> None:
-    for candidate in candidates:
-        print(candidate)
 
 
 def _arguments(verb: str, previous: str, last: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TextIO
 
 import pandas as pd
 from rich.table import Table
@@ -83,15 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_json({**{name: getattr(difference, name) for name in names}, "summary": str(difference), **values})
     else:
         print(difference)
-    if not args.json and not difference.is_identical and len(difference.layers):
-        _print_tables(difference)
-    if args.html is not None and not _write(difference, args.html):
+        if not difference.is_identical and len(difference.layers):
+            _print_tables(difference)
+    if args.html is not None and not _write(difference, args.html, sys.stderr if args.json else sys.stdout):
         return 2
     return 0 if difference.is_within_tolerance else 1
 
 
-def _write(difference: Diff, file: Path) -> bool:
-    """Write the page. If it cannot be written, print the reason and return false."""
+def _write(difference: Diff, file: Path, output: TextIO) -> bool:
+    """Write the page, and print its path to `output`. If it cannot be written, print the reason and return false."""
     from instrument.report import make
 
     try:
@@ -103,7 +103,7 @@ def _write(difference: Diff, file: Path) -> bool:
     except OSError as error:
         print(f"{error.filename or file}: {error.strerror}", file=sys.stderr)
         return False
-    print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)")
+    print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)", file=output)
     return True
 
 

@@ -52,11 +52,8 @@ def print_findings(fired: Sequence[Finding], run: Run) -> int:
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
     for finding in _others(run):
         _print(finding)
-    print(
-        f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {run.path}"
-        if fired
-        else f"no rule fired in {run.path}"
-    )
+    found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else "no rule fired"
+    print(f"{found} in {run.path}")
     return FIRED if fired else 0
 
 

@@ -46,7 +46,10 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+    parser = command_line()
+    args = parser.parse_args(arguments)
+    if args.rerun and args.json:
+        parser.error("--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs")
     if args.rerun:
         _rerun(args.folder)
     return _show(args.folder, as_json=args.json)

@@ -97,7 +97,7 @@ class _UsableTensors(Mapping[str, Tensor]):
     def _error(self, locations: list[str]) -> NotKeptError:
         layers = ", ".join(repr(location or ".") for location in locations)
         return NotKeptError(
-            f"the tensor that was kept as {self.name!r} at {layers} cannot be used across activation checkpoints: the "
+            f"the tensor that was kept as {self.name!r} at {layers} cannot be used with this activation checkpoint: the "
             "gradients would be wrong; disable checkpointing"
         )
 

@@ -61,10 +61,9 @@ class MeshDim(NamedTuple):
         """The coordinate of this process."""
         return self.ranks.index(own_rank())
 
-    @property
-    def stride(self) -> int:
-        """The distance of neighbors, by rank."""
-        return self.ranks[1] - self.ranks[0] if len(self.ranks) > 1 else 0
+    def covers(self, other: MeshDim) -> bool:
+        """Whether it is another one, or contains it, as the dimension over which `fully_shard` and tensor parallelism flatten two."""
+        return self.name == other.name or (len(other.ranks) > 1 and {*other.ranks} <= {*self.ranks})
 
 
 def mesh_dims(mesh: DeviceMesh) -> list[MeshDim]:
@@ -235,7 +234,7 @@ class MeshLayout:
             # Gradients of parameters are summands until they are reduced.
             usual = (Shard(0) if is_of_batch else Partial()) if has_other_samples else self._replicate
             along.append((dim, usual, has_other_samples))
-        along.sort(key=lambda entry: -entry[0].stride)
+        along.sort(key=lambda entry: next((at for at, dim in enumerate(self._dims) if entry[0].covers(dim)), 0))
         dims, largest, shape = set(), [*size], [*size]
         for placement, count in zip(placements or (), mesh.shape if placements else (), strict=True):
             if (at := getattr(placement, "dim", None)) is not None and count > 1 and size:

@@ -14,14 +14,8 @@ from ..stats.sums import COLUMNS
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a run.
-
-    Attributes:
-        steps: The number of steps.
-        accumulate: The number of micro-batches per step.
-        epoch_batches: The number of batches per epoch. The last step of an epoch takes the remaining ones.
-        evaluations: The steps with an evaluation.
-        eval_batches: The number of batches per evaluation.
+    """The length of a run: steps, micro-batches per step (`accumulate`), batches per epoch, of which the last step of an epoch takes the
+    remaining ones, the steps with an evaluation, and batches per evaluation.
     """
 
     steps: int
@@ -68,12 +62,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The estimated cost of a run.
-
-    Attributes:
-        cost: The cost of each spec, by name.
-        baseline_seconds: The duration of a step without hooks in seconds, including data loading.
-        hooked_seconds: The duration of a step with hooks in seconds, as the mean over all steps of the run.
+    """The estimated cost of a run: that of each spec by name, and the duration of a step without hooks (with data loading) and with them
+    (the mean over all steps), in seconds.
     """
 
     cost: dict[str, Cost]
@@ -91,13 +81,10 @@ class Forecast:
 
 
 class MeshCost(NamedTuple):
-    """The estimated output of all processes of a mesh.
+    """The estimated rows and bytes of all processes of a mesh, and the collective operations of a step with scheduled hooks.
 
-    Attributes:
-        rows: Rows in total.
-        bytes: Bytes on disk in total. At most, because a row of a tensor parallel process may have a shard of the tensor.
-        collectives: The number of collective operations for rows of all processes, in a step with scheduled hooks. Without those
-            for single tensors: partial ones, statistics that need complete rows of shards, and changes of shards.
+    There are at most so many bytes, because a row of a tensor parallel process may have a shard of the tensor. The operations are those for
+    rows of all processes, without those for single tensors: partial ones, rows of shards that are gathered, and changes of shards.
     """
 
     rows: int
@@ -127,9 +114,8 @@ def mesh_cost(
     for name, spec in specs.items():
         cost, family = forecast.cost[name], spec.definition.family
         is_parameter = family in ("parameter", "optimizer") and spec.tensor_role != "buffer"
-        is_equal = (
-            is_parameter and spec.definition.frequency == "step"
-        )  # in all processes that have the whole parameter
+        # Equal in all processes that have the whole parameter.
+        is_equal = is_parameter and spec.definition.frequency == "step"
         is_equal |= data_parallel == 1 and family in ("parameter", "loss")
         is_part = family == "module" or (is_parameter and (shards or (tensor_parallel > 1 and is_equal)))
         copies = 1 if reduces and (is_part or is_equal) else processes
@@ -145,12 +131,9 @@ def mesh_cost(
 
 @dataclass(frozen=True)
 class Firings:
-    """The schedule of a spec in a run of a given length.
+    """The steps at which a spec is scheduled, and how often it acts on each of its tensors in total.
 
-    Attributes:
-        steps: The scheduled steps. For the phases eval and probe: the numbers of steps completed before the scheduled
-            evaluations, or passes of the probe batch.
-        times: How often it acts on each of its tensors in total: once per micro-batch, or once per optimizer step.
+    For the phases eval and probe, the steps are the numbers of those completed before an evaluation, or a pass of the probe batch.
     """
 
     steps: Sequence[int]

@@ -87,19 +87,14 @@ class Ranks:
     """The processes of a distributed training. Created in all of them at once, with an initialized process group.
 
     Args:
-        parallel: How they train together.
         reduces: Whether rank 0 writes rows for all of them.
-        control: A gloo group of all processes. Default: None, a new one if required.
-        batches: The number of batch shards. Default: None, one for each process.
-        mesh: The device mesh of the processes. Default: that of the model's parameters.
-        placement, data: See `instrument.hooks.mesh_layout.MeshLayout`.
+        control: A gloo group of all processes. Default: a new one if required.
+        batches: The number of batch shards. Default: one for each process.
+        mesh, placement, data: See `instrument.hooks.mesh_layout.MeshLayout`. Default: the mesh of the model's parameters.
         merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
         sums_gradients: Whether gradients are summed over the processes. Default: they are averaged.
 
     Attributes:
-        rank: The rank of this process, from 0.
-        is_rank_zero: Whether this is rank 0, which writes the rows that are the same in all processes.
-        world_size: The number of processes.
         device: The device on which the numbers of this step are merged.
         bytes_sent: Bytes that this process has sent for statistics. A reduction counts twice, as in a ring.
         differences: Messages about tensors that not all processes have seen, by hook, layer and rank.
@@ -133,26 +128,21 @@ class Ranks:
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
-            # The group is never destroyed separately: if it ends before or after the process group, the process may
-            # abort.
+            # Never destroyed separately: if it ends before or after the process group, the process may abort.
             self._control = control or dist.new_group(backend="gloo")
         self._numbers: dict[tuple[Any, ...], int] = {}
 
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all processes, in every process."""
-        return self._reduce(numbers, dist.ReduceOp.SUM)
-
-    def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Return the maximum over all processes, in every process."""
-        return self._reduce(numbers, dist.ReduceOp.MAX)
+    @own_collectives()
+    def reduce(self, numbers: Tensor, operation: Any) -> Tensor:
+        """Return the sum or the maximum over all processes, in every process."""
+        dist.all_reduce(numbers, operation, group=self._group(numbers))
+        self.bytes_sent += 2 * numbers.nbytes
+        return numbers
 
     def should_gather(self, numbers: Tensor, own: Tensor, maxima: Tensor | None) -> bool:
-        """Return whether rank 0 gathers the numbers of all processes and merges them, instead of reductions over all processes.
+        """Return whether rank 0 gathers the numbers of all processes, instead of a sum in which each one has a place for its `own`.
 
-        A reduction is a sum in which each process has a place for its own numbers. If the maxima are unknown, another one precedes it.
-
-        Args:
-            own: Those of the numbers that are not summed.
+        If the maxima are unknown, another reduction precedes the sum.
         """
         is_small = self.world_size * len(numbers) <= MAX_GATHERED
         return 2 * len(own) > len(numbers) or (maxima is None and is_small)
@@ -174,17 +164,11 @@ class Ranks:
         dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
         return [bool(flag) for flag in merged.tolist()]
 
-    @own_collectives()
-    def _reduce(self, numbers: Tensor, operation: Any) -> Tensor:
-        dist.all_reduce(numbers, operation, group=self._group(numbers))
-        self.bytes_sent += 2 * numbers.nbytes
-        return numbers
-
     def _group(self, numbers: Tensor) -> Any:
         return self._control if numbers.is_cpu else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that is required to resume between two steps."""
+        """Return the state with which a run resumes."""
         return {"differences": [(*key, message) for key, message in self.differences.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,7 +195,7 @@ class Ranks:
         has_room = ends.is_cpu and len(maxima) == len(ends)
         if has_room:
             maxima.copy_(ends)
-        highest, lowest, any_on_device = self._reduce(message, dist.ReduceOp.MAX)[:_CHECKED].tolist()
+        highest, lowest, any_on_device = self.reduce(message, dist.ReduceOp.MAX)[:_CHECKED].tolist()
         self.device = torch.device("cuda", torch.cuda.current_device()) if any_on_device else torch.device("cpu")
         if highest != -lowest:
             return False, None
@@ -226,16 +210,16 @@ class Ranks:
         all_pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(all_pieces, blank, group=self._control)
         union = {_name(piece): piece for pieces_of_rank in all_pieces for piece in pieces_of_rank}
-        for rank, names in enumerate({_name(piece) for piece in pieces_of_rank} for pieces_of_rank in all_pieces):
+        for rank, pieces_of_rank in enumerate(all_pieces):
+            names = {*map(_name, pieces_of_rank)}
             for piece in (piece for name, piece in union.items() if name not in names):
-                self._note(piece, rank)
+                step, hook, layer = piece.key[0], piece.key[4], piece.key[5] or "."
+                message = (
+                    f"hook '{hook}' recorded nothing at '{layer}' on rank {rank} in step {step}, but other ranks did"
+                )
+                self.differences.setdefault((hook, layer, rank), message)
         local_pieces = {_name(piece): piece for piece in pieces}
         return [local_pieces.get(name, piece) for name, piece in union.items()]
-
-    def _note(self, piece: Piece, rank: int) -> None:
-        step, hook, layer = piece.key[0], piece.key[4], piece.key[5] or "."
-        message = f"hook '{hook}' recorded nothing at '{layer}' on rank {rank} in step {step}, but other ranks did"
-        self.differences.setdefault((hook, layer, rank), message)
 
     def _number(self, piece: Piece) -> int:
         """Return a hash of a piece that does not depend on its moment. Equal in all processes."""

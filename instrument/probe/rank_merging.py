@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..actions.base import EFFECT, Context, Effect
@@ -35,10 +36,7 @@ _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which
 
 @dataclass
 class MergedRow:
-    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
-
-    The numbers and the remainders of 64-bit integers (`custom`) are set when they are on the host.
-    """
+    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`. Numbers are set on the host."""
 
     table: str
     identity: Row
@@ -46,8 +44,7 @@ class MergedRow:
     values: Array | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
 
-    numbers: ClassVar[tuple[Tensor, ...]] = ()
-    """The numbers on a device: all rows together have them, see `MergedRows`."""
+    numbers: ClassVar[tuple[Tensor, ...]] = ()  # on a device: all rows together have them, see `MergedRows`
 
     def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
         """Write the numbers to the row."""
@@ -60,12 +57,10 @@ class MergedRows:
     """The merged rows of a step. Their numbers may still be on a device.
 
     Attributes:
-        pieces: This process's part of each row that is not in the block.
-        identities: The identity columns of the row of each piece.
+        pieces, identities: This process's part of each row that is not in the block, and the identity columns of the row.
         rows: The rows of the pieces in the tables `stats` and `effects`.
         copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
-        ranks: The number of processes.
-        block: The rows of the block, without their numbers; None without a block.
+        block: The rows of the block, without their numbers.
     """
 
     pieces: Sequence[Piece]
@@ -165,12 +160,7 @@ class Block:
 
 
 class RowMerger:
-    """Merges the rows that rank 0 writes for all processes: `reduce: global`.
-
-    Args:
-        ranks: The processes; None if each one writes its own rows, so that none are merged.
-        slots: The identities of the rows of the table `stats`.
-    """
+    """Merges the rows that rank 0 writes for all processes: `reduce: global`. Without `ranks`, each process writes its own rows."""
 
     def __init__(self, ranks: Ranks | None, slots: Slots) -> None:
         self.ranks = ranks
@@ -215,9 +205,7 @@ class RowMerger:
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
         """Merge the pieces of the step over all processes. None without any, or if another process writes the rows.
 
-        Args:
-            any_scheduled: Whether any hook was scheduled; equal in all processes.
-            local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
+        See `Recorder.end_step` for the arguments.
         """
         block = self._block
         if self.ranks is None or not (any_scheduled or self._pieces or block is not None):
@@ -273,12 +261,8 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
 
 @dataclass
 class Parts:
-    """This process's numbers of the rows of a step, on one device.
-
-    Attributes:
-        sums: Those of the rows of the table `stats`, float64 [rows, COLUMNS]; the rows of the block come first.
-        effects: float64 [rows, EFFECT].
-        gathered: The numbers that are gathered, those of all pieces concatenated; float64 [numbers].
+    """This process's numbers of the rows of a step, on one device: sums [rows, COLUMNS], those of the block first, effects [rows, EFFECT],
+    and the numbers that are gathered, those of all pieces concatenated; float64.
     """
 
     sums: Tensor
@@ -355,11 +339,7 @@ def merge(
 ) -> MergedRows | None:
     """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows.
 
-    This is one collective operation, or two; see `Ranks.should_gather`.
-
-    Args:
-        parts: The numbers of the pieces and of the block.
-        maxima: Those of `parts.ends` over all processes; None if they are unknown.
+    This is one collective operation, or two if the `maxima` of `parts.ends` are unknown; see `Ranks.should_gather`.
     """
     if not pieces and block is None:
         return None
@@ -373,11 +353,11 @@ def merge(
         total = torch.stack([each.totals(maxima) for each in of_processes]).sum(0)
         gathered = torch.stack([each.gathered for each in of_processes])
     else:
-        maxima = reducer.all_reduce_max(parts.ends) if maxima is None else maxima
+        maxima = reducer.reduce(parts.ends, dist.ReduceOp.MAX) if maxima is None else maxima
         places = own.new_zeros((reducer.world_size, len(own)))
         places[reducer.rank] = own
         totals_of_rank = parts.totals(maxima)
-        total = reducer.all_reduce_sum(torch.cat([totals_of_rank, places.flatten()]))
+        total = reducer.reduce(torch.cat([totals_of_rank, places.flatten()]), dist.ReduceOp.SUM)
         if not reducer.is_rank_zero:
             return None
         gathered = total[len(totals_of_rank) :].view(places.shape)

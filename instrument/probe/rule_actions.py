@@ -62,11 +62,6 @@ class RuleActions:
         return hook not in self._off if on is None or (stop is not None and step >= stop) else on
 
     @property
-    def are_needed(self) -> bool:
-        """Whether something follows when a rule fires, in addition to its event."""
-        return bool(self._names)
-
-    @property
     def never_turned_on(self) -> frozenset[str]:
         """The hooks that are off until a rule fires, and were never turned on."""
         return self._off - self._switches.keys()

@@ -41,9 +41,9 @@ def test_findings(folder: Path, call: Call) -> None:
     assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []
 
 
-def test_diff(folder: Path, call: Call) -> None:
+def test_diff(folder: Path, call: Call, tmp_path: Path) -> None:
     a, b = folder / "runs/0", folder / "runs/1"
-    compared = read(call(diff.main, a, b, "--json").expect(1))
+    compared = read(call(diff.main, a, b, "--json", "--html", tmp_path / "page.html").expect(1))
     expected = instrument.diff(a, b)
     assert compared["summary"] == str(expected)
     assert (compared["is_identical"], compared["is_within_tolerance"]) == (False, False)
@@ -55,6 +55,8 @@ def test_sweep(folder: Path, call: Call) -> None:
     jobs = read(call(sweep.main, folder / "runs", "--json").expect(0))
     assert [(job["name"], job["status"]) for job in jobs] == [("0", "done"), ("1", "done")]
     assert "optimizer.lr=1e30" in jobs[0]["overrides"] or "optimizer.lr=1e+30" in jobs[0]["overrides"]
+    with pytest.raises(SystemExit, match="2"):
+        sweep.main([str(folder / "runs"), "--rerun", "--json"])
 
 
 def test_watch(folder: Path, call: Call) -> None:

@@ -15,7 +15,7 @@ import instrument
 from instrument import Context, HookError
 
 REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-CANNOT = "cannot be used across activation checkpoints"
+CANNOT = "cannot be used with this activation checkpoint"
 RECORD = {"action": "record", "keep_as": "k"}
 SCALE = {"action": "scale", "factor": 3.0, "keep_as": "k"}
 

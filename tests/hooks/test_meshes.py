@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from distributed_runs import matched
 from mesh_processes import CHANGES, COUNTED, HOOKS, OF_BATCHES, STEPS, create, full_block, train, train_block
@@ -213,6 +214,17 @@ def test_placement_of_a_style_does_not_depend_on_fully_shard(six_processes: Devi
         style = style_of(model[0])
         assert style is not None
         assert style.outputs == expected
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (1, 6)])
+def test_dimensions_have_the_order_of_the_mesh(six_processes: DeviceMesh, sizes: tuple[int, int]) -> None:
+    assert six_processes.size() == 6
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 12)), mesh["tp"], {"0": ColwiseParallel()})
+    with instrument.attach(model, {"seen": {"layers": "0", "kind": "forward", "action": "record"}}, mesh=mesh) as probe:
+        model(torch.randn(6, 8))
+        probe.end_step()
+    assert probe.stats[["mesh", "placement"]].values.tolist() == [["dp,tp", "shard(0),shard(1)"]]
 
 
 def test_declared_dimension_that_does_not_exist_is_reported(programs: Programs) -> None:
