@@ -227,8 +227,8 @@ class Run(RunTables):
         *,
         layers: Sequence[str] | None = None,
         flatten: Literal["tokens"] | None = None,
-        mask: str | Array | Tensor | Callable[[Tensor], Any] | None = "attention_mask",
-        tokens: str | Array | Tensor | None = "input_ids",
+        mask: str | None = "attention_mask",
+        tokens: str | None = "input_ids",
         special_tokens: Collection[int] = (),
         with_targets: bool | str = False,
         hook: str | None = None,
@@ -252,10 +252,10 @@ class Run(RunTables):
             layer: The name of the layer; `.` for the model itself.
             layers: Several layers instead of `layer`. `x` is then a dictionary with the tensor of each layer, for the same item.
             flatten: `tokens`: an item is a position of dimensions 0 and 1, at which the mask is true. Default: None.
-            mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model; an array
-                with one row for each id; or a function of the tokens of a batch. None: all positions.
-            tokens: The token ids, [samples, positions]: the name of a recorded input of the model, or an array with one row for each id.
-                The default is left out if it was not recorded.
+            mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model. None:
+                all positions.
+            tokens: The token ids, [samples, positions]: the name of a recorded input of the model. The default is left out if it was
+                not recorded.
             special_tokens: Token ids whose positions are left out.
             with_targets: True: the recorded target of each sample. A name: that of a recorded input of the model, such as `labels`.
             hook: As in `features`, like the following arguments.

@@ -147,19 +147,23 @@ def test_layers_of_different_samples_are_aligned() -> None:
         assert batch["token"][i] == items[place][2]
 
 
-def test_mask_and_tokens_can_be_given(tmp_path: Path) -> None:
-    run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, :6"}})
-    tokens, mask = torch.zeros(135, 6, dtype=torch.int64), torch.zeros(135, 6)
-    tokens[100:] = torch.cat([batch["input_ids"][:, :6] for batch in batches()])
-    mask[100:] = torch.cat([batch["attention_mask"][:, :6] for batch in batches()])
-    items = [item for item in expected() if item[1] < 6]
-    for given in (mask.numpy(), mask, lambda tokens: tokens != PAD):
-        batch = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)[:]
-        assert places([batch]) == [item[:2] for item in items]
-        assert batch["token"].tolist() == [item[2] for item in items]
-        data = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)
-        assert places([pickle.loads(pickle.dumps(data))[:]]) == places([batch])  # for workers that are not forked
-    assert len(run.dataset("up", flatten="tokens", mask=None)) == 35 * 6
+def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
+    hooks = {"layers": {**RECORD, "layers": "up", "positions": [1, 3, 5]}, "inputs": INPUTS}
+    data = record(tmp_path, hooks).dataset("up", flatten="tokens")
+    batch = pickle.loads(pickle.dumps(data))[:]  # for workers that are not forked
+    items = [item for item in expected() if item[1] in (1, 3, 5)]
+    assert places([batch]) == [item[:2] for item in items]
+    assert batch["token"].tolist() == [item[2] for item in items]
+    assert torch.equal(batch["x"], torch.stack([item[4] for item in items]))
+
+
+def test_inputs_of_different_lengths_are_refused_without_flatten(tmp_path: Path) -> None:
+    run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, 0"}, "inputs": INPUTS})
+    with pytest.raises(
+        ConfigError, match="(?s)tokens: the input 'input_ids' differs in shape.*leave it out: tokens=None"
+    ):
+        run.dataset("up")
+    assert run.dataset("up", tokens=None, mask=None)[:]["x"].shape == (35, 6)
 
 
 def test_targets_can_be_a_recorded_input(run: Run) -> None:
@@ -375,15 +379,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"layer": "up", "special_tokens": [0]},
         "special_tokens: positions are left out only.*flatten='tokens'",
     ),
-    "function": ({"layer": "up", "mask": lambda tokens: tokens}, "mask: positions are left out only"),
-    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*ids 100 to 134"),
-    "shape": ({"layer": "up", "flatten": "tokens", "mask": np.ones((135, 3))}, r"mask: the shape.*\[5, 3\].*\[5, 6\]"),
     "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
-    "dimensions": (
-        {"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))},
-        "mask: must have the shape",
-    ),
-    "one row": ({"layer": "up", "flatten": "tokens", "mask": lambda tokens: tokens[0]}, "mask: must have the shape"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
     "step": ({"layer": "up", "step": 99}, "step: no recorded tensor of layer 'up' has this step"),
@@ -423,8 +419,6 @@ def test_tensors_need_samples_and_positions() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size: must be a positive integer"),
-        ({"window": 0}, "window: must be a positive integer"),
-        ({"shuffle": -1}, "shuffle: must be a seed"),
         ({"rank": 2, "ranks": 2}, "(?s)rank: no process has this number.*0 to 1"),
     ],
 )
@@ -448,8 +442,7 @@ def test_state_of_other_batches_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"pass state_dict\(batches=N\)"):
         batches.state_dict()
     batches.load_state_dict(batches.state_dict(2))
-    with pytest.raises(ConfigError, match="num_workers: the state belongs to another number of workers"):
-        next(iter(batches))
+    assert [places([batch]) for batch in batches] == [places([batch]) for batch in data.batches(16, shuffle=0)][2:]
 
 
 def exported(run: Run, to: str, folder: Path, *options: str) -> int:
