@@ -302,8 +302,8 @@ class ActivationDataset(Dataset[Batch]):
         self._step = np.array([batch.key[0] for batch in batches])
         self._call = np.array([batch.key[3] for batch in batches]) if selections[0].joins_calls else None
         self._ids = np.concatenate([run.ids for run in self._runs])
-        targets = [torch.from_numpy(run.targets) for run in self._runs if run.targets is not None]
-        self._targets = torch.cat(targets) if targets else None
+        targets = [run.targets for run in self._runs if run.targets is not None]
+        self._targets = np.concatenate(targets) if targets else None
         samples = np.array([len(batch.samples) for batch in batches])
         self._first_sample = np.cumsum(samples) - samples
         self._width = np.array([1 if items.flatten is None else batch.shape[1] for batch in batches])
@@ -409,7 +409,7 @@ class ActivationDataset(Dataset[Batch]):
         if self._runs[0].columns is not None:
             batch["position"] = torch.from_numpy(positions)
         if self._targets is not None:
-            batch["target"] = self._targets[torch.from_numpy(samples)]
+            batch["target"] = torch.from_numpy(self._targets[samples])
         for run in self._runs:
             run.tensors.release()
         return {**batch, **values}
@@ -612,7 +612,10 @@ def _part(batch: Batch, where: int | slice) -> Batch:
     """Return a copy of an item, or of some items: the memory of a window is used again."""
 
     def copied(value: Any) -> Any:
-        return value[where].clone() if isinstance(value, Tensor) else value[where]
+        if not isinstance(value, Tensor):
+            return value[where]
+        copy = np.array(value.view(RAW[value.itemsize]).numpy()[where])  # PyTorch would wake its threads for each copy
+        return torch.from_numpy(copy).view(value.dtype)
 
     return {
         name: {layer: copied(each) for layer, each in value.items()} if isinstance(value, dict) else copied(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +18,9 @@ from .sql import lazy_frame, run_query
 
 if TYPE_CHECKING:
     import polars as pl
-    from torch import Tensor
 
     from .dataset import ActivationDataset
-    from .features import Array, Features
+    from .features import Features
 
 
 def load(path: str | Path | Sequence[str | Path]) -> Run:

@@ -160,7 +160,7 @@ def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
 def test_inputs_of_different_lengths_are_refused_without_flatten(tmp_path: Path) -> None:
     run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, 0"}, "inputs": INPUTS})
     with pytest.raises(
-        ConfigError, match="(?s)tokens: the input 'input_ids' differs in shape.*leave it out: tokens=None"
+        ConfigError, match=r"(?s)tokens: the input 'input_ids' differs in shape.*leave it out: tokens=None"
     ):
         run.dataset("up")
     assert run.dataset("up", tokens=None, mask=None)[:]["x"].shape == (35, 6)
