@@ -239,7 +239,8 @@ class _Run:
         if not source.per_position or self.columns is None:
             return samples
         positions = self.columns[batch]
-        return samples * shape[1] + (columns if shape[1] == len(positions) else positions[columns])
+        indices: Array = samples * shape[1] + (columns if shape[1] == len(positions) else positions[columns])
+        return indices
 
     def _kept(self, number: int, mask: _Source | None, special: Tensor) -> Tensor | None:
         size = self.batches[number].shape[:2]
@@ -439,10 +440,10 @@ class ActivationDataset(Dataset[Batch]):
         Args:
             batch_size: The number of items of a batch. The last batch of an epoch has fewer if the number of items is no multiple.
             shuffle: The seed of the order. Default: None, in the order of the data set.
-            window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (a part of a recorded tensor; 16 MB of
-                tensors in Parquet files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both
-                permutations are uniform. Two windows, of one batch at least, are in memory. None: a uniform permutation of all items,
-                8 bytes for each.
+            window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (at least 16 MB of tensors in Parquet
+                files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both permutations are
+                uniform. Two windows, of one batch at least, are in memory. None: a uniform permutation of all items, 8 bytes for each,
+                of which 256 MB are read together.
             drop_last: Whether an incomplete last batch is left out.
             rank: The number of this process. Default: that of `torch.distributed`; 0 if it is not initialized.
             ranks: The number of processes. Default: that of `torch.distributed`. Each process gets other items, and equally many: up to

@@ -475,7 +475,7 @@ def test_tensors_are_exported_to_datasets(run: Run, tmp_path: Path) -> None:
     [
         ("csv", ("--layer", "up"), "--layer: not supported for csv"),
         ("hf", ("--select", "phas=eval"), "--select: is COLUMN=VALUE"),
-        ("hf", ("--select", "step=one"), "--select: step must be an integer"),
+        ("hf", ("--select", "step=one"), "step: no recorded tensor of layer"),
         ("hf", ("--flatten", "tokens", "--mask", "padding"), "mask: no input of this name was recorded"),
         ("safetensors", ("--layer", "down"), "no tensors of this layer were recorded"),
     ],
