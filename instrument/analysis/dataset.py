@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -65,13 +65,15 @@ class Items(NamedTuple):
 class _Source(NamedTuple):
     """One tensor for each batch. `entries`: the indices in dimension 0 of the samples of a batch; None if these are all, in order.
 
-    An item has the `shape`, and is a position of dimensions 0 and 1 or an entry of dimension 0.
+    An item has the `shape`, and is a position of dimensions 0 and 1 or an entry of dimension 0. `columns`: for each batch the positions
+    of the indices of dimension 1, or None; if positions are the items, later the index of each position of the first layer.
     """
 
     tensors: RawTensors
     which: list[int]
     batches: list[TensorOfBatch]
     entries: list[Array | None]
+    columns: list[Array | None]
     per_position: bool = False
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -82,6 +84,11 @@ class _Source(NamedTuple):
         if entries is None:
             return self.tensors.tensor(self.which[batch], start, stop)
         return self.tensors.tensor(self.which[batch])[torch.from_numpy(entries[start:stop])]
+
+    def rows(self, batch: int, length: int, samples: Array, columns: Array) -> Array:
+        """Return the indices of items in values of a batch; of dimensions 0 and 1, which has a length, if positions are the items."""
+        indices = self.columns[batch]
+        return samples * length + indices[columns] if self.per_position and indices is not None else samples
 
 
 class _Run:
@@ -126,14 +133,15 @@ class _Run:
         if items.with_targets is True and self.targets is None:
             fix = "call probe.batch(ids=ids, targets=targets), or pass the name of a recorded input"
             raise ConfigError(Problem("with_targets", "no targets were recorded", fix=fix))
-        hook = settings_of(files, rows["hook"].iloc[0])
-        self.columns = self._positions(hook, layers) if self._flat else None
+        self.columns = recorded.columns if self._flat else None
+        if self._flat:
+            layers = {name: self._located(each, "flatten", f"layer {name!r}") for name, each in layers.items()}
         inputs = {
             "token": self._input("tokens", items.tokens, TOKENS),
             "mask": self._input("mask", items.mask, "" if self._flat else MASK),
             "target": self._input("with_targets", None if items.with_targets in (True, False) else items.with_targets),
         }
-        sources = {name: each._replace(per_position=self._flat, shape=shapes[name]) for name, each in layers.items()}
+        sources = {f"x.{name}": each._replace(shape=shapes[name]) for name, each in layers.items()}
         sources |= {name: each for name, each in inputs.items() if each is not None}
         mask = sources.pop("mask", None) if self._flat else None
         self.sources = {
@@ -141,7 +149,10 @@ class _Run:
             for name, each in sources.items()
         }
         special = torch.tensor(list(items.special_tokens), dtype=torch.int64)
-        self.kept = [self._kept(batch, mask, special) for batch in range(len(self.batches))] if self._flat else None
+        if len(special) and "token" not in sources:
+            raise ConfigError(Problem("special_tokens", "the tokens were not recorded", fix="pass tokens=NAME"))
+        masks = [(mask, torch.zeros(1)), (sources.get("token"), special)]
+        self.kept = [self._kept(number, masks) for number in range(len(self.batches))] if self._flat else None
         del self._index, self._samples
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Source:
@@ -149,14 +160,24 @@ class _Run:
         tensor_of = dict(
             zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True)
         )
-        return _Source(self.tensors, [tensor_of[batch.key] for batch in batches], batches, [None] * len(batches))
+        hook = settings_of(self.files, rows["hook"].iloc[0])
+        parts = () if hook.get("slice") is None else parse_slice(hook["slice"])
+        part = parts[1] if len(parts) > 1 else slice(None)
+        chosen = part if hook.get("positions") is None else np.atleast_1d(hook["positions"])
+        positions_of = cache(lambda length: np.arange(length)[chosen])
+        columns = [
+            positions_of(batch.source[1]) if len(batch.shape) > 1 and not isinstance(part, int) else None
+            for batch in batches
+        ]
+        which = [tensor_of[batch.key] for batch in batches]
+        return _Source(self.tensors, which, batches, [None] * len(batches), columns)
 
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Source:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
         own = [batch.key for batch in self.batches]
         rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin(own)]
-        recorded = self._recorded(selection, rows) if len(rows) else _Source(self.tensors, [], [], [])
+        recorded = self._recorded(selection, rows) if len(rows) else _Source(self.tensors, [], [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
         entries: list[Array | None] = []
@@ -172,8 +193,25 @@ class _Run:
                 raise ConfigError(Problem(where, message, fix=fix))
             which.append(number)
             entries.append(None if np.array_equal(order, np.arange(len(other))) else order)
-        batches = [recorded.batches[number] for number in which]
-        return _Source(self.tensors, [recorded.which[number] for number in which], batches, entries)
+        batches, columns = (
+            [recorded.batches[number] for number in which],
+            [recorded.columns[number] for number in which],
+        )
+        return _Source(self.tensors, [recorded.which[number] for number in which], batches, entries, columns)
+
+    def _located(self, source: _Source, where: str, what: str) -> _Source:
+        """Return a source with the indices in dimension 1 of the positions at which the first layer was recorded."""
+        found: dict[tuple[int, int], Array] = {}
+        for own, columns, batch in zip(self.columns or (), source.columns, source.batches, strict=True):
+            key = id(own), id(columns)
+            if own is not None and columns is not None and len(columns) == batch.shape[1] and key not in found:
+                found[key] = pd.Index(columns).get_indexer(pd.Index(own))
+            if key not in found or (found[key] < 0).any():
+                message = f"{what} has no positions in dimension 1, or not those of layer {self.first!r}"
+                fix = "pass flatten=None, or record both with the same 'slice' or 'positions'"
+                raise ConfigError(Problem(where, message, f"shape {list(batch.shape)}", fix=fix))
+        indices = [found[id(own), id(columns)] for own, columns in zip(self.columns or (), source.columns, strict=True)]
+        return source._replace(columns=[*indices], per_position=True)
 
     def _input(self, where: str, value: Any, optional: str | None = None) -> _Source | None:
         """Return a recorded input by its name; None if there is none of the name `optional`."""
@@ -194,10 +232,8 @@ class _Run:
         rows = rows[rows["layer"] == ""] if (rows["layer"] == "").any() else rows
         layers = sorted(rows["layer"].unique())
         if len(layers) > 1:
-            message, fix = (
-                f"several layers have a recorded input {value!r}",
-                "record the inputs of the model: layers: '.'",
-            )
+            message = f"several layers have a recorded input {value!r}"
+            fix = "record the inputs of the model: layers: '.'"
             raise ConfigError(Problem(where, message, value, shown(layers), fix=fix))
         rows = rows[rows["hook"] == rows["hook"].mode()[0]]
         call = self._like["call"] if rows["call"].isin(np.atleast_1d(self._like["call"])).any() else None
@@ -206,62 +242,23 @@ class _Run:
         )
         source = self._aligned(like, where, f"the input {value!r}")
         per_position = self._flat and (where != "with_targets" or len(source.batches[0].shape) > 1)
-        for number, batch in enumerate(source.batches if per_position else ()):
-            own = self.batches[number]
-            if len(batch.shape) < 2 or batch.shape[1] not in (own.shape[1], own.source[1]):
-                message = f"the shape differs from the samples and positions of layer {self.first!r}"
-                allowed = f"[{len(own.samples)}, {own.source[1]}]"
-                raise ConfigError(Problem(where, message, str(list(batch.shape)), allowed))
+        source = self._located(source, where, f"the input {value!r}") if per_position else source
         shapes = list(dict.fromkeys(batch.shape[1 + per_position :] for batch in source.batches))
         if len(shapes) > 1:
             message = f"the input {value!r} differs in shape between batches"
             given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
             raise ConfigError(Problem(where, message, given, fix=f"leave it out: {where}=None"))
-        return source._replace(per_position=per_position, shape=shapes[0])
+        return source._replace(shape=shapes[0])
 
-    def _positions(self, hook: Mapping[str, Any], layers: Mapping[str, _Source]) -> list[Array]:
-        """Return, for each batch, the position in the model of each index of dimension 1."""
-        parts = () if hook.get("slice") is None else parse_slice(hook["slice"])
-        part = parts[1] if len(parts) > 1 else slice(None)
-        chosen = part if hook.get("positions") is None else np.atleast_1d(hook["positions"])
-        for name, source in layers.items():
-            for own, batch in zip(self.batches, source.batches, strict=True):
-                if isinstance(part, int) or len(batch.shape) < 2 or batch.shape[1] != own.shape[1]:
-                    message = f"the tensors of layer {name!r} have no positions in dimension 1, or others than layer {self.first!r}"
-                    fix = "pass flatten=None, or record without a 'slice' that removes dimension 1"
-                    raise ConfigError(Problem("flatten", message, f"shape {list(batch.shape)}", fix=fix))
-        lengths = {batch.source[1] for batch in self.batches}
-        positions = {length: np.arange(length)[chosen] for length in lengths}
-        return [positions[batch.source[1]] for batch in self.batches]
-
-    def rows(self, source: _Source, batch: int, shape: Sequence[int], samples: Array, columns: Array) -> Array:
-        """Return the indices of items in values of a batch with dimensions 0 and 1 joined, if positions are the items."""
-        if not source.per_position or self.columns is None:
-            return samples
-        positions = self.columns[batch]
-        indices: Array = samples * shape[1] + (columns if shape[1] == len(positions) else positions[columns])
-        return indices
-
-    def _kept(self, number: int, mask: _Source | None, special: Tensor) -> Tensor | None:
+    def _kept(self, number: int, masks: Sequence[tuple[_Source | None, Tensor]]) -> Tensor | None:
+        """Return the items of a batch, at which no mask has one of the values next to it."""
         size = self.batches[number].shape[:2]
         samples, columns = np.divmod(np.arange(prod(size)), size[1])
         keep = torch.ones(prod(size), dtype=torch.bool)
-        if len(special) and "token" not in self.sources:
-            raise ConfigError(
-                Problem("special_tokens", "the tokens were not recorded", special.tolist(), fix="pass tokens=NAME")
-            )
-        for source, excluded in (
-            (mask, torch.zeros(1)),
-            (self.sources.get("token") if len(special) else None, special),
-        ):
-            if source is not None:
+        for source, excluded in masks:
+            if source is not None and len(excluded):
                 values = source.read(number, 0, size[0])
-                if values.ndim > 2:
-                    message = "must have the shape of the samples and positions"
-                    raise ConfigError(Problem("mask", message, str(list(values.shape)), str(list(size))))
-                keep &= ~torch.isin(
-                    values.flatten()[self.rows(source, number, values.shape, samples, columns)], excluded
-                )
+                keep &= ~torch.isin(values.flatten()[source.rows(number, values.shape[1], samples, columns)], excluded)
         return None if keep.all() else keep.nonzero()[:, 0].int()
 
 
@@ -296,7 +293,9 @@ class ActivationDataset(Dataset[Batch]):
         self._dtypes = {
             name: reduce(torch.promote_types, [run.sources[name].dtype for run in self._runs]) for name in self._shapes
         }
-        self.item_bytes = sum(prod(self._shapes[name]) * self._dtypes[name].itemsize for name in self.layers)
+        self.item_bytes = sum(
+            prod(shape) * self._dtypes[name].itemsize for name, shape in self._shapes.items() if name.startswith("x.")
+        )
         batches = [batch for run in self._runs for batch in run.batches]
         self._run_of = np.repeat(np.arange(len(self._runs)), [len(run.batches) for run in self._runs])
         self._number = np.concatenate([np.arange(len(run.batches)) for run in self._runs])
@@ -327,9 +326,8 @@ class ActivationDataset(Dataset[Batch]):
         return int(self._starts[-1])
 
     def __repr__(self) -> str:
-        shapes = ", ".join(
-            f"{name} {list(self._shapes[name])} {self._dtypes[name]}".replace("torch.", "") for name in self.layers
-        )
+        items = [(name, self._shapes[f"x.{name}"], self._dtypes[f"x.{name}"]) for name in self.layers]
+        shapes = ", ".join(f"{name} {list(shape)} {dtype}".replace("torch.", "") for name, shape, dtype in items)
         return f"<{type(self).__name__}: {len(self):,} items of {shapes}>"
 
     def __getitem__(self, index: int | slice | Sequence[int] | Array | Tensor) -> Batch:
@@ -381,14 +379,14 @@ class ActivationDataset(Dataset[Batch]):
                 run, number = self._runs[self._run_of[g]], int(self._number[g])
                 where = slice(begin, end)
                 start, stop = int(samples[begin]), int(samples[end - 1]) + 1
-                if run.columns is not None:
-                    positions[where] = run.columns[number][columns[where]]
+                if run.columns is not None and (own := run.columns[number]) is not None:
+                    positions[where] = own[columns[where]]
                 for name, source in run.sources.items():
                     part = source.read(number, start, stop)
-                    rows = run.rows(source, number, part.shape, samples[where] - start, columns[where])
-                    joined = part.shape[0] * (part.shape[1] if source.per_position else 1)
+                    length = part.shape[1] if source.per_position else 1
+                    rows = source.rows(number, length, samples[where] - start, columns[where])
                     kind = self._dtypes[name]
-                    raw = part.to(kind).reshape(joined, *source.shape).view(RAW[kind.itemsize]).numpy()
+                    raw = part.to(kind).reshape(len(part) * length, *source.shape).view(RAW[kind.itemsize]).numpy()
                     is_range = rows[-1] - rows[0] == end - begin - 1 and bool((np.diff(rows) == 1).all())
                     chosen = raw[rows[0] : rows[-1] + 1] if is_range else raw[rows]
                     targets[name][where if to is None else to[where]] = chosen  # faster than in PyTorch
@@ -397,7 +395,7 @@ class ActivationDataset(Dataset[Batch]):
         if to is not None:
             for each in (samples, batches, positions):
                 each[to] = each.copy()
-        x = {name: values.pop(name) for name in self.layers}
+        x = {name: values.pop(f"x.{name}") for name in self.layers}
         ids = self._ids[samples]
         batch: Batch = {
             "x": x[self.layers[0]] if self._single else x,

@@ -157,6 +157,39 @@ def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
     assert torch.equal(batch["x"], torch.stack([item[4] for item in items]))
 
 
+def test_layers_of_different_positions_are_aligned_or_refused() -> None:
+    up, embed = {**RECORD, "layers": "up"}, {**RECORD, "layers": "embed"}
+    hooks = {
+        "up": {**up, "slice": ":, 2:4"},
+        "embed": {**embed, "slice": ":, 1:5"},
+        "in": {**INPUTS, "slice": ":, 2:6"},
+    }
+    run = record(None, hooks)
+    batch = run.dataset(layers=["up", "embed"], flatten="tokens")[:]
+    items = [item for item in expected() if item[1] in (2, 3)]
+    assert places([batch]) == [item[:2] for item in items]
+    assert batch["token"].tolist() == [item[2] for item in items]
+    assert torch.equal(batch["x"]["up"], torch.stack([item[4] for item in items]))
+    assert torch.equal(batch["x"]["embed"], torch.stack([item[3] for item in items]))
+    with pytest.raises(
+        ConfigError, match=r"(?s)layer 'up' has no positions in dimension 1, or not those of layer 'embed'"
+    ):
+        run.dataset(layers=["embed", "up"], flatten="tokens", mask=None, tokens=None)
+
+
+def test_layer_can_have_the_name_of_an_entry() -> None:
+    model = nn.Sequential()
+    model.token = nn.Linear(3, 2)
+    hooks = {"layer": {**RECORD, "layers": "token"}, "input": {**RECORD, "kind": "forward_pre", "layers": "."}}
+    with instrument.attach(model, hooks) as probe:
+        probe.batch(ids=range(4))
+        y = model(x := torch.arange(12.0).reshape(4, 3))
+        probe.end_step()
+    batch = probe.dataset("token", tokens="0")[:]
+    assert torch.equal(batch["x"], y)
+    assert torch.equal(batch["token"], x)
+
+
 def test_inputs_of_different_lengths_are_refused_without_flatten(tmp_path: Path) -> None:
     run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, 0"}, "inputs": INPUTS})
     with pytest.raises(
