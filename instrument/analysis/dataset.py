@@ -258,7 +258,8 @@ class _Run:
         for source, excluded in masks:
             if source is not None and len(excluded):
                 values = source.read(number, 0, size[0])
-                keep &= ~torch.isin(values.flatten()[source.rows(number, values.shape[1], samples, columns)], excluded)
+                values = values.flatten()[source.rows(number, values.shape[1], samples, columns)]
+                keep &= (values[:, None] != excluded).all(1)
         return None if keep.all() else keep.nonzero()[:, 0].int()
 
 

@@ -147,6 +147,18 @@ def test_layers_of_different_samples_are_aligned() -> None:
         assert batch["token"][i] == items[place][2]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_mask_has_any_dtype(dtype: torch.dtype) -> None:
+    model = Calls(lambda x, attention_mask: x)
+    hooks = {"layers": {**RECORD, "layers": "."}, "inputs": {**INPUTS, "path": "attention_mask"}}
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype)
+    with instrument.attach(model, hooks) as probe:
+        probe.batch(ids=range(2))
+        model(torch.ones(2, 3, 4), attention_mask=mask)
+        probe.end_step()
+    assert places([probe.dataset(".", flatten="tokens")[:]]) == [(0, 0), (0, 2), (1, 1), (1, 2)]
+
+
 def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
     hooks = {"layers": {**RECORD, "layers": "up", "positions": [1, 3, 5]}, "inputs": INPUTS}
     data = record(tmp_path, hooks).dataset("up", flatten="tokens")
