@@ -442,7 +442,7 @@ class ActivationDataset(Dataset[Batch]):
             window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (at least 16 MB of tensors in Parquet
                 files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both permutations are
                 uniform. Two windows, of one batch at least, are in memory. None: a uniform permutation of all items, 8 bytes for each,
-                of which 256 MB are read together.
+                of which up to 256 MB are read together.
             drop_last: Whether an incomplete last batch is left out.
             rank: The number of this process. Default: that of `torch.distributed`; 0 if it is not initialized.
             ranks: The number of processes. Default: that of `torch.distributed`. Each process gets other items, and equally many: up to
@@ -495,10 +495,10 @@ class ActivationBatches(IterableDataset[Batch]):
 
     def __init__(self, data: ActivationDataset, order: Order, rank: int) -> None:
         self.data, self.order, self.rank = data, order, rank
-        self._shared = torch.zeros(
-            2, dtype=torch.int64
-        ).share_memory_()  # epoch; first iteration of workers after it was set
-        self._start = self._position = 0  # batches before the next iteration begins; batches that were yielded
+        # Of all workers: epoch, batches before the next iteration begins, and the first iteration of workers since these were set.
+        self._shared = torch.zeros(3, dtype=torch.int64).share_memory_()
+        self._resumed: int | None = None  # batches before the next iteration of this worker begins
+        self._position = self._iterations = 0
 
     def __len__(self) -> int:
         items = len(self.data) // self.order.ranks
@@ -507,11 +507,8 @@ class ActivationBatches(IterableDataset[Batch]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, which changes the order of a shuffled iteration. Another epoch begins with the first batch."""
         if epoch != self._shared[0]:
-            self._begin(epoch, 0)
-
-    def _begin(self, epoch: int, start: int) -> None:
-        self._shared[:] = torch.tensor([epoch, 0])
-        self._start = self._position = start
+            self._shared[:] = torch.tensor([epoch, 0, 0])
+            self._position = 0
 
     def state_dict(self, batches: int | None = None) -> Batch:
         """Return the position in the sequence.
@@ -520,7 +517,7 @@ class ActivationBatches(IterableDataset[Batch]):
             batches: The number of batches of this epoch that were used. Default: those that were yielded here. Required if workers of
                 a `DataLoader` yield them.
         """
-        epoch, workers = self._shared.tolist()
+        epoch, _, workers = self._shared.tolist()
         if batches is None and workers and get_worker_info() is None:
             fix = "pass state_dict(batches=N), N batches received in this epoch; torchdata's StatefulDataLoader does it by itself"
             raise ConfigError(Problem("batches", "workers yield the batches, so their number is unknown here", fix=fix))
@@ -537,18 +534,28 @@ class ActivationBatches(IterableDataset[Batch]):
             if state.get(name) != value:
                 message, fix = "the state belongs to other batches", "use the arguments and runs of the state"
                 raise ConfigError(Problem(name, message, value, str(state.get(name)), fix=fix))
-        self._begin(state["epoch"], state["batches"])
+        self._position = state["batches"]
+        if get_worker_info() is None:
+            self._shared[:] = torch.tensor([state["epoch"], state["batches"], 0])
+        else:  # torchdata passes each worker its own state
+            self._shared[0], self._resumed = state["epoch"], state["batches"]
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
-        worker, workers, iteration = (0, 1, 0) if info is None else (info.id, info.num_workers, info.seed - info.id)
-        is_first = int(self._shared[1]) in (0, iteration)  # later, a DataLoader passes the same start to its workers
-        start, self._start = self._start if is_first else 0, 0
-        if is_first or info is None:
-            self._shared[1] = iteration
+        worker, workers, seed = (0, 1, 0) if info is None else (info.id, info.num_workers, info.seed - info.id)
+        self._iterations += 1
+        iteration = seed + self._iterations  # workers that persist keep their seed
+        epoch, start, first = self._shared.tolist()
+        start = start if first in (0, iteration) else 0  # a DataLoader does not say when its next iteration begins
+        if self._resumed is not None:
+            start, self._resumed = self._resumed, None
+        if info is None:
+            self._shared[1:] = 0
+        elif first == 0:
+            self._shared[2] = iteration
         self._position = start
         mine = np.arange(start + worker, len(self), workers)
-        for batch in self._read(int(self._shared[0]), mine, workers):
+        for batch in self._read(epoch, mine, workers):
             self._position += workers
             yield batch
 
@@ -557,7 +564,9 @@ class ActivationBatches(IterableDataset[Batch]):
         data, (size, shuffle, window, *_) = self.data, self.order
         share = len(data) // self.order.ranks
         offset = self.rank * share
-        most = SEQUENTIAL_BYTES if shuffle is None else WINDOW_BYTES if window is None else window
+        most = SEQUENTIAL_BYTES if shuffle is None else window
+        if most is None:  # small data sets would take as long to allocate windows as to read
+            most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 8))
         length = max(1, most // max(data.item_bytes, 1) // size)
         count = -(-len(self) // length)
         length = -(-len(self) // max(count, 1))  # windows of equal size, in batches

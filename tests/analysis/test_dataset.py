@@ -281,6 +281,21 @@ def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any]
             assert [places([batch]) for batch in loader] == complete
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_state_is_loaded_while_a_loader_exists(run: Run, persistent: bool) -> None:
+    batches = run.dataset("up", flatten="tokens").batches(16, **ORDERS["window"])
+    first = [places([batch]) for batch in batches]
+    batches.set_epoch(1)
+    second = [places([batch]) for batch in batches]
+    batches.set_epoch(0)
+    loader = DataLoader(batches, batch_size=None, num_workers=2, persistent_workers=persistent)
+    assert [places([batch]) for batch in loader] == first
+    batches.load_state_dict({**batches.state_dict(3), "epoch": 1})
+    batches.set_epoch(1)  # does not change the epoch
+    assert [places([batch]) for batch in loader] == second[3:]
+    assert [places([batch]) for batch in loader] == second
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata uses deprecated functions
 def test_stateful_dataloader_resumes(run: Run) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
