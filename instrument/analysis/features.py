@@ -161,6 +161,8 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
     Raises:
         ConfigError: See `features_of`.
     """
+    if not isinstance(selection.layer, str):
+        raise ConfigError(Problem("layer", "must be the name of one layer", repr(selection.layer)))
     layer = "" if selection.layer == "." else selection.layer
     rows: pd.DataFrame = (
         plain_labels(files.read("tensors", INDEX, _firings_at(layer))).to_pandas()
@@ -168,7 +170,7 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
         else index[index["layer"] == layer]
     )
     if rows.empty:
-        layers = sorted(map(str, files.read("tensors", ["layer"])["layer"].unique().to_pylist()))
+        layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
         if not layers:
             message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
             raise ConfigError(Problem("layer", message, layer, fix=fix))
@@ -181,10 +183,12 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
         known = sorted(rows[name].unique().tolist())
         rows = rows[rows[name].isin(allowed)]
-        if rows.empty:
+        missing = [] if isinstance(value, range) else [each for each in allowed if each not in known]
+        if rows.empty or missing:
+            given = missing[0] if missing else value
             message = f"no recorded tensor of layer {selection.layer!r} has this {name}"
-            similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
-            raise ConfigError(Problem(name, message, value, shown(known), similar))
+            similar = similar_names(given, known) if isinstance(given, str) and isinstance(known[0], str) else []
+            raise ConfigError(Problem(name, message, given, shown(known), similar))
     for name in _CHOICES[:-1] if selection.joins_calls else _CHOICES:
         values = sorted(rows[name].unique().tolist())
         if len(values) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,10 +18,9 @@ from .sql import lazy_frame, run_query
 
 if TYPE_CHECKING:
     import polars as pl
-    from torch import Tensor
 
     from .dataset import ActivationDataset
-    from .features import Array, Features
+    from .features import Features
 
 
 def load(path: str | Path | Sequence[str | Path]) -> Run:
@@ -227,8 +226,8 @@ class Run(RunTables):
         *,
         layers: Sequence[str] | None = None,
         flatten: Literal["tokens"] | None = None,
-        mask: str | Array | Tensor | Callable[[Tensor], Any] | None = "attention_mask",
-        tokens: str | Array | Tensor | None = "input_ids",
+        mask: str | None = "attention_mask",
+        tokens: str | None = "input_ids",
         special_tokens: Collection[int] = (),
         with_targets: bool | str = False,
         hook: str | None = None,
@@ -252,10 +251,10 @@ class Run(RunTables):
             layer: The name of the layer; `.` for the model itself.
             layers: Several layers instead of `layer`. `x` is then a dictionary with the tensor of each layer, for the same item.
             flatten: `tokens`: an item is a position of dimensions 0 and 1, at which the mask is true. Default: None.
-            mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model; an array
-                with one row for each id; or a function of the tokens of a batch. None: all positions.
-            tokens: The token ids, [samples, positions]: the name of a recorded input of the model, or an array with one row for each id.
-                The default is left out if it was not recorded.
+            mask: The positions that are items, [samples, positions], true or not 0: the name of a recorded input of the model. None:
+                all positions.
+            tokens: The token ids, [samples, positions]: the name of a recorded input of the model. The default is left out if it was
+                not recorded.
             special_tokens: Token ids whose positions are left out.
             with_targets: True: the recorded target of each sample. A name: that of a recorded input of the model, such as `labels`.
             hook: As in `features`, like the following arguments.
@@ -284,7 +283,12 @@ class Run(RunTables):
         from .dataset import ActivationDataset, Items
         from .features import FeatureSelection
 
-        if (layer is None) == (layers is None) or isinstance(layers, str) or layers == []:
+        if (
+            (layer is None) == (layers is None)
+            or not isinstance(layer, str | None)
+            or isinstance(layers, str)
+            or layers == []
+        ):
             given = None if layer is None and layers is None else f"layer={layer!r}, layers={layers!r}"
             raise ConfigError(
                 Problem("layer", "pass one layer, or a list of layers", given, fix="run.dataset(layers=['blocks.0'])")

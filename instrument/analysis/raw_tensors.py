@@ -142,16 +142,6 @@ class RawTensors:
         """Remove mapped memory from this process, whose size then does not grow with what was read. Tensors remain valid."""
         self._blocks.release()
 
-    def verify(self) -> None:
-        """Compare all tensors in block files with their checksums.
-
-        Raises:
-            DamagedFileError: One does not match.
-        """
-        for rank, _, _, place in self._cells:
-            if place.block is not None:
-                self._blocks.read(rank, place)
-
     def _bytes(self, i: int, start: int, stop: int | None) -> tuple[Bytes, tuple[int, ...]]:
         """Return bytes of a block file, and the shape of their elements."""
         rank, _, shape, place = self._cells[i]

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -26,7 +27,7 @@ from instrument.analysis.replay import replay
 from instrument.analysis.run_tables import RunTables
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.config.experiment import TRACKERS
-from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
+from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 from instrument.storage.remote_folder import check_is_local
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
@@ -58,12 +59,7 @@ def command_line() -> argparse.ArgumentParser:
         help="a recorded input; positions where it is 0 are left out ('none': keep all positions)",
     )
     tensors.add_argument(
-        "--select",
-        metavar="COLUMN=VALUE",
-        type=_condition,
-        action="append",
-        default=[],
-        help="such as phase=eval or step=10; can be repeated",
+        "--select", metavar="COLUMN=VALUE", action="append", help="such as phase=eval or step=10; can be repeated"
     )
     return parser
 
@@ -142,7 +138,12 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
     from instrument.analysis.dataset import MASK  # imported here, because other exports do not need it
     from instrument.commands.activation_files import write_hf, write_safetensors
 
-    selected = dict(args.select)
+    selected: dict[str, Any] = {}
+    for text in args.select or ():
+        column, _, value = text.partition("=")
+        if column not in SELECTABLE or not value:
+            raise ConfigError(Problem("--select", "is COLUMN=VALUE", text, ", ".join(SELECTABLE)))
+        selected[column] = int(value) if value.isdigit() else value
     layers = args.layer
     if layers is None:
         role = selected.get("role", "output")
@@ -154,20 +155,6 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
     )
     (write_hf if args.to == "hf" else write_safetensors)(data, folder)
     return f"{len(data):,} items of {', '.join(layers)} exported to {{}}"
-
-
-def _condition(text: str) -> tuple[str, str | int]:
-    column, _, value = text.partition("=")
-    if column not in SELECTABLE or not value:
-        raise ConfigError(
-            Problem("--select", "is COLUMN=VALUE", text, ", ".join(SELECTABLE), similar_names(column, SELECTABLE))
-        )
-    if column not in ("call", "step", "epoch"):
-        return column, value
-    try:
-        return column, int(value)
-    except ValueError:
-        raise ConfigError(Problem("--select", f"{column} must be an integer", text)) from None
 
 
 def _write_csv(files: RunFiles, folder: Path) -> str:

@@ -105,7 +105,7 @@ class BlockReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._maps: OrderedDict[Path, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()  # by rank and number
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "_maps": OrderedDict()}
@@ -121,13 +121,13 @@ class BlockReader:
             FileNotFoundError: The file does not exist.
         """
         end = place.size if end is None else end
-        file = Part(rank, place.block).block(self.folder)
-        content = self._bytes(file, place.offset + start, place.offset + end)
+        content = self._bytes(rank, place.block, place.offset + start, place.offset + end)
+        name = f"block-{Part(rank, place.block).name}.raw"
         if len(content) < end - start:
-            raise DamagedFileError(f"{file.name} ends before byte {place.offset + end:,}")
+            raise DamagedFileError(f"{name} ends before byte {place.offset + end:,}")
         if end - start == place.size and not verified and checksum_of(content) != place.checksum:
             where = f"bytes {place.offset:,} to {place.offset + place.size:,}"
-            raise DamagedFileError(f"{where} of {file.name} do not match their checksum")
+            raise DamagedFileError(f"{where} of {name} do not match their checksum")
         return content
 
     def release(self) -> None:
@@ -135,21 +135,22 @@ class BlockReader:
         for mapped in list(self._maps.values()):
             mapped.madvise(mmap.MADV_DONTNEED)
 
-    def _bytes(self, file: Path, start: int, end: int) -> Bytes:
+    def _bytes(self, rank: int, number: int, start: int, end: int) -> Bytes:
         if start == end:
             return np.empty(0, np.uint8)
-        if is_address(self.folder):
-            with remote_errors(file):
-                content = cast(Any, file).fs.cat_file(file.path, start=start, end=end)  # type: ignore[attr-defined]
-            return np.frombuffer(bytearray(content), np.uint8)
-        mapped = self._maps.pop(file, None)
+        mapped = self._maps.pop((rank, number), None)
         if mapped is None or len(mapped) < end:  # the file has grown
+            file = Part(rank, number).block(self.folder)
+            if is_address(self.folder):
+                with remote_errors(file):
+                    content = cast(Any, file).fs.cat_file(file.path, start=start, end=end)  # type: ignore[attr-defined]
+                return np.frombuffer(bytearray(content), np.uint8)
             with open(file, "rb") as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if not size:
                     return np.empty(0, np.uint8)
                 mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
-        self._maps[file] = mapped
+        self._maps[rank, number] = mapped
         if len(self._maps) > MAPPED_FILES:
             self._maps.popitem(last=False)  # unmapped when no view of it is left
         return np.frombuffer(mapped, np.uint8)[start:end]

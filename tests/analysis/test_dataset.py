@@ -147,19 +147,66 @@ def test_layers_of_different_samples_are_aligned() -> None:
         assert batch["token"][i] == items[place][2]
 
 
-def test_mask_and_tokens_can_be_given(tmp_path: Path) -> None:
-    run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, :6"}})
-    tokens, mask = torch.zeros(135, 6, dtype=torch.int64), torch.zeros(135, 6)
-    tokens[100:] = torch.cat([batch["input_ids"][:, :6] for batch in batches()])
-    mask[100:] = torch.cat([batch["attention_mask"][:, :6] for batch in batches()])
-    items = [item for item in expected() if item[1] < 6]
-    for given in (mask.numpy(), mask, lambda tokens: tokens != PAD):
-        batch = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)[:]
-        assert places([batch]) == [item[:2] for item in items]
-        assert batch["token"].tolist() == [item[2] for item in items]
-        data = run.dataset("up", flatten="tokens", mask=given, tokens=tokens)
-        assert places([pickle.loads(pickle.dumps(data))[:]]) == places([batch])  # for workers that are not forked
-    assert len(run.dataset("up", flatten="tokens", mask=None)) == 35 * 6
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_mask_has_any_dtype(dtype: torch.dtype) -> None:
+    model = Calls(lambda x, attention_mask: x)
+    hooks = {"layers": {**RECORD, "layers": "."}, "inputs": {**INPUTS, "path": "attention_mask"}}
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]]).to(dtype)
+    with instrument.attach(model, hooks) as probe:
+        probe.batch(ids=range(2))
+        model(torch.ones(2, 3, 4), attention_mask=mask)
+        probe.end_step()
+    assert places([probe.dataset(".", flatten="tokens")[:]]) == [(0, 0), (0, 2), (1, 1), (1, 2)]
+
+
+def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
+    hooks = {"layers": {**RECORD, "layers": "up", "positions": [1, 3, 5]}, "inputs": INPUTS}
+    data = record(tmp_path, hooks).dataset("up", flatten="tokens")
+    batch = pickle.loads(pickle.dumps(data))[:]  # for workers that are not forked
+    items = [item for item in expected() if item[1] in (1, 3, 5)]
+    assert places([batch]) == [item[:2] for item in items]
+    assert batch["token"].tolist() == [item[2] for item in items]
+    assert torch.equal(batch["x"], torch.stack([item[4] for item in items]))
+
+
+def test_layers_of_different_positions_are_aligned_or_refused() -> None:
+    up, embed = {**RECORD, "layers": "up"}, {**RECORD, "layers": "embed"}
+    hooks = {
+        "up": {**up, "slice": ":, 2:4"},
+        "embed": {**embed, "slice": ":, 1:5"},
+        "in": {**INPUTS, "slice": ":, 2:6"},
+    }
+    run = record(None, hooks)
+    batch = run.dataset(layers=["up", "embed"], flatten="tokens")[:]
+    items = [item for item in expected() if item[1] in (2, 3)]
+    assert places([batch]) == [item[:2] for item in items]
+    assert batch["token"].tolist() == [item[2] for item in items]
+    assert torch.equal(batch["x"]["up"], torch.stack([item[4] for item in items]))
+    assert torch.equal(batch["x"]["embed"], torch.stack([item[3] for item in items]))
+    with pytest.raises(
+        ConfigError, match=r"(?s)layer 'up' has no positions in dimension 1, or not those of layer 'embed'"
+    ):
+        run.dataset(layers=["embed", "up"], flatten="tokens", mask=None, tokens=None)
+
+
+def test_layer_can_have_the_name_of_an_entry() -> None:
+    model = nn.Sequential()
+    model.token = nn.Linear(3, 2)
+    hooks = {"layer": {**RECORD, "layers": "token"}, "input": {**RECORD, "kind": "forward_pre", "layers": "."}}
+    with instrument.attach(model, hooks) as probe:
+        probe.batch(ids=range(4))
+        y = model(x := torch.arange(12.0).reshape(4, 3))
+        probe.end_step()
+    batch = probe.dataset("token", tokens="0")[:]
+    assert torch.equal(batch["x"], y)
+    assert torch.equal(batch["token"], x)
+
+
+def test_inputs_of_different_lengths_are_refused_without_flatten(tmp_path: Path) -> None:
+    run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, 0"}, "inputs": INPUTS})
+    with pytest.raises(ConfigError, match=r"(?s)tokens: the input 'input_ids' differs in shape.*pass tokens=None"):
+        run.dataset("up")
+    assert run.dataset("up", tokens=None, mask=None)[:]["x"].shape == (35, 6)
 
 
 def test_targets_can_be_a_recorded_input(run: Run) -> None:
@@ -230,6 +277,21 @@ def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any]
         assert [places([batch]) for batch in loader] == complete[used:]
         if used == 3:  # the state holds for one iteration
             assert [places([batch]) for batch in loader] == complete
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_state_is_loaded_while_a_loader_exists(run: Run, persistent: bool) -> None:
+    batches = run.dataset("up", flatten="tokens").batches(16, **ORDERS["window"])
+    first = [places([batch]) for batch in batches]
+    batches.set_epoch(1)
+    second = [places([batch]) for batch in batches]
+    batches.set_epoch(0)
+    loader = DataLoader(batches, batch_size=None, num_workers=2, persistent_workers=persistent)
+    assert [places([batch]) for batch in loader] == first
+    batches.load_state_dict({**batches.state_dict(3), "epoch": 1})
+    batches.set_epoch(1)  # does not change the epoch
+    assert [places([batch]) for batch in loader] == second[3:]
+    assert [places([batch]) for batch in loader] == second
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata uses deprecated functions
@@ -375,17 +437,10 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"layer": "up", "special_tokens": [0]},
         "special_tokens: positions are left out only.*flatten='tokens'",
     ),
-    "function": ({"layer": "up", "mask": lambda tokens: tokens}, "mask: positions are left out only"),
-    "rows": ({"layer": "up", "flatten": "tokens", "mask": np.ones((30, 7))}, r"mask.*shape \[30, 7\].*ids 100 to 134"),
-    "shape": ({"layer": "up", "flatten": "tokens", "mask": np.ones((135, 3))}, r"mask: the shape.*\[5, 3\].*\[5, 6\]"),
     "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
-    "dimensions": (
-        {"layer": "up", "flatten": "tokens", "step": 1, "mask": np.ones((135, 7, 2))},
-        "mask: must have the shape",
-    ),
-    "one row": ({"layer": "up", "flatten": "tokens", "mask": lambda tokens: tokens[0]}, "mask: must have the shape"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
+    "list": ({"layer": ["up", "embed"]}, r"layer: pass one layer, or a list of layers.*fix +run\.dataset\(layers="),
     "step": ({"layer": "up", "step": 99}, "step: no recorded tensor of layer 'up' has this step"),
     "role": ({"layer": "up", "role": "input"}, "role: no recorded tensor"),
 }
@@ -423,8 +478,6 @@ def test_tensors_need_samples_and_positions() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size: must be a positive integer"),
-        ({"window": 0}, "window: must be a positive integer"),
-        ({"shuffle": -1}, "shuffle: must be a seed"),
         ({"rank": 2, "ranks": 2}, "(?s)rank: no process has this number.*0 to 1"),
     ],
 )
@@ -448,8 +501,7 @@ def test_state_of_other_batches_is_refused(run: Run) -> None:
     with pytest.raises(ConfigError, match=r"pass state_dict\(batches=N\)"):
         batches.state_dict()
     batches.load_state_dict(batches.state_dict(2))
-    with pytest.raises(ConfigError, match="num_workers: the state belongs to another number of workers"):
-        next(iter(batches))
+    assert [places([batch]) for batch in batches] == [places([batch]) for batch in data.batches(16, shuffle=0)][2:]
 
 
 def exported(run: Run, to: str, folder: Path, *options: str) -> int:
@@ -482,7 +534,7 @@ def test_tensors_are_exported_to_datasets(run: Run, tmp_path: Path) -> None:
     [
         ("csv", ("--layer", "up"), "--layer: not supported for csv"),
         ("hf", ("--select", "phas=eval"), "--select: is COLUMN=VALUE"),
-        ("hf", ("--select", "step=one"), "--select: step must be an integer"),
+        ("hf", ("--select", "step=one"), "step: no recorded tensor of layer"),
         ("hf", ("--flatten", "tokens", "--mask", "padding"), "mask: no input of this name was recorded"),
         ("safetensors", ("--layer", "down"), "no tensors of this layer were recorded"),
     ],

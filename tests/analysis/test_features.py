@@ -201,6 +201,8 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
+        ({"layer": ["avgpool"]}, r"layer: must be the name of one layer\n +given +\['avgpool'\]"),
+        ({"layer": "avgpool", "call": [0, 77]}, r"call: no recorded tensor of layer 'avgpool' has this call\n +given +77\n +allowed +0"),
         ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool\n +fix +set 'tensors"),
         ({"layer": "avgpool", "hook": "pol"}, r"hook: no recorded tensor of layer 'avgpool'[\s\S]*similar +pool"),
         ({"layer": "avgpool", "role": "input"}, r"role: no recorded tensor[\s\S]*given +input\n +allowed +output"),

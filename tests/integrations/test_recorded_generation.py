@@ -242,7 +242,7 @@ def test_mask_of_all_tokens_does_not_fit_the_new_ones() -> None:
     mask = {**RECORD, "layers": ".", "kind": "forward_pre", "path": "attention_mask"}
     for part, flatten, message in (
         (":, -1", None, r"the input 'attention_mask' differs in shape between batches[\s\S]*\['samples', 6\]"),
-        (":, -1:", "tokens", r"the shape differs from the samples and positions"),
+        (":, -1:", "tokens", r"the input 'attention_mask' has no positions in dimension 1, or not those of layer"),
     ):
         hooks = {"last": {**RECORD, "layers": "model.layers.0", "slice": part, "calls": "1:4"}, "mask": mask}
         probe, _, _ = recorded(model, hooks, [*PROMPTS])

@@ -57,6 +57,12 @@ def raw(folder: Path, **options: Any) -> RawTensors:
     return RawTensors.of(RunFiles(folder), **options)
 
 
+def check(tensors: RawTensors) -> None:
+    """Read all tensors, which compares them with their checksums."""
+    for i in range(len(tensors)):
+        tensors.tensor(i)
+
+
 def flip_bit(file: Path, at: int) -> None:
     with open(file, "r+b") as opened:
         opened.seek(at)
@@ -220,7 +226,7 @@ def test_tensors_and_slices_are_read_where_they_are(tmp_path: Path) -> None:
     assert not raw(bytes_).array(0).flags.writeable
     raw(bytes_).tensor(0)[:] = 0.0  # a private copy of the memory: the file is unchanged
     tensors = raw(bytes_)
-    tensors.verify()
+    check(tensors)
     view = tensors.array(0)
     tensors.release()
     assert np.array_equal(view, VALUES[0].numpy())
@@ -302,7 +308,7 @@ def test_flipped_bit_is_reported_and_the_other_tensors_are_read(tmp_path: Path) 
     assert found["step"].tolist() == [0, 1, 3, 4, 5]
     assert "do not match their checksum" in run.problems[0]
     with pytest.raises(DamagedFileError):
-        raw(tmp_path).verify()
+        check(raw(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["cut", "removed"])
@@ -344,7 +350,7 @@ def test_killed_process_leaves_every_complete_step(tmp_path: Path) -> None:
     assert block.stat().st_size == 5 * 64 + 10
     for _ in range(2):  # from the journal, and from Parquet
         assert np.array_equal(np.stack([*instrument.load(tmp_path).tensors()["values"]]), VALUES[:5].numpy())
-        raw(tmp_path).verify()
+        check(raw(tmp_path))
         compact(tmp_path)
 
 
