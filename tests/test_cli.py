@@ -98,7 +98,7 @@ def test_main_experiment_prints_progress_and_writes_all_tables(cli: Cli, data: s
     assert f"instrument.load('{folder}')" in answer.out
     assert answer.out.splitlines()[-1] == f"report      python -m instrument.report {folder}"
 
-    assert {path.name for path in folder.iterdir()} == {*TABLES, "run.json", ".hydra", "instrument.log"}
+    assert {path.name for path in folder.iterdir()} == {*TABLES, "blocks", "run.json", ".hydra", "instrument.log"}
     run = instrument.load(folder)
     assert run.info["status"] == "done"
     assert run.info["device"] in ("cpu", "cuda")

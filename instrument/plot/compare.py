@@ -262,7 +262,8 @@ def _lines(curves: Curves, overrides: pd.DataFrame) -> list[Line]:
     for run, label in _labels_without_seed(overrides).items():
         if run in curves.values:
             groups.setdefault(label, []).append(run)
-    if current().has_intervals(max(map(len, groups.values()), default=0)):
+    are_seeds = SEED in overrides and not overrides.reset_index(drop=True).duplicated().any()
+    if are_seeds and current().has_intervals(max(map(len, groups.values()), default=0)):
         means = [(label, *_mean_of([curves.values[run] for run in runs])) for label, runs in groups.items()]
         return [
             Line(plain(label or "mean", LONG), colour_of(i), "-", mean, width)

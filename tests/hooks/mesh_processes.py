@@ -368,15 +368,15 @@ COUNTED: dict[str, dict[str, Any]] = {
 }
 
 
-def collectives(model: nn.Module) -> dict[str, list[int]]:
-    """Return by how many collective operations the first and second scheduled step exceed a step without, as the profiler counts them."""
+def collectives(model: nn.Module, steps: int = 4) -> dict[str, list[int]]:
+    """Return by how many collective operations each scheduled step exceeds one without, as the profiler counts them."""
     found = {}
     for name, hooks in COUNTED.items():
         counts = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         scheduled = {hook: {**spec, "start": 2, "every": 2} for hook, spec in hooks.items()}
         with instrument.attach(model, scheduled, optimizer=optimizer, reduce="global") as probe:
-            for step in range(6):
+            for step in range(steps):
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
                     loss = F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).flatten())
                     loss.backward()
@@ -385,7 +385,7 @@ def collectives(model: nn.Module) -> dict[str, list[int]]:
                 events = profiler.key_averages()
                 counts.append(sum(event.count for event in events if event.key.startswith("c10d::")))
         # In its second step, DistributedDataParallel changes its buckets.
-        found[name] = [counts[2] - counts[3], counts[4] - counts[5]]
+        found[name] = [counts[step] - counts[step + 1] for step in range(2, steps, 2)]
     return found
 
 
@@ -435,7 +435,7 @@ def on_two(folder: Path) -> dict[str, Any]:
     found["collectives"] = {
         "ddp": collectives(replicated),
         "fsdp2": collectives(sharded),
-        "tp": collectives(tensor_parallel(mesh)),
+        "tp": collectives(tensor_parallel(mesh), steps=6),
     }
     hook, model = (
         {"h": {"layers": "blocks.*", "kind": "forward", "action": "scale", "factor": 0.5}},
