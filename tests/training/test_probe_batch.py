@@ -242,7 +242,9 @@ def test_forward_phase_works_in_a_custom_loop() -> None:
             probe.end_step()
     stats = probe.sink.frame("stats")  # type: ignore[attr-defined]
     assert (stats.step.tolist(), set(stats.phase)) == ([0, 1, 2], {"forward"})
-    with pytest.raises(ValueError, match="phase must be one of 'train', 'forward', 'eval', 'probe', 'rollout', 'sanity'"):
+    with pytest.raises(
+        ValueError, match="phase must be one of 'train', 'forward', 'eval', 'probe', 'rollout', 'sanity'"
+    ):
         probe.phase = "test"
 
 
