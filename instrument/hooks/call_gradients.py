@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..stats.flatten import unreadable
-from ..tables.reasons import NO_INPUT_GRAPH, NO_TENSOR, REPEATED_ARGUMENT
+from ..tables.reasons import NO_INPUT_GRAPH, NO_TENSOR
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
@@ -37,7 +37,6 @@ class CallGradients:
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
         self.expected_paths: set[str] = set()
-        self.repeated_paths: set[str] = set()  # of tensors that are several arguments, whose gradients are not recorded
         # The identities of tensors that have a separate gradient at each path. Others have one gradient at all paths.
         self.separate: set[int] = set()
         self.registered: set[tuple[AttachedHook, int | str]] = set()
@@ -126,19 +125,30 @@ class CallGradients:
         for attached in self.attached_hooks:
             if self.call.repeats:
                 continue
-            is_missed = any(map(attached.matches_path, self.repeated_paths))
-            if is_missed:
-                attached.count_missed_opportunity(REPEATED_ARGUMENT)
-            if any(map(attached.matches_path, self.expected_paths - self.repeated_paths)):
+            if any(attached.matches_path(path) for path in self.expected_paths):
                 attached.count_opportunity()
-            elif is_missed:
-                continue
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
                 attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
                 attached.count_exempt(NO_INPUT_GRAPH)
             else:
                 attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+
+    def miss_callback(self, reason: str) -> Callable[[str], None]:
+        """Return a function that counts a miss for each hook. It holds no reference to the call.
+
+        Args:
+            reason: The reason, with a field `{}` for the argument of the function.
+        """
+        attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
+
+        def count_misses(detail: str) -> None:
+            for attached in attached_hooks:
+                if attached in fired:  # in an earlier backward pass
+                    attached.count_opportunity()
+                attached.count_miss(reason.format(detail))
+
+        return count_misses
 
 
 def gradient_hook(

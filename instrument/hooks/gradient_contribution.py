@@ -8,7 +8,7 @@ their contributions are summed separately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class ModuleContribution:
         hook: Gets the contribution when the gradient of the tensor is complete; see `complete`.
     """
 
-    def __init__(self, hook: Hook) -> None:
+    def __init__(self, hook: Hook = Tensor.detach) -> None:
         self.hook = hook
         self.is_returned = False
         self.sent: dict[int, list[Tensor]] = {}  # by backward pass; several threads may run passes through one graph
@@ -62,13 +62,18 @@ class ModuleContribution:
         """
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
+    def take(self) -> Tensor | None:
+        """Return and remove the contribution of the current backward pass. None if no gradient was collected."""
+        sent = self.sent.pop(graph_task(), None)
+        return sum(sent[1:], start=sent[0]) if sent else None
+
     def complete(self, gradient: Tensor) -> None:
         """The hook on the tensor: its gradient is complete, and so is the contribution."""
-        sent = self.sent.pop(graph_task(), None)  # in this backward pass
+        total = self.take()
         if self.is_returned:
             self.hook(gradient)
-        elif sent:
-            self.hook(sum(sent[1:], start=sent[0]))
+        elif total is not None:
+            self.hook(total)
         elif self.detached is not None and self.detached._version != self.version:
             self.hook(gradient)
 
@@ -123,9 +128,13 @@ class StoredTensors:
             if any(tensor.grad_fn is not None for _, tensor in iter_tensors(value))
         ]
 
-    def __call__(self) -> list[Tensor]:
-        """Return the tensors of the latest call."""
-        return [tensor for part, name in self._places for _, tensor in iter_tensors(getattr(part, name, None))]
+    def __call__(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> list[Tensor]:
+        """Return the tensors of the latest call, or those of copies of the modules."""
+        return [
+            tensor
+            for part, name in self._places
+            for _, tensor in iter_tensors(getattr(part if copies is None else copies[part], name, None))
+        ]
 
 
 def next_sequence_number() -> int:

@@ -36,9 +36,11 @@ _UNCHANGED = (
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
-def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return copies of a module and its submodules with their parameters, and copies of their buffers. They have no hooks, and are
-    not compiled.
+def copy_modules(module: nn.Module, *, share_parameters: bool = False) -> dict[nn.Module, nn.Module]:
+    """Return copies of a module and its submodules, with their own parameters and buffers, without hooks, and not compiled.
+
+    Args:
+        share_parameters: Whether the copies have the parameters of the originals instead. Default: false.
 
     Raises:
         Exception: An attribute cannot be copied. It can raise any exception.
@@ -46,7 +48,11 @@ def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module]:
     copies: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
     copies.update({part: copies[part._orig_mod] for part in copies if is_compiled_module(part)})  # type: ignore[index]
     known: dict[int, Any] = {id(part): new for part, new in copies.items()}
-    known.update((id(parameter), parameter) for parameter in module.parameters())
+    if share_parameters:
+        known.update((id(parameter), parameter) for parameter in module.parameters())
+    for parameter in () if share_parameters else module.parameters():
+        new = known[id(parameter)] = copy.deepcopy(parameter)
+        vars(new).update(_copy(vars(parameter), known))  # such as `main_grad`, to which a backward pass adds
     for part, copied in copies.items():
         if is_compiled_module(part):
             continue

@@ -156,7 +156,7 @@ class ModuleHooks(SuspendableModuleHooks):
         original = join_arguments(args, kwargs)
         new = self._act(self.pre, original, call) if self.pre else original
         if inputs.contribution_hooks or inputs.total_hooks:
-            new = inputs.register(module, new, call)
+            new = inputs.register(module, new, len(args), call)
         self._note_inputs(new, call)
         if new is original:
             return None

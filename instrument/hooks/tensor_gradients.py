@@ -20,7 +20,6 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..tables.reasons import REPEATED_ARGUMENT
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_hook
@@ -45,6 +45,8 @@ from .gradient_contribution import (
 )
 from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
+from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
+from .separate_gradients import SeparateGradients
 
 
 class PendingInputGradients:
@@ -59,11 +61,13 @@ class PendingInputGradients:
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
+        self.repeated: list[SeparateArguments] = []
 
-    def add_contribution(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
-        """Collect the module's contribution to an input's gradient, for a hook."""
-        contribution = ModuleContribution(hook)
-        self.register(leaf_hooks, tensor, contribution.complete)
+    def add_contribution(
+        self, leaf_hooks: LeafHooks, tensor: Tensor, contribution: ModuleContribution, hook: Hook
+    ) -> None:
+        """Collect the module's contribution to an input's gradient, and register the hook that gets the complete gradient."""
+        self.register(leaf_hooks, tensor, hook)
         self.contributions[edge_of(tensor)] = contribution, tensor
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
@@ -83,7 +87,10 @@ class PendingInputGradients:
         if self.on_leaves:
             self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
         if self.contributions:
-            self._find_contributions(output, self.stored()())
+            stored = self.stored()
+            self._find_contributions(output, stored())
+            for arguments in self.repeated:
+                arguments.evaluate(output, stored)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -126,11 +133,12 @@ class InputGradients:
         self.stored: StoredTensors | None = None
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
-    def register(self, module: nn.Module, value: dict[str, Any], call: Call) -> dict[str, Any]:
+    def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
         Args:
-            value: Its arguments by name; see `join_arguments`.
+            module, value, positional: See `Inputs`.
+            call: The call.
         """
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -144,34 +152,40 @@ class InputGradients:
                 pending.register(self.leaf_hooks, tensor, hook)
         contributions = CallGradients(self.contribution_hooks, call, self.clock)
         if not in_place:
-            counts = Counter(id(tensor) for _, tensor in iter_tensors(value))
-            contributions.separate = {identity for identity, count in counts.items() if count > 1}
-        value = self._register_contributions(contributions, value, pending, in_place=in_place)
+            contributions.separate = repeated_tensors(value)
+        inputs = Inputs(module, value, positional)
+        value = self._register_contributions(contributions, inputs, pending, in_place=in_place)
         contributions.count_opportunities(missing_is_expected=True)
         totals.count_opportunities(missing_is_expected=True)
         return value
 
     def _register_contributions(
-        self, contributions: CallGradients, value: dict[str, Any], pending: PendingInputGradients, *, in_place: bool
+        self, contributions: CallGradients, inputs: Inputs, pending: PendingInputGradients, *, in_place: bool
     ) -> dict[str, Any]:
-        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs.
-
-        In the graph of a call, the gradients of one tensor that is several arguments are not separate: they are not recorded.
-        """
+        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
         read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
-        for path, tensor in contributions.tensors_with_gradient(value):
-            if read_only and id(tensor) in contributions.separate:
-                contributions.repeated_paths.add(path)
-            elif (hook := contributions.hook(path, tensor)) is None:
+        repeated: dict[int, dict[str, tuple[Tensor, Hook]]] = {}
+        for path, tensor in contributions.tensors_with_gradient(inputs.arguments):
+            if (hook := contributions.hook(path, tensor)) is None:
                 continue
-            elif in_place and not tensor._is_view():  # only the module uses this version of the tensor
+            if in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
             elif not read_only or in_place:  # an in-place module uses its input once
                 alias = contributions.alias(path, tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
+            elif id(tensor) in contributions.separate:
+                repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:
-                pending.add_contribution(self.leaf_hooks, tensor, hook)
-        return contributions.with_aliases(value)  # type: ignore[no-any-return]
+                contribution = ModuleContribution(hook)
+                pending.add_contribution(self.leaf_hooks, tensor, contribution, contribution.complete)
+        for separate in repeated.values():
+            tensor = next(tensor for tensor, _ in separate.values())
+            hooks = {path: hook for path, (_, hook) in separate.items()}
+            gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
+            contribution = ModuleContribution()
+            pending.add_contribution(self.leaf_hooks, tensor, contribution, partial(gradients.deliver, contribution))
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
+        return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
     def _stored_tensors(self, module: nn.Module) -> StoredTensors:
         """Return the tensors that the module stores. The attributes are those with tensors after its first call."""

@@ -130,5 +130,30 @@ def _backward(model: nn.Module, batch: Any, scalar: Tensor | None) -> None:
     """Run a backward pass that stores no gradient in any parameter or input."""
     leaves = [*model.parameters(), *(tensor for _, tensor in iter_tensors(batch) if tensor.is_leaf)]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
-    if scalar is not None and leaves:
+    if scalar is None or not leaves:
+        return
+    if not _is_reentrant(scalar):
         torch.autograd.grad(scalar.reshape(()), leaves, allow_unused=True)
+        return
+    before = [leaf.grad for leaf in leaves]
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        scalar.reshape(()).backward()  # reentrant checkpointing does not support `torch.autograd.grad`
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def _is_reentrant(scalar: Tensor) -> bool:
+    """Return whether the graph of a tensor contains a segment of reentrant activation checkpointing."""
+    waiting, seen = [scalar.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False

@@ -152,7 +152,7 @@ def call_again(training: Training, calls: Sequence[Callable[[nn.Module], list[Te
     states = random.getstate(), np.random.get_state()
     devices = sorted({each.device.index for each in model.parameters() if each.is_cuda})
     try:
-        copied = copy_modules(model)
+        copied = copy_modules(model, share_parameters=True)
         for part in copied.values():
             part.training = False
         outputs = []

@@ -82,7 +82,7 @@ PARTLY_COMPILED = (
 )
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = (
-    "the module got one tensor as several arguments, whose gradients are not separate in its graph; via: module records them with "
+    "the module got one tensor as several arguments, and their separate gradients are unknown: {}; via: module records them with "
     "PyTorch's hook, which gives the module separate tensors"
 )
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hook_runs import Calls
@@ -165,3 +166,24 @@ def test_observe_describes_results_of_functions_and_their_gradients() -> None:
         ("grad_output", "", (3,), 1.0),
         ("grad_output", "softmax.0", (3, 3), 1.0),
     ]
+
+
+def test_reentrant_checkpointing_is_observed_and_leaves_no_gradient() -> None:
+    def network(*, is_checkpointed: bool) -> nn.Module:
+        def forward(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(second, first(x), use_reentrant=True) if is_checkpointed else second(first(x))
+
+        torch.manual_seed(0)
+        return Calls(forward, first=nn.Linear(3, 3), second=nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+
+    model, x = network(is_checkpointed=True), torch.ones(2, 3)
+    model.first.weight.grad = kept = torch.ones(3, 3)
+    order = ["role", "layer", "path"]
+    found, expected = (
+        instrument.observe(each, x, functions=["linear", "tanh"]).sort_values(order, ignore_index=True)
+        for each in (model, network(is_checkpointed=False))
+    )
+    pd.testing.assert_frame_equal(found, expected)
+    assert model.first.weight.grad is kept
+    assert model.second[0].weight.grad is None
+    assert kept.sum().item() == 9.0
