@@ -260,6 +260,7 @@ def test_ranks_have_equally_many_other_items(
 @pytest.mark.parametrize("workers", tiered([0, 1, 2, 3], quick=[0, 2]))
 @pytest.mark.parametrize("options", [pytest.param(each, id=name) for name, each in ORDERS.items()])
 @pytest.mark.combinations
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on machines with two cores
 def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any], workers: int) -> None:
     def start() -> tuple[Any, Any]:
         batches = run.dataset("up", flatten="tokens").batches(16, **options)
