@@ -1,7 +1,7 @@
 # python distillation.py
 """Distillation (Hinton et al. 2015): a small student learns from the recorded logits of a teacher, without labels.
 
-The teacher runs once. Its logits are the data set of the student.
+The teacher runs once. Its logits are the dataset of the student.
 """
 
 import torch

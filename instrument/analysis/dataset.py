@@ -1,4 +1,4 @@
-"""Recorded tensors as data sets of PyTorch: `run.dataset`.
+"""Recorded tensors as datasets of PyTorch: `run.dataset`.
 
 An item is an entry of dimension 0 of the recorded tensors, or with `flatten="tokens"` a position of dimensions 0 and 1. Items are
 numbered in the order in which they were recorded. In memory are an index, and two windows of an iteration.
@@ -53,7 +53,7 @@ RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch
 
 
 class Items(NamedTuple):
-    """What the items of a data set are; see `instrument.Run.dataset`."""
+    """What the items of a dataset are; see `instrument.Run.dataset`."""
 
     flatten: Literal["tokens"] | None = None
     mask: str | None = MASK
@@ -220,7 +220,7 @@ class _Run:
         return source._replace(columns=[*indices], per_position=True)
 
     def _input(self, where: str, value: Any, optional: str | None = None) -> _Source | None:
-        """Return a recorded input by its name; None if there is none of the name `optional`."""
+        """Return a recorded input by its name; None if `value` is None, or equals `optional` and was not recorded."""
         if value is None:
             return None
         of_inputs = self._index[(self._index["role"] == "input") & (self._index["phase"] == self._like["phase"])]
@@ -272,7 +272,7 @@ class _Run:
 
 
 class ActivationDataset(Dataset[Batch]):
-    """A map-style data set of recorded tensors; see `instrument.Run.dataset`.
+    """A map-style dataset of recorded tensors; see `instrument.Run.dataset`.
 
     `data[i]` is an item. `data[[3, 1]]`, `data[10:20]` and an index array give a batch: the same entries with one more dimension.
     The index needs 24 bytes for each sample and 8 for each further layer, 4 for each position that is an item if a mask leaves out
@@ -356,7 +356,7 @@ class ActivationDataset(Dataset[Batch]):
         numbers = np.asarray(index)
         numbers = np.where(numbers < 0, numbers + len(self), numbers).astype(np.int64)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
-            raise IndexError(f"index out of range: the data set has {len(self)} items")
+            raise IndexError(f"index out of range: the dataset has {len(self)} items")
         if numbers.ndim:
             return self.read(numbers)
         return _part(self.read(numbers[None]), 0)
@@ -453,11 +453,11 @@ class ActivationDataset(Dataset[Batch]):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> ActivationBatches:
-        """Return an iterable data set of batches.
+        """Return an iterable dataset of batches.
 
         Args:
             batch_size: The number of items of a batch. The last batch of an epoch has fewer if the number of items is no multiple.
-            shuffle: The seed of the order. Default: None, in the order of the data set.
+            shuffle: The seed of the order. Default: None, in the order of the dataset.
             window: The size in bytes of a window of a shuffled iteration. Chunks of 1/64 of it (at least 16 MB of tensors in Parquet
                 files) are brought into random order. Consecutive chunks fill a window; its items are permuted. Both permutations are
                 uniform. Two windows, of one batch at least, are in memory. None: a uniform permutation of all items, 8 bytes for each,
@@ -496,7 +496,7 @@ def _shapes(run: _Run) -> dict[str, tuple[int, ...]]:
 
 
 class Order(NamedTuple):
-    """What the sequence of batches depends on, besides the data set, the epoch and the rank."""
+    """What the sequence of batches depends on, besides the dataset, the epoch and the rank."""
 
     batch_size: int
     shuffle: int | None
@@ -506,7 +506,7 @@ class Order(NamedTuple):
 
 
 class ActivationBatches(IterableDataset[Batch]):
-    """Batches of a data set of recorded tensors; see `ActivationDataset.batches`.
+    """Batches of a dataset of recorded tensors; see `ActivationDataset.batches`.
 
     Use it in a loop, or in `DataLoader(batches, batch_size=None, num_workers=...)`: the workers yield the same batches in turn. The
     next window is read by a thread. Each iteration has the same order until `set_epoch` is called.
@@ -544,10 +544,10 @@ class ActivationBatches(IterableDataset[Batch]):
         return {"epoch": epoch, "batches": position, "items": len(self.data), **self.order._asdict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the batch after a position. Needs the same data set, arguments and number of processes.
+        """Continue with the batch after a position. Needs the same dataset, arguments and number of processes.
 
         Raises:
-            ConfigError: The state belongs to another data set or to other arguments.
+            ConfigError: The state belongs to another dataset or to other arguments.
         """
         for name, value in {"items": len(self.data), **self.order._asdict()}.items():
             if state.get(name) != value:
@@ -584,7 +584,7 @@ class ActivationBatches(IterableDataset[Batch]):
         share = len(data) // self.order.ranks
         offset = self.rank * share
         most = SEQUENTIAL_BYTES if shuffle is None else window
-        if most is None:  # small data sets would take as long to allocate windows as to read
+        if most is None:  # small datasets would take as long to allocate windows as to read
             most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 8))
         length = max(1, most // max(data.item_bytes, 1) // size)
         count = -(-len(self) // length)

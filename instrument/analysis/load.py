@@ -238,7 +238,7 @@ class Run(RunTables):
         call: int | Collection[int] | None = None,
         path: str | None = None,
     ) -> ActivationDataset:
-        """Return the recorded tensors of a layer, or of several layers, as a data set of PyTorch.
+        """Return the recorded tensors of a layer, or of several layers, as a dataset of PyTorch.
 
             data = run.dataset("blocks.5", flatten="tokens")
             for batch in data.batches(4096, shuffle=0):
@@ -267,7 +267,7 @@ class Run(RunTables):
             path: The path of the tensor in a nested output.
 
         Returns:
-            A map-style data set; its method `batches` returns an iterable one. The entries of an item:
+            A map-style dataset; its method `batches` returns an iterable one. The entries of an item:
 
             - `x`: the tensor in the recorded dtype, without dimensions of size 1 at its end
             - `id`, `run` (index in `folders`) and `step`: int64; ids may be strings

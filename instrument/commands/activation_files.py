@@ -1,4 +1,4 @@
-"""Files with the items of a data set of recorded tensors, written batch by batch: safetensors, and folders of Hugging Face `datasets`."""
+"""Files with the items of a dataset of recorded tensors, written batch by batch: safetensors, and folders of Hugging Face `datasets`."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _write(files: RunFiles, output: Path, args: argparse.Namespace) -> str:
 
 
 def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> str:
-    """Write recorded tensors as items of a data set into an existing folder."""
+    """Write recorded tensors as items of a dataset into an existing folder."""
     from instrument.analysis.dataset import MASK  # imported here, because other exports do not need it
     from instrument.commands.activation_files import write_hf, write_safetensors
 
@@ -148,7 +148,7 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
     if layers is None:
         role = selected.get("role", "output")
         recorded = files.read("tensors", ["layer"], ds.field("role") == role)["layer"].unique().to_pylist()
-        layers = [name or "." for name in recorded] or ["."]  # the data set reports that there are none
+        layers = [name or "." for name in recorded] or ["."]  # the dataset reports that there are none
     mask = {None: MASK, "none": None}.get(args.mask, args.mask)
     data = Run(files.folder, [files.folder], [files]).dataset(
         layers=layers, flatten=args.flatten, mask=mask, **selected

@@ -110,7 +110,7 @@ def test_dataset_has_unpadded_tokens(run: Run) -> None:
     assert torch.equal(one["x"]["up"], items[-2][4])
     for some in ([7, 0, 7], [0, 2, 1, 3], [-1], [], np.array([50, 3])):
         assert places([data[some]]) == [items[i][:2] for i in some]
-    with pytest.raises(IndexError, match=f"the data set has {len(items)} items"):
+    with pytest.raises(IndexError, match=f"the dataset has {len(items)} items"):
         data[len(items)]
 
 
