@@ -174,6 +174,13 @@ FIELDS: list[dict[str, Any]] = yaml.safe_load("""
 - {layers: blocks.1, kind: forward, action: modify, fn: mean_ablate, run: runs/clean, layer: blocks.0, hook: kept}
 - {layers: blocks.1, kind: forward, action: modify, fn: patch, run: runs/clean, step: 100, units: [3]}
 - {layers: blocks.1, kind: forward, action: modify, fn: patch, from_sample: 0, samples: [1]}
+- {layers: '**', exclude: head, types: [Linear], params: weight, kind: parameter_grad, action: record}
+- {structure: [attention], kind: forward, action: record}
+- {layers: lm_head, kind: forward, action: record, calls: '10:20'}
+- {layers: encoder.**, exclude: encoder.0, types: [Linear], params: bias, action: freeze}
+- {structure: [embedding], action: freeze}
+- {layers: decoder, action: add_parameter, parameter: scale, value: 1.0, shape: [16]}
+- {rule: dead_units, hook: activations}
 - {rule: reference, from: runs/healthy, stats: [l2, std], margin: 2}
 - {watch: activations, stat: std, above: 10, for: 20}
 """)
@@ -323,9 +330,9 @@ def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: obje
     """Return a configuration with a field, from an example of its spec."""
     path = prefix.split(".")[:-1]
     if path[1:] == ["NAME"]:
-        named = [each for each in FIELDS if key in each and ("kind" in each) == (path[0] == "hooks")]
+        named = [each for each in FIELDS if key in each and path[0] == _section_of(each)]
         if key not in example:
-            is_own = path[0] == "apply" or not named or (path[0] == "rules" and default is not None)
+            is_own = not named or (path[0] != "hooks" and default not in (None, []))
             example = {**example, key: default} if is_own else named[0]
         return _yaml({path[0]: {"mine": example}})
     content = section = deepcopy(max([{}, *CONFIGS], key=lambda each: _depth(each, [*path, key])))
@@ -335,6 +342,10 @@ def _example_of(prefix: str, key: str, example: Mapping[str, Any], default: obje
         section = section[name]
     section.setdefault(key, default)
     return _yaml(content)
+
+
+def _section_of(spec: Mapping[str, Any]) -> str:
+    return "hooks" if "kind" in spec else "apply" if "action" in spec else "rules"
 
 
 def _depth(content: Any, path: Sequence[str]) -> int:

@@ -47,7 +47,10 @@ def test_each_example_has_the_key_that_it_explains() -> None:
     fields = [entry for entry in ENTRIES if entry.what.startswith(("configuration key", "field of"))]
     assert len(fields) > 100
     for entry in fields:
-        assert f"{entry.key.rpartition('.')[2]}:" in entry.example, entry
+        name = entry.key.rpartition(".")[2]
+        assert f"{name}:" in entry.example, entry
+        assert f"{name}: null" not in entry.example, entry
+        assert f"{name}: []" not in entry.example, entry
 
 
 def test_everything_that_can_be_registered_is_explained() -> None:
