@@ -1,6 +1,8 @@
 # All targets create the environment .venv if it is missing, and install each dependency once.
 PYTHON ?= python3
 BIN := .venv/bin
+# The versions of Python that `make release-check` tries.
+PYTHONS ?= python3.11 python3.12 python3.13
 # Number of parallel test processes. Each uses one thread and up to two gigabytes of memory.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
@@ -8,7 +10,7 @@ RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale wheel check format docs pictures site clean
+.PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale release-check check format docs pictures site clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -51,12 +53,12 @@ bench-peers: $(DEV_STAMP)  ## run the same job with other tools, each in its own
 bench-scale: $(DEV_STAMP)  ## run four queries on 100 million rows of 1,000 runs; needs 7 GB of disk space
 	$(BIN)/python -W ignore benchmarks/scale.py
 
-wheel: $(DEV_STAMP)  ## build the wheel, install it in an empty environment, and run it there
-	rm -rf build dist .wheel
-	$(BIN)/python -m build --wheel --outdir dist > /dev/null
-	$(PYTHON) -m venv .wheel
-	.wheel/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	cd .wheel && bin/python -m instrument +exp=mnist_hooks train.steps=2
+release-check: $(DEV_STAMP)  ## build the wheel and the sources, and run both in an empty environment of each of PYTHONS
+	rm -rf build dist .release
+	$(BIN)/python -m build --outdir .release/build > /dev/null
+	PATH=$(abspath $(BIN)):$$PATH auditwheel repair --wheel-dir dist .release/build/*.whl
+	mv .release/build/*.tar.gz dist
+	set -e; for python in $(PYTHONS); do .ci/check_release $$python; done
 
 check: $(DEV_STAMP)  ## check formatting, lint, wording and types, without changes
 	$(BIN)/ruff format --check .
@@ -80,7 +82,7 @@ site: docs  ## build the documentation site in site/
 	@echo "site        site/index.html"
 
 clean:  ## remove the environment, caches and builds, but not runs
-	rm -rf .venv .peers .engines .wheel build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .engines .release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:
@@ -89,7 +91,7 @@ clean:  ## remove the environment, caches and builds, but not runs
 
 # pip compiles the modules of a package that it copies, but not those of an editable installation.
 $(RUN_STAMP): pyproject.toml constraints.txt | .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[run,report]'
 	@$(BIN)/python -m compileall -q instrument
 	@touch $@
 

@@ -33,16 +33,21 @@ def call(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Path of the wheel, built from a copy of the sources, so that the checkout stays unchanged."""
+    """Path of the wheel, built from the source distribution of a copy, so that the checkout stays unchanged."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
     source.mkdir()
     for name in ("instrument", "conf"):
         shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
-    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
-    call(sys.executable, "-c", build, folder, cwd=source)  # as pip does
+    build = (
+        "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"  # as pip does
+    )
+    call(sys.executable, "-c", build, "build_sdist", folder, cwd=source)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    call(sys.executable, "-c", build, "build_wheel", folder, cwd=folder / archive.name.removesuffix(".tar.gz"))
     (built,) = folder.glob("*.whl")
     return built
 
@@ -63,6 +68,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
     modules = {str(file.relative_to(REPOSITORY)) for file in REPOSITORY.glob("instrument/**/*.py")}
     yaml = {f"instrument/{file.relative_to(REPOSITORY)}" for file in REPOSITORY.glob("conf/**/*.yaml")}

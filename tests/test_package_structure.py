@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from instrument.fields.pip_extras import DISTRIBUTION, installed_version, pip_command
 from instrument.plot import PLOTS
 from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
 from instrument.runtime import moved_names
@@ -239,6 +240,40 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 )
 def test_heavy_modules_are_imported_lazily(imported: dict[str, set[str]], stage: str, heavy: set[str]) -> None:
     assert imported[stage] & (heavy | OPTIONAL) == set()
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys(sys.argv.pop(1).split(","))  # importing them fails
+import torch
+import instrument
+from instrument.__main__ import main
+model = torch.nn.Linear(3, 2)
+with instrument.attach(model, "activations", out="out", rules="default") as probe:
+    model(torch.ones(4, 3)).sum().backward()
+    probe.end_step()
+run = instrument.load("out")
+print(*run.coverage.hook, run.info["status"], run.info["versions"]["instrument"])
+try:
+    with instrument.attach(model, {"mine": {"layers": "**", "kind": "forward", "action": "call", "fn": {"_target_": "os.getcwd"}}}):
+        pass
+except instrument.InstrumentError as error:
+    print(error)
+main()
+"""
+
+
+@pytest.mark.slow
+def test_attach_and_reading_require_no_extra(tmp_path: Path) -> None:
+    missing = ",".join({*OPTIONAL, "hydra", "omegaconf", "rich"} - {"jinja2", "fsspec"})  # torch requires these two
+    command = [sys.executable, "-c", WITHOUT_EXTRAS, missing, "watch", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        f"activations done {installed_version(DISTRIBUTION)}",
+        f"hooks.mine.fn requires hydra: {pip_command('run')}",
+    ]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"this command requires rich: {pip_command('run')}"
 
 
 def test_every_public_name_is_available_and_listed() -> None:

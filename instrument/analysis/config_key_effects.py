@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
+from ..fields.pip_extras import packages_of
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatch, RunMatches, match_runs
 from .run_tables import RunTables
@@ -180,7 +181,8 @@ def student(
     Returns:
         Both in the same shape; NaN for fewer than two numbers.
     """
-    from scipy.special import stdtr, stdtrit
+    with packages_of("analysis", "a confidence interval"):
+        from scipy.special import stdtr, stdtrit
 
     freedom = np.maximum(counts - 1, 1)
     error = np.sqrt(squares / freedom / np.maximum(counts, 1))
@@ -200,7 +202,8 @@ def adjusted(p_values: np.ndarray) -> np.ndarray:
     Returns:
         The adjusted p-values [tests]; NaN for no test.
     """
-    from scipy.stats import false_discovery_control
+    with packages_of("analysis", "the adjustment of p-values"):
+        from scipy.stats import false_discovery_control
 
     result = np.full(p_values.shape, np.nan)
     known = ~np.isnan(p_values)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, Problem
+from ..fields.pip_extras import packages_of
 from .config_key_effects import CONFIDENCE
 
 TREES = 200
@@ -38,7 +39,8 @@ def importance_of(factors: pd.DataFrame, values: pd.Series, *, interval: float =
     Raises:
         InstrumentError: There are fewer than 4 runs with a finite value, no factor differs between them, or all values are equal.
     """
-    from sklearn.ensemble import RandomForestRegressor
+    with packages_of("analysis", "importance"):
+        from sklearn.ensemble import RandomForestRegressor
 
     finite = np.isfinite(values.to_numpy(np.float64))
     y, known = values.to_numpy(np.float64)[finite], factors.loc[finite]

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import KEY, STARTS, Reference, phase_of, rounded, schema
 from ..rules.step_rows import BoolArray, FloatArray
@@ -197,7 +198,8 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         lows, highs: The smallest and largest values, [ranges, runs], with the index of `ranges_of`.
         statistics: The statistic of each range, [ranges].
     """
-    from scipy.special import stdtrit
+    with packages_of("analysis", "a reference"):
+        from scipy.special import stdtrit
 
     count = lows.shape[1]
     is_ratio = statistics.isin(NONNEGATIVE).to_numpy()

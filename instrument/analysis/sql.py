@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..fields.pip_extras import pip_command
+from ..fields.pip_extras import packages_of
 from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
@@ -68,11 +68,9 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
     Raises:
         InstrumentError: polars or DuckDB is not installed.
     """
-    try:
+    with packages_of("polars", "run.lazy"):
         import polars
         from polars.io.plugins import register_io_source
-    except ImportError:
-        raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
     schema = _with_tables(
         run, f"select 1 from {table}", lambda connection: connection.table(table).pl(lazy=True).collect_schema()
     )
@@ -100,10 +98,8 @@ def _with_tables(run: RunTables, query: str, answer: Callable[[duckdb.DuckDBPyCo
 
     If it fails because of damaged or merged files, it is called again without these files.
     """
-    try:
+    with packages_of("sql", "SQL"):
         import duckdb
-    except ImportError:
-        raise InstrumentError(f"run.sql and run.lazy require DuckDB: {pip_command('sql')}") from None
     from .duckdb_files import DuckDBFiles
 
     files = DuckDBFiles(run.folders[0])

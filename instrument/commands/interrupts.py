@@ -1,4 +1,4 @@
-"""Ctrl-C in a command, also while its modules are imported, and output whose reader has ended."""
+"""Ctrl-C in a command, also while its modules are imported, missing packages, and output whose reader has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from types import TracebackType
 def handle_interrupts() -> None:
     """Make an interrupt that no code handles end the process with exit code 130 and one line instead of a traceback.
 
-    A command whose reader ends, as that of `instrument findings RUN | head`, ends without a message.
+    A command whose reader ends, as that of `instrument findings RUN | head`, ends without a message. A command that requires
+    the extra `run`, which is not installed, ends with exit code 1 and the command that installs it.
     """
     sys.excepthook = _end
     atexit.register(_loses_output)
@@ -20,6 +21,11 @@ def handle_interrupts() -> None:
 def _end(exc_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(exc_type, BrokenPipeError) and _loses_output("\n"):
         sys.exit(141)  # 128 + SIGPIPE, which the shell reports for other programs
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in ("hydra", "omegaconf", "rich"):
+        from ..fields.pip_extras import missing_package
+
+        print(missing_package(error, "run", "this command"), file=sys.stderr)
+        sys.exit(1)
     if not issubclass(exc_type, KeyboardInterrupt):
         sys.__excepthook__(exc_type, error, traceback)
         return

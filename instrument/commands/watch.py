@@ -18,8 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
-from instrument.errors import InstrumentError
-from instrument.fields.pip_extras import pip_command
+from instrument.fields.pip_extras import packages_of
 from instrument.storage.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 from instrument.storage.run_search import find_runs
 
@@ -145,11 +144,9 @@ def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> i
     if takes_changes:
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)
-    try:
+    with packages_of("live", "--web"):
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
-    except ImportError:
-        raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
     from instrument.report.live_server import LiveServer
 
     server = LiveServer(

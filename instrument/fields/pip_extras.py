@@ -1,30 +1,46 @@
-"""Requirements of the extras in `pyproject.toml`, and the command that installs them."""
+"""Versions of installed packages, and errors that name the extra of `pyproject.toml` with a missing one."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from ..errors import InstrumentError
+
+DISTRIBUTION = "torch-instrument"  # this package on PyPI; `instrument` is another project
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def pip_command(extra: str) -> str:
-    """Return a `pip install` command with the requirements of an extra.
+    """Return the command that installs an extra: of the installed package, or of a checkout that is used without installation."""
+    return (
+        f"pip install '{DISTRIBUTION}[{extra}]'" if installed_version(DISTRIBUTION) else f"pip install -e '.[{extra}]'"
+    )
 
-    The command lists the packages instead of `instrument[extra]`, since another package on PyPI may have the name
-    `instrument`.
+
+@contextmanager
+def packages_of(extra: str, what: str) -> Iterator[None]:
+    """Report a missing package. The imports of packages in an extra are in this context. `what` is the feature that requires them.
+
+    Raises:
+        InstrumentError: A package is not installed.
     """
     try:
-        return " ".join(["pip install", *(f"'{requirement}'" for requirement in _requirements(extra))])
-    except PackageNotFoundError:  # the package is used from a checkout without being installed
-        return f"pip install -e '.[{extra}]'"
+        yield
+    except ModuleNotFoundError as error:
+        raise InstrumentError(missing_package(error, extra, what)) from None
 
 
-def _requirements(extra: str) -> Iterator[str]:
-    for line in requires("instrument") or ():
-        requirement, _, marker = (part.strip() for part in line.partition(";"))
-        if re.search(rf"extra == ['\"]{extra}['\"]", marker):
-            if others := re.fullmatch(r"instrument\[(.+)\]", requirement):
-                for other in others[1].split(","):
-                    yield from _requirements(other)
-            else:
-                yield requirement
+def missing_package(error: ModuleNotFoundError, extra: str, what: str) -> str:
+    """Return the message of `packages_of`."""
+    return f"{what} requires {str(error.name).partition('.')[0]}: {pip_command(extra)}"

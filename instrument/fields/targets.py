@@ -9,11 +9,9 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
-
 from ..errors import ConfigError, Problem, similar_names
 from .field_types import Target, nested_values
+from .pip_extras import packages_of
 
 
 def locate(path: str, where: str) -> Any:
@@ -21,7 +19,11 @@ def locate(path: str, where: str) -> Any:
 
     Raises:
         ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
+        InstrumentError: Hydra is not installed.
     """
+    with packages_of("run", where):
+        from hydra.utils import get_object
+
     log = logging.getLogger("hydra.utils")  # it writes the error too
     was_disabled, log.disabled = log.disabled, True
     try:
@@ -71,6 +73,9 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
     for key, value in nested_values(target.model_extra, where):  # so that an error is reported at its own key
         if isinstance(value, dict) and isinstance(path := value.get("_target_"), str):
             locate(path, f"{key}._target_")
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate
+
     try:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
@@ -98,12 +103,16 @@ def _arguments(target: Target) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    from hydra.errors import InstantiationException
+
     text = str(error).strip() or type(error).__name__
     return text if isinstance(error, InstantiationException) else f"{type(error).__name__}: {text}"
 
 
 def _import_problem(path: str, where: str, error: BaseException) -> Problem:
     """Return the problem of a failed import: the part of the path that fails, and similar existing names."""
+    from hydra.errors import InstantiationException
+
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InstantiationException) and "blocklisted" in str(cause):

@@ -12,8 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..analysis.config_key_effects import CONFIDENCE
-from ..errors import InstrumentError
-from ..fields.pip_extras import pip_command
+from ..fields.pip_extras import packages_of
 from .style import CATEGORIES
 
 if TYPE_CHECKING:
@@ -110,11 +109,9 @@ def style() -> AbstractContextManager[None]:
     Raises:
         InstrumentError: matplotlib is not installed.
     """
-    try:
+    with packages_of("report", "a plot"):
         from matplotlib import rc_context, rcParams, rcParamsDefault
         from matplotlib.rcsetup import cycler
-    except ModuleNotFoundError as error:
-        raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
     wanted = STYLE | TRUETYPE | {"axes.prop_cycle": cycler(color=CATEGORIES)}
     if rcParams["font.size"] != rcParamsDefault["font.size"]:
         wanted |= {name: rcParams["font.size"] for name, value in STYLE.items() if value == SIZE}

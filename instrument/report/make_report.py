@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from ..analysis.load import Run, load
 from ..analysis.plot_data import short_names
 from ..comparison.result import Diff
-from ..errors import InstrumentError
-from ..fields.pip_extras import pip_command
+from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.style import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
@@ -100,7 +98,9 @@ def render(
 
 def _page(template: str, **values: Any) -> str:
     style = (TEMPLATES / "style.css").read_text()
-    return str(_templates().get_template(template).render(**values, style=style, version=version("instrument")))
+    return str(
+        _templates().get_template(template).render(**values, style=style, version=installed_version(DISTRIBUTION))
+    )
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
@@ -160,10 +160,8 @@ def check_packages() -> None:
 
 @cache
 def _templates() -> Any:
-    try:
+    with packages_of("report", "a report"):
         import jinja2
-    except ImportError:
-        raise InstrumentError(f"reports require Jinja2: {pip_command('report')}") from None
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -175,8 +173,6 @@ def _plotly() -> str:
 
 
 def _plotly_script() -> Path:
-    try:
+    with packages_of("report", "a report"):
         import plotly
-    except ImportError:
-        raise InstrumentError(f"reports require Plotly: {pip_command('report')}") from None
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"

@@ -18,6 +18,7 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.config_key_effects import CONFIDENCE
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..fields.pip_extras import packages_of
 from ..plot.compare import is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL
@@ -71,7 +72,8 @@ def page(
         folder: The folder of the sweep.
         names: The names of the experiments.
     """
-    from scipy.special import stdtrit
+    with packages_of("analysis", "the report of a sweep"):
+        from scipy.special import stdtrit
 
     overrides = [key for key in keys if key != "seed"]  # the table has a separate column for the seed
     metrics = [name for name in METRICS if any(row.shown.get(name) is not None for row in rows)]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
+from ..fields.pip_extras import DISTRIBUTION, installed_version
 from ..runtime.deferred_interrupts import interrupt_behind, uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
@@ -23,7 +24,6 @@ from .run_record import (
     end_if_running,
     final_entries,
     git_revision,
-    installed_version,
     read_record,
     write_json,
 )
@@ -268,7 +268,11 @@ def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
         "ended": None,
         "error": None,
         **entries,
-        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            "instrument": installed_version(DISTRIBUTION),
+            **{name: installed_version(name) for name in PACKAGES},
+        },
         "git_revision": git_revision(),
         "command": sys.argv,
     }

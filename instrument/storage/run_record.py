@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +21,7 @@ CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
 Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
 PREVIOUS_ATTEMPTS = ".aside"
-PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
+PACKAGES = ("torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
 
 
 def read_record(path: Path, where: str) -> dict[str, Any]:
@@ -86,15 +84,6 @@ def git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
-
-
-@functools.cache
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 class EnvironmentDifference(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from ..fields.pip_extras import pip_command
 from ..tasks.base import IGNORED
 
 DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
@@ -329,7 +330,7 @@ def _scikit_learn(name: str) -> Path:
     """Return the path of a file in `sklearn.datasets`."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise DatasetMissingError("scikit-learn is not installed")
+        raise DatasetMissingError(f"scikit-learn is not installed: {pip_command('run')}")
     file = Path(spec.origin).parent / "datasets" / name
     if not file.exists():
         raise DatasetMissingError(f"scikit-learn has no file {file}")
@@ -344,7 +345,10 @@ def _is_train(split: str) -> bool:
 
 def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     """Load a dataset of torchvision from disk, or download it."""
-    import torchvision
+    try:
+        import torchvision
+    except ModuleNotFoundError:
+        raise DatasetMissingError(f"torchvision is not installed: {pip_command('run')}") from None
 
     dataset = getattr(torchvision.datasets, name)
     folder = Path(root).expanduser()

@@ -1,33 +1,40 @@
-"""The `pip install` commands that errors about missing packages suggest."""
+"""The extras of `pyproject.toml`, and the `pip install` commands that errors about missing packages suggest."""
 
 from __future__ import annotations
 
+import re
 import tomllib
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 from conftest import REPOSITORY
-from packaging.requirements import Requirement
 
+from instrument.errors import InstrumentError
 from instrument.fields import pip_extras
 
-EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 
-@pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("bench", "dev")])
-def test_pip_command_installs_the_packages_of_the_extra(extra: str) -> None:
-    *start, packages = pip_extras.pip_command(extra).split(maxsplit=2)
-    assert start == ["pip", "install"]
-    names = {Requirement(each.strip("'")).name for each in packages.split("' '")}
-    wanted = {Requirement(line).name for line in EXTRAS[extra]}
-    if "instrument" in wanted:
-        wanted = (wanted - {"instrument"}) | {Requirement(line).name for line in EXTRAS["remote"]}
-    assert names == wanted
+def test_every_extra_in_an_error_exists() -> None:
+    sources = [file.read_text() for file in REPOSITORY.glob("instrument/**/*.py")]
+    named = {name for text in sources for name in re.findall(r"(?:pip_command|packages_of)\(['\"](\w+)", text)}
+    assert {"run", "analysis", "report", "sql"} <= named
+    assert named <= set(PROJECT["optional-dependencies"])
+
+
+def test_pip_command_names_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PROJECT["name"] == pip_extras.DISTRIBUTION
+    monkeypatch.setattr(
+        pip_extras, "installed_version", lambda package: "0.3.0" if package == PROJECT["name"] else None
+    )
+    assert pip_extras.pip_command("sql") == f"pip install '{PROJECT['name']}[sql]'"
 
 
 def test_pip_command_without_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_installed(name: str) -> list[str]:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(pip_extras, "requires", not_installed)
+    monkeypatch.setattr(pip_extras, "installed_version", lambda package: None)
     assert pip_extras.pip_command("sql") == "pip install -e '.[sql]'"
+
+
+def test_missing_package_names_the_feature_and_the_extra() -> None:
+    with pytest.raises(InstrumentError) as error, pip_extras.packages_of("sql", "run.sql"):
+        import not_installed  # noqa: F401
+    assert str(error.value) == f"run.sql requires not_installed: {pip_extras.pip_command('sql')}"

@@ -48,7 +48,7 @@ def test_missing_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch) -
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["instrument.plot.figure"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(instrument.InstrumentError, match=r"matplotlib.*: pip install 'matplotlib"):
+    with pytest.raises(instrument.InstrumentError, match=r"^a plot requires matplotlib: pip install .*\[report\]"):
         instrument.plot.heatmap(stats_of({"a": [1.0]}))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 import re
 import runpy
@@ -493,15 +492,8 @@ def test_command_without_plotly_names_the_package(
 ) -> None:
     from instrument.report import make_report
 
-    original_import = builtins.__import__
-
-    def import_without_plotly(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "plotly":
-            raise ImportError(name)
-        return original_import(name, *args, **kwargs)
-
     make_report._plotly.cache_clear()
-    monkeypatch.setattr(builtins, "__import__", import_without_plotly)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     assert main([str(small_run.path)]) == 1
     assert pip_command("report") in capsys.readouterr().err
 
@@ -520,7 +512,7 @@ def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], m
 
 
 def missing_plotly() -> Path:
-    raise InstrumentError(f"reports require Plotly: {pip_command('report')}")
+    raise InstrumentError(f"a report requires plotly: {pip_command('report')}")
 
 
 def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:

@@ -360,7 +360,7 @@ def test_missing_package_is_named(
     monkeypatch.delitem(sys.modules, "instrument.report.live_server")
     write_run(tmp_path / "run")
     assert watch.main([str(tmp_path / "run"), "--web"]) == 1
-    assert "--web requires Starlette and Uvicorn" in capsys.readouterr().err
+    assert "--web requires uvicorn: pip install" in capsys.readouterr().err
 
 
 def test_invalid_port_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,20 +69,20 @@ def test_address_is_checked(address: str, problem: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("missing", "address", "package", "use"),
+    ("missing", "address", "extra", "use"),
     [
-        ("fsspec", "s3://bucket", "fsspec", lambda address: filesystem(address, "sink.remote")),
-        ("s3fs", "s3://bucket", "s3fs", lambda address: filesystem(address, "sink.remote")),
-        ("gcsfs", "gs://bucket", "gcsfs", lambda address: filesystem(address, "sink.remote")),
-        ("upath", "memory://runs", "universal-pathlib", folder_at),
+        ("fsspec", "s3://bucket", "remote", lambda address: filesystem(address, "sink.remote")),
+        ("s3fs", "s3://bucket", "s3", lambda address: filesystem(address, "sink.remote")),
+        ("gcsfs", "gs://bucket", "gcs", lambda address: filesystem(address, "sink.remote")),
+        ("upath", "memory://runs", "remote", folder_at),
     ],
 )
 def test_missing_package_is_reported_with_its_extra(
-    missing: str, address: str, package: str, use: Any, monkeypatch: pytest.MonkeyPatch
+    missing: str, address: str, extra: str, use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(_registry, address.partition("://")[0], raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ConfigError, match=rf"pip install .*'{package}>="):
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]"):
         use(address)
 
 

@@ -86,7 +86,7 @@ def test_objectives_that_differ_between_jobs_are_checked_per_job(cli: Cli) -> No
 def test_objective_without_duckdb_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "duckdb", None)
     assert read_objective("loss").query is None
-    with pytest.raises(ConfigError, match=r"pip install 'duckdb"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[sql\]"):
         read_objective("max(stats.l2)")
 
 
