@@ -295,11 +295,11 @@ class ActivationDataset(Dataset[Batch]):
                 types, allowed = str | bool | None, "a name, True or False"
             if not isinstance(value, types):
                 raise ConfigError(Problem(name, "must be the name of a recorded input", repr(value), allowed))
-        given = items.special_tokens
-        special = np.asarray(list(given) if isinstance(given, Iterable) else None)
+        tokens = items.special_tokens
+        special = np.asarray(list(tokens) if isinstance(tokens, Iterable) else None)
         if special.size and special.dtype.kind not in "iu":
             fix = "pass a list, such as special_tokens=[tokenizer.pad_token_id]"
-            raise ConfigError(Problem("special_tokens", "must be token ids", repr(given), fix=fix))
+            raise ConfigError(Problem("special_tokens", "must be token ids", repr(tokens), fix=fix))
         if items.flatten is None and special.size:
             message = "positions are left out only if each position is an item"
             raise ConfigError(Problem("special_tokens", message, fix="pass flatten='tokens'"))

@@ -97,8 +97,8 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
         name = location_name(row["layer"], row["path"], row["kind"])
         where = location_label(name, row["role"], row["hook"], row["phase"])
-        at = {name: row[name] for name in ("layer", "hook", "role")}
-        yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **at)
+        tensor = {name: row[name] for name in ("layer", "hook", "role")}
+        yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
     steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)

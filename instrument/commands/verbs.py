@@ -46,7 +46,7 @@ VERBS = {
     },
     "Files and sweeps": {
         "sweep": "list the jobs of a sweep, and run unfinished ones (--rerun)",
-        "export": "export a run to CSV, TensorBoard, Weights & Biases or MLflow, or its tensors to safetensors",
+        "export": "export a run to CSV, TensorBoard, W&B, MLflow or Trackio, or its tensors to safetensors",
         "upload": "send the files of a run to a remote folder",
         "compact": "merge small Parquet files",
         "recover": "convert the journal of a killed run to Parquet",
