@@ -29,7 +29,7 @@ from instrument.commands.explain import (
     type_text,
     value_text,
 )
-from instrument.commands.verbs import ALL
+from instrument.commands.verbs import ALL, EXIT_CODES, documented_exit_codes
 from instrument.config import schema
 from instrument.config.apply import ACTIONS, ApplyBase
 from instrument.config.base import HookBase
@@ -94,6 +94,22 @@ def verbs() -> str:
     """Return the table of the verbs."""
     rows = [f"| `{verb}` | {_cell(text)} |" for verb, text in ALL.items()]
     return "\n".join(["| verb | meaning |", "|---|---|", *rows])
+
+
+def exit_codes() -> str:
+    """Return the table of the exit codes."""
+    rows = [f"| {code} | {_cell(text)} |" for code, text in EXIT_CODES.items()]
+    return "\n".join(["| code | meaning |", "|---|---|", *rows])
+
+
+def exit_codes_of_verbs() -> str:
+    """Return the table of the exit codes of each verb, from the docstrings of the modules."""
+    documented = {verb: documented_exit_codes(verb) for verb in ALL if verb != "plan"}  # those of `run`
+    rows = [
+        " | ".join([f"| `{verb}`", *(_cell(codes.get(code, "")) for code in EXIT_CODES)]) + " |"
+        for verb, codes in documented.items()
+    ]
+    return "\n".join([f"| verb | {' | '.join(map(str, EXIT_CODES))} |", "|---" * (1 + len(EXIT_CODES)) + "|", *rows])
 
 
 def exceptions() -> str:
@@ -316,7 +332,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/hooks.md": {"kinds": kinds},
     "docs/tables.md": {"tables": tables},
     "docs/guides/custom.md": {"context": context},
-    "AGENTS.md": {"verbs": verbs, "errors": exceptions},
+    "docs/reference/cli.md": {"exit codes": exit_codes, "exit codes of verbs": exit_codes_of_verbs},
+    "AGENTS.md": {"verbs": verbs, "exit codes": exit_codes, "errors": exceptions},
 }
 
 

@@ -14,6 +14,9 @@ from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
+@pytest.mark.filterwarnings(
+    "ignore:.gradient_checkpointing.* is deprecated:FutureWarning"
+)  # by TRL, with transformers 5.23
 @pytest.mark.parametrize(
     "page",
     [

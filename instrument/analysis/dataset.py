@@ -6,11 +6,12 @@ numbered in the order in which they were recorded. In memory are an index, and t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, reduce
 from math import prod
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -288,7 +289,18 @@ class ActivationDataset(Dataset[Batch]):
     ) -> None:
         if items.flatten not in (None, "tokens"):
             raise ConfigError(Problem("flatten", "unknown value", items.flatten, "'tokens', None"))
-        if items.flatten is None and items.special_tokens:
+        for name in ("mask", "tokens", "with_targets"):
+            value, types, allowed = getattr(items, name), str | None, "a name, or None"
+            if name == "with_targets":
+                types, allowed = str | bool | None, "a name, True or False"
+            if not isinstance(value, types):
+                raise ConfigError(Problem(name, "must be the name of a recorded input", repr(value), allowed))
+        tokens = items.special_tokens
+        special = np.asarray(list(tokens) if isinstance(tokens, Iterable) else None)
+        if special.size and special.dtype.kind not in "iu":
+            fix = "pass a list, such as special_tokens=[tokenizer.pad_token_id]"
+            raise ConfigError(Problem("special_tokens", "must be token ids", repr(tokens), fix=fix))
+        if items.flatten is None and special.size:
             message = "positions are left out only if each position is an item"
             raise ConfigError(Problem("special_tokens", message, fix="pass flatten='tokens'"))
         self.layers = [each.layer for each in selections]
@@ -473,8 +485,13 @@ class ActivationDataset(Dataset[Batch]):
         initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = ranks if ranks is not None else torch.distributed.get_world_size() if initialized else 1
         rank = rank if rank is not None else torch.distributed.get_rank() if initialized else 0
-        if batch_size < 1:
-            raise ConfigError(Problem("batch_size", "must be a positive integer", batch_size, "1, 2, ..."))
+        if not _is_integer(batch_size) or batch_size < 1:
+            raise ConfigError(Problem("batch_size", "must be a positive integer", repr(batch_size), "1, 2, ..."))
+        if shuffle is not None and (not _is_integer(shuffle) or shuffle < 0):
+            allowed = "0, 1, ..., or None: no shuffling"
+            raise ConfigError(
+                Problem("shuffle", "must be the seed of the order", repr(shuffle), allowed, fix="shuffle=0")
+            )
         if not 0 <= rank < ranks:
             raise ConfigError(Problem("rank", "no process has this number", rank, f"0 to {ranks - 1}"))
         return ActivationBatches(self, Order(batch_size, shuffle, window, drop_last, ranks), rank)
@@ -627,6 +644,10 @@ class ActivationBatches(IterableDataset[Batch]):
                 items = len(batch["run"])
                 for at in range(0, items, size):
                     yield _part(batch, slice(at, min(at + size, items)))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _permutation(size: int, *seed: int) -> Array:

@@ -16,6 +16,7 @@ from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule import CAUSES, CatalogueRule, Stage
 from ..rules.rule_set import RuleEvent
+from ..rules.step_rows import hook_and_role
 from ..rules.watch import ADVICE as WATCH_ADVICE
 from .config_comparison import hooks_of
 from .plot_data import in_forward_order, rank_in
@@ -47,6 +48,9 @@ class Finding:
         cause: The name of the rule of which this is a consequence; empty for a problem without a known cause.
         statistic: The statistic or the metric that the rule reads; empty if a single one does not show the problem.
         threshold: The threshold of `statistic`; None if the rule has none.
+        layer: The name of the module; None for the run as a whole and for several modules.
+        hook: The name of the hook; empty for the run as a whole and for a module as a whole.
+        role: The role of the tensor, such as `output`; empty without a tensor.
     """
 
     what: str
@@ -60,6 +64,9 @@ class Finding:
     cause: str = ""
     statistic: str = ""
     threshold: float | None = None
+    layer: str | None = None
+    hook: str = ""
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,18 +147,27 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
     event = events[0]
     what, _, value = event.message.split(": ", 2)
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
+    hook, role = hook_and_role(event.location) if event.location else ("", "")
     return Finding(
         what,
         event.location or event.layer or TRAINING,
         event.step,
         f"{value}{more}",
-        "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info",
+        severity_of(what, warns),
         event.value,
         facts.advice,
         event.rule,
         statistic=facts.statistic if event.location or facts.is_of_metric else "loss",
         threshold=event.threshold if facts.has_threshold else None,
+        layer=event.layer,
+        hook=hook,
+        role=role,
     )
+
+
+def severity_of(what: str, warns: bool) -> Severity:
+    """Return the severity of a problem with this name, found by a rule that warns or not."""
+    return "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info"
 
 
 class RuleFacts(NamedTuple):
@@ -208,7 +224,7 @@ class _Timeline:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
         if event.location is None:
             return event.step
-        hook = event.location.rpartition(" (")[2].rstrip(")").partition(",")[0]
+        hook, _ = hook_and_role(event.location)
         interval, times = self._interval.get(hook, 1), self._facts.get(event.rule, NO_FACTS).times
         return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
 
@@ -216,7 +232,7 @@ class _Timeline:
         """Return the position in the order of a training step: its part, and the one within this part."""
         if event.location is None:
             return LOSS, 0
-        role = event.location.rpartition(" (")[0].rpartition(" ")[2]
+        _, role = hook_and_role(event.location)
         rank = self._rank(event.layer or "")
         if role in ("param", "update"):
             return UPDATE, rank

@@ -97,7 +97,8 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
         name = location_name(row["layer"], row["path"], row["kind"])
         where = location_label(name, row["role"], row["hook"], row["phase"])
-        yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"])
+        tensor = {name: row[name] for name in ("layer", "hook", "role")}
+        yield Finding("largest gradient norm", where, row["step"], value, number=row["l2"], **tensor)
         return
     training = (ds.field("phase") == "train") & ds.field("grad_norm").is_valid()
     steps, norms = _columns(run, "metrics", ["step", "grad_norm"], training)
@@ -123,7 +124,9 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
         where = f"{', '.join(names[:MAX_NAMES])}{more} ({hook}, {kind})"
         what = "fired less often than expected" if fired else "never fired"
         times = f"{fired:,} of {expected:,} times: " if expected else ""
-        yield Finding(what, where, None, f"{times}{cause}", "warning", float(fired))
+        layers = {row["layer"] for row in group}
+        layer = layers.pop() if len(layers) == 1 else None
+        yield Finding(what, where, None, f"{times}{cause}", "warning", float(fired), layer=layer, hook=hook)
 
 
 def _interventions(run: RunTables) -> Iterator[Finding]:
@@ -137,7 +140,7 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         held = f", condition held in {effect.held:,}" if effect.conditional else ""
         where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
         what = describe_action(specs[hook]) if hook in specs else "changed"
-        yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction)
+        yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction, hook=hook)
 
 
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:

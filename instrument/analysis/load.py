@@ -76,8 +76,8 @@ class Run(RunTables):
 
         The columns are `what`, `where`, `when` (the step; null for the run as a whole), `value` (as text), `severity` (`error`,
         `warning` or `info`), `number`, `advice`, `rule` (empty for other observations), `cause` (the rule of which this is a
-        consequence; empty if none is known), `statistic` and `threshold`. The first finding is the most important one; each
-        problem is followed by its consequences. It requires a single run.
+        consequence; empty if none is known), `statistic`, `threshold`, `layer`, `hook` and `role`. The first finding is the most
+        important one; each problem is followed by its consequences. It requires a single run.
 
         Raises:
             InstrumentError: There are several runs.

@@ -1,6 +1,6 @@
-"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|csv|safetensors|hf [--out FOLDER]`: export a run to other tools.
+"""`python -m instrument.export RUN --to tensorboard|wandb|mlflow|trackio|csv|safetensors|hf [--out FOLDER]`: export a run to other tools.
 
-TensorBoard, Weights & Biases and MLflow receive the same data as from `sink.tensorboard=true` and its counterparts
+TensorBoard, Weights & Biases, MLflow and Trackio receive the same data as from `sink.tensorboard=true` and its counterparts
 during training. Existing files are not overwritten.
 
 Exit codes: 0, everything was exported; 1, something could not be read or written; 2, the arguments are invalid.
@@ -38,7 +38,10 @@ FILES = ("csv", *TENSOR_FILES)
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], **{name: name for name in FILES}}  # without --out
 SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
 ALREADY_EXISTS = "already exists, and existing files are not overwritten"
-NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
+WITHOUT_FOLDER = {
+    "mlflow": "MLFLOW_TRACKING_URI",
+    "trackio": "TRACKIO_DIR",
+}  # and the variable that says where they write
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
@@ -75,9 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 Problem(f"--{name}", f"not supported for {args.to}", allowed=f"with --to {' or '.join(TENSOR_FILES)}")
             )
-    if args.out is not None and args.to == "mlflow":
-        raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
-    if args.out is None and args.to != "mlflow":
+    if args.out is not None and args.to in WITHOUT_FOLDER:
+        message = f"not supported for {args.to}, which is configured by its environment variables"
+        raise ConfigError(Problem("--out", message, fix=f"set {WITHOUT_FOLDER[args.to]}"))
+    if args.out is None and args.to not in WITHOUT_FOLDER:
         check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
     several = run.folders != [run.path]
     code = 0

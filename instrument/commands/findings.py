@@ -94,10 +94,12 @@ def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
 
 
 def _again(run: Run, name: str, entry: Any) -> Any:
-    """Return a rule that only warns, since nothing can be stopped or called afterwards, with the reference that it read live."""
+    """Return a rule of the same severity without its calls, which are not repeated, with the reference that it read live."""
     if not isinstance(entry, Mapping):
         return entry
-    again = {key: value for key, value in entry.items() if key != "then"}
+    then = entry.get("then", "warn")
+    actions = [then] if isinstance(then, str | Mapping) else then
+    again = {**entry, "then": [each for each in actions if isinstance(each, str)] or "checkpoint"}
     if "from" in again and (copy := run.path / reference_file(name)).is_file():
         again["from"] = str(copy)
     return again

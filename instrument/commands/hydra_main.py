@@ -1,10 +1,8 @@
 """The command line around a job: compose a configuration with Hydra, run the job, return an exit code.
 
-0    success
-1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
-2    error in the command line or configuration, found before the first step
-3    a rule stopped the run
-130  interrupted by Ctrl-C
+Exit codes: 0, the run is done; 1, it failed, for example in a hook, in custom code, or because the disk is full; 2, the command line or
+the configuration is invalid, which is found before step 0, and no run folder remains; 3, a rule with `then: stop`, or `control`, stopped
+the run; 4, the fingerprint of the training is not that of `train.fingerprint`; 130, interrupted by Ctrl-C.
 """
 
 from __future__ import annotations

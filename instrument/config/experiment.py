@@ -288,6 +288,7 @@ TRACKERS: Registry[Any] = Registry(
         "tensorboard": "instrument.trackers.tensorboard:TensorBoard",
         "wandb": "instrument.trackers.wandb:WeightsAndBiases",
         "mlflow": "instrument.trackers.mlflow:Mlflow",
+        "trackio": "instrument.trackers.trackio:Trackio",
     },
 )
 """Further destinations of rows, in addition to Parquet: classes with the methods of `instrument.trackers.tracking.Tracker`."""
@@ -335,6 +336,7 @@ class SinkConfig(Spec):
         False, description="Also log the rows to Weights & Biases, configured by its environment variables."
     )
     mlflow: bool = Field(False, description="Also log the rows to MLflow, configured by its environment variables.")
+    trackio: bool = Field(False, description="Also log the rows to Trackio, configured by its environment variables.")
 
     custom: Annotated[Target | None, WithJsonSchema({"type": "string"})] = Field(
         None,

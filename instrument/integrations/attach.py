@@ -149,8 +149,6 @@ def attach(
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
-    if not hooks:
-        warnings.warn("specs contains no hook: only metrics and events are recorded", InstrumentWarning, stacklevel=4)
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
     plan = make_plan(hooks, model)
@@ -194,6 +192,9 @@ def attach(
                 folder = _folder(out, settings, model, seed, copy.address, overwrite=overwrite)
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
+            if not hooks:
+                message = "specs contains no hook: only metrics and events are recorded"
+                warnings.warn(message, InstrumentWarning, stacklevel=4)
             if notice is not None:
                 probe.event("compiled", notice, severity="info")
             with reported_graph_breaks(probe):

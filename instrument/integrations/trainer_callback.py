@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,28 +10,44 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..config.packaged import hook_sets
 from ..config.spec_file import Specs
+from ..errors import ConfigError, Problem
 from ..probe.phase_watch import PhaseWatch
 from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..values.dtensor import own_rank
 from .attach import attach
 from .attached_probe import AttachedProbe
+from .callbacks_by_name import HOOKS, OUT
 
 
 class TrainerCallbackBase:
-    """Hook specs, the output folder, and the probe after attaching. The arguments are those of `instrument.attach`."""
+    """Hook specs, the output folder, and the probe after attaching. The arguments are those of `instrument.attach`.
+
+    Without specs, as trainers make callbacks by name, the environment variable `INSTRUMENT_HOOKS` has a YAML file or a hook set, and
+    `INSTRUMENT_OUT` the folder `out`, by default `runs/trainer`.
+
+    Raises:
+        ConfigError: There are no specs, and `INSTRUMENT_HOOKS` is not set.
+    """
 
     _watch: PhaseWatch  # while the hooks are attached
 
     def __init__(
         self,
-        specs: Specs,
+        specs: Specs | None = None,
         *,
         out: str | Path | None = None,
         overwrite: bool = False,
         seed: int = 0,
         rules: Mapping[str, Any] | Literal["default"] | None = "default",
     ) -> None:
+        if specs is None:
+            specs, out = os.environ.get(HOOKS, ""), out or os.environ.get(OUT, "runs/trainer")
+        if specs == "":
+            message = "no hooks: the environment variable is not set"
+            allowed = f"a YAML file, or a hook set: {', '.join(hook_sets())}"
+            raise ConfigError(Problem(HOOKS, message, allowed=allowed, fix=f"{HOOKS}=hooks.yaml, or pass specs"))
         self.specs = specs
         self.out = out
         self.overwrite = overwrite

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from ..hooks.optimizer_owners import parameter_ids
 from ..storage.run_folder import DiscardedRunError
@@ -31,6 +32,8 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
 
     Hooks of kind `parameter_grad` and `step_pre` run before the Trainer clips gradients (`max_grad_norm`, 1.0 by default). To
     record the clipped gradients, use `step_post` with role `param_grad`.
+
+    After an import of this module, `report_to="instrument"` adds the callback, with the hooks of `INSTRUMENT_HOOKS`.
 
     The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
     a checkpoint of the Trainer.
@@ -135,3 +138,6 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""
         self._detach()
+
+
+INTEGRATION_TO_CALLBACK["instrument"] = TransformersCallback  # exported by transformers, but not documented

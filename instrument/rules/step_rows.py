@@ -53,6 +53,12 @@ def location_label(name: str, role: str, hook: str, phase: str) -> str:
     return f"{name} {role} ({hook}{'' if phase == 'train' else f', {phase}'})"
 
 
+def hook_and_role(label: str) -> tuple[str, str]:
+    """Return the hook and the role of a `location_label`."""
+    tensor, _, hook = label.rpartition(" (")
+    return hook.rstrip(")").partition(",")[0], tensor.rpartition(" ")[2]
+
+
 class Location(NamedTuple):
     """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps."""
 

@@ -1,1 +1,1 @@
-"""TensorBoard, Weights & Biases and MLflow: what they show of a step."""
+"""TensorBoard, Weights & Biases, MLflow and Trackio: what they show of a step."""

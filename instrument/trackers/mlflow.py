@@ -1,6 +1,6 @@
 """MLflow tracker: an experiment named after the run, at the tracking URI of the environment (`MLFLOW_TRACKING_URI`).
 
-It receives numbers and, as parameters, the configuration. Histograms and events are not exported.
+It receives numbers, as parameters the configuration, and as tags the events of each step. Histograms are not exported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from .tracking import Outcome, TrackedRun
 # Limits of MLflow servers: https://mlflow.org/docs/latest/rest-api.html#log-batch
 KEY_LENGTH = 250
 VALUE_LENGTH = 500
+TAG_LENGTH = 5000
 METRICS, PARAMS = 1000, 100  # The maximum number in one batch.
 STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
@@ -52,6 +53,8 @@ class Mlflow:
         metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in summary.scalars.items()]
         for start in range(0, len(metrics), METRICS):
             self.client.log_batch(self.id, metrics=metrics[start : start + METRICS])
+        for tag, lines in summary.texts.items():
+            self.client.set_tag(self.id, f"{tag}/{step}", lines[:TAG_LENGTH])
 
     def close(self, outcome: Outcome) -> None:
         self.client.set_terminated(self.id, STATUS[outcome])

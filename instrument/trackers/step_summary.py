@@ -16,6 +16,7 @@ from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix
 
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
 MIN_RELATIVE_WIDTH = 1e-6
+MAX_BINS = 512  # of a histogram of W&B or Trackio
 _COLUMNS = ("low", "high", "counts")
 _CELLS_OF = {
     name: itemgetter(*map(table.names.index, _COLUMNS))
@@ -45,6 +46,14 @@ class Histogram(NamedTuple):
         fraction = np.linspace(0.0, 1.0, len(self.counts) + 1)
         # `high - low` may overflow.
         return self.low * (1.0 - fraction) + self.high * fraction, np.asarray(self.counts)
+
+
+def few_bins(histogram: Histogram) -> tuple[Any, Any]:
+    """Return counts and edges, with adjacent bins combined if there are more than W&B and Trackio allow."""
+    edges, counts = histogram.bins()
+    bins_per_group = -(-len(counts) // MAX_BINS)
+    starts = range(0, len(counts), bins_per_group)
+    return np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Tags, steps and values of rows as scalars. They are the same in TensorBoard, Weights & Biases and MLflow.
+"""Tags, steps and values of rows as scalars. They are the same in TensorBoard, Weights & Biases, MLflow and Trackio.
 
     train/loss                           a column of metrics: phase, column
     activations/encoder.0/mean           a column of stats or effects: hook, layer, column
@@ -30,7 +30,7 @@ Fold = Callable[[Sequence[float]], float]
 SCALAR_TABLES = tuple(name for name, table in TABLES.items() if table.has_numbers or "quantiles" in table.names)
 """The tables with scalars: numbers and quantiles."""
 ROOT = "_root_"
-_FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
+_FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the trackers refuses or replaces
 _CUSTOM = {name: table.names.index(CUSTOM.name) for name, table in TABLES.items() if CUSTOM in table.columns}
 _KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 

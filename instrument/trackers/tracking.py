@@ -47,7 +47,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """The interface of TensorBoard, Weights & Biases and MLflow."""
+    """The interface of TensorBoard, Weights & Biases, MLflow and Trackio."""
 
     def log(self, step: int, summary: StepSummary) -> None:
         """Show the summary of a step."""

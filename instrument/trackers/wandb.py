@@ -7,13 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import wandb
 
-from .step_summary import Histogram, StepSummary
+from .step_summary import StepSummary, few_bins
 from .tracking import Outcome, TrackedRun
-
-MAX_BINS = 512  # the maximum of a W&B histogram
 
 
 class WeightsAndBiases:
@@ -36,16 +33,8 @@ class WeightsAndBiases:
         """Pass the summary of a step to W&B's process, which sends it."""
         shown: dict[str, Any] = {**summary.scalars, **summary.texts}
         for tag, histogram in summary.histograms.items():
-            shown[tag] = wandb.Histogram(np_histogram=_few_bins(histogram))
+            shown[tag] = wandb.Histogram(np_histogram=few_bins(histogram))
         self.run.log(shown, step=step)
 
     def close(self, outcome: Outcome) -> None:
         self.run.finish(exit_code=0 if outcome == "done" else 1)
-
-
-def _few_bins(histogram: Histogram) -> tuple[Any, Any]:
-    """Return counts and edges, with adjacent bins combined if there are more than W&B allows."""
-    edges, counts = histogram.bins()
-    bins_per_group = -(-len(counts) // MAX_BINS)
-    starts = range(0, len(counts), bins_per_group)
-    return np.add.reduceat(counts, starts), np.append(edges[starts], edges[-1])

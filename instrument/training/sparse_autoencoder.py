@@ -168,14 +168,16 @@ class PatchedModel:
 
 def _record(run: str, where: str) -> Mapping[str, Any]:
     """Return run.json of a run of `mode: forward`."""
+    folder = "runs/activations" if Path(run).exists() else run
+    fix = (
+        "record one: python -m instrument +exp=language train.save=true hydra.run.dir=runs/language, "
+        f"and then python -m instrument +exp=activations hydra.run.dir={folder}"
+    )
     if not Path(run).exists():
-        fix = (
-            "record one: python -m instrument +exp=language train.save=true hydra.run.dir=runs/language, "
-            f"and then python -m instrument +exp=activations hydra.run.dir={run}"
-        )
         raise ConfigError(Problem(where, "the folder does not exist", given=run, fix=fix))
     record = read_record(Path(run), where)
     if record["config"].get("mode") != "forward":
         message = "the run must have mode: forward, so that all its activations are those of the same weights"
-        raise ConfigError(Problem(where, message, given=record["config"].get("mode"), allowed="forward"))
+        given = record["config"].get("mode", "a run of instrument.attach")
+        raise ConfigError(Problem(where, message, given=given, allowed="forward", fix=fix))
     return record

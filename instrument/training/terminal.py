@@ -24,7 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.diagnosis import Finding, diagnoses
+from ..analysis.diagnosis import Finding, diagnoses, severity_of
 from ..analysis.findings import findings, recorded
 from ..analysis.load import Run, load
 from ..config.description import describe_forward
@@ -127,8 +127,9 @@ class Terminal:
             self.console.print(escape(notice.message), soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        """Show a warning."""
-        self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
+        """Show a warning, with its severity in the findings of the run."""
+        severity = severity_of(message.partition(": ")[0], warns=True)
+        self.console.print(f"[{COLOURS[severity]}]{severity}[/] {escape(message)}", soft_wrap=True)
 
     def print_line(self, line: str) -> None:
         """Show a line of `action: print`, above the progress bar if there is one, and write it to the log of the run."""

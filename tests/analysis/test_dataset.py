@@ -438,6 +438,18 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"layer": "up", "special_tokens": [0]},
         "special_tokens: positions are left out only.*flatten='tokens'",
     ),
+    "one token": (
+        {"layer": "up", "flatten": "tokens", "special_tokens": 3},
+        "special_tokens: must be token ids.*given +3",
+    ),
+    "text": ({"layer": "up", "flatten": "tokens", "special_tokens": "ab"}, "special_tokens: must be token ids.*fix "),
+    "fraction": ({"layer": "up", "flatten": "tokens", "special_tokens": [0.5]}, "special_tokens: must be token ids"),
+    "mask type": ({"layer": "up", "mask": True}, "mask: must be the name of a recorded input.*given +True"),
+    "tokens type": ({"layer": "up", "tokens": 3}, "tokens: must be the name of a recorded input.*a name, or None"),
+    "targets type": (
+        {"layer": "up", "with_targets": 3},
+        "with_targets: must be the name.*allowed  a name, True or False",
+    ),
     "nothing": ({"layer": "up", "flatten": "tokens", "special_tokens": range(50)}, "mask: no position is an item"),
     "lengths": ({"layer": "up"}, "differ in shape between batches"),
     "targets": ({"layer": "up", "flatten": "tokens", "with_targets": "labels"}, "with_targets: no input of this name"),
@@ -479,6 +491,8 @@ def test_tensors_need_samples_and_positions() -> None:
     ("arguments", "message"),
     [
         ({"batch_size": 0}, "batch_size: must be a positive integer"),
+        ({"batch_size": 2.5}, "batch_size: must be a positive integer"),
+        *[({"shuffle": seed}, "(?s)shuffle: must be the seed.*fix +shuffle=0") for seed in (True, -1, "a", 1.5)],
         ({"rank": 2, "ranks": 2}, "(?s)rank: no process has this number.*0 to 1"),
     ],
 )

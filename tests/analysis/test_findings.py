@@ -171,7 +171,9 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
         {**mine, "rule": "budget"},
     ]
     run = made(config={"rules": {"mine": {"_target_": "m.Mine"}}}, events=events, stats=[{"nan_count": 1}])
-    assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine")]
+    where = {"layer": "a", "hook": "seen", "role": "output"}
+    expected = Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine", **where)
+    assert findings(run) == [expected]
     (row,) = run.findings.to_dict("records")
     assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 

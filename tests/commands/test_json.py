@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from conftest import Answer, Call, _run_in, run_in
 
 import instrument
@@ -24,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs, `runs/0` with a non-finite loss, and `runs/1`: the jobs of a sweep."""
     folder = tmp_path_factory.mktemp("json")
     rates = "optimizer.lr=1e30,0.05"
-    run_in(folder, "-m", *MODEL, "train.steps=4", rates, "rules=default", "hydra.sweep.dir=runs").expect(0)
+    answer = run_in(folder, "-m", *MODEL, "train.steps=4", rates, "rules=default", "hydra.sweep.dir=runs").expect(0)
+    assert "error loss not finite" in answer.out
     return folder
 
 
@@ -38,7 +40,29 @@ def test_findings(folder: Path, call: Call) -> None:
     assert found[0]["rule"] == "non_finite"
     assert found[0]["when"] in (1, 2)
     assert found[0]["severity"] == "error"
+    assert (found[0]["layer"], found[0]["hook"], found[0]["role"]) == (None, "", "")
     assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []
+
+
+def test_findings_have_the_location_and_the_severity_of_the_run(call: Call, tmp_path: Path) -> None:
+    hooks = {"outputs": {"layers": "1", "kind": "forward", "action": "record"}}
+    rule = {"watch": "outputs", "stat": "l2", "above": -1.0}
+    rules = {"loud": {**rule, "then": "stop"}, "quiet": {**rule, "then": {"disable": "outputs"}}}
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(2, 1))
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="loud"),
+        instrument.attach(model, hooks, out=tmp_path / "run", rules=rules) as probe,
+    ):
+        model(torch.ones(4, 2))
+        probe.end_step(loss=1.0)
+    found = read(call(findings.main, tmp_path / "run", "--json").expect(4))
+    assert [(each["rule"], each["severity"]) for each in found] == [("loud", "warning"), ("quiet", "info")]
+    assert [(each["layer"], each["hook"], each["role"]) for each in found] == [("1", "outputs", "output")] * 2
+    expected = instrument.load(tmp_path / "run").findings.query("rule != ''")
+    assert expected[["rule", "severity", "layer", "role"]].values.tolist() == [
+        ["loud", "warning", "1", "output"],
+        ["quiet", "info", "1", "output"],
+    ]
 
 
 def test_diff(folder: Path, call: Call, tmp_path: Path) -> None:

@@ -252,6 +252,13 @@ def test_specs_without_hooks_cause_a_warning(specs: Any) -> None:
     assert probe.metrics.loss.tolist() == [1.0]
 
 
+def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytest.WarningsRecorder) -> None:
+    rule = {"watch": "outputs", "stat": "l2", "above": 1.0}
+    with pytest.raises(ConfigError, match=r"rules\.large\.watch: no hook has this name"):
+        instrument.attach(nn.Linear(2, 2), {}, rules={"large": rule}).__enter__()
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("model", ["m", None])
 def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):

@@ -486,3 +486,20 @@ def test_several_callbacks_record_the_same_rows(tmp_path: Path) -> None:
     assert one.probe.stats[columns].equals(other.probe.stats[columns])
     assert len(one.probe.stats) == 4 + 2 + 3 * 16
     assert torch.nn.utils.clip_grad_norm_ is original
+
+
+def test_callback_is_selected_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import instrument.integrations.transformers
+
+    assert "instrument" in instrument.integrations.transformers.INTEGRATION_TO_CALLBACK
+    (tmp_path / "hooks.yaml").write_text("train: {layers: head, kind: forward, action: record}")
+    monkeypatch.setenv("INSTRUMENT_HOOKS", str(tmp_path / "hooks.yaml"))
+    monkeypatch.setenv("INSTRUMENT_OUT", str(tmp_path / "run"))
+    trainer_of(Small(), tmp_path, [], report_to="instrument").train()
+    run = instrument.load(tmp_path / "run")
+    assert (run.info["status"], run.stats.step.tolist()) == ("done", [0, 1, 2, 3])
+    monkeypatch.delenv("INSTRUMENT_HOOKS")
+    with pytest.raises(
+        instrument.ConfigError, match=r"(?s)INSTRUMENT_HOOKS: no hooks.*transformer.*fix +INSTRUMENT_HOOKS="
+    ):
+        trainer_of(Small(), tmp_path, [], report_to="instrument")

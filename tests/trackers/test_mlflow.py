@@ -41,9 +41,10 @@ def values(client: Any, tag: str) -> list[tuple[int, float]]:
 def test_run_has_its_name_metrics_and_status(client: Any, tmp_path: Path) -> None:
     sink = open_sink(tmp_path)
     for step in range(3):
-        sink.write("metrics", [metrics(step, loss=step + 0.5, lr=None, grad_norm=math.nan)])
+        sink.write("metrics", [metrics(step, loss=step + 0.5, grad_norm=math.nan, custom={"episode_return": 2.0})])
         sink.write("stats", [row("stats", *key(step, layer=""), mean=-1.0)])
         sink.end_step()
+    sink.write("events", [row("events", 1, 0, "a.0", "dead_units", "dead units: at step 1", "warning")])
     sink.write("metrics", [metrics(3, "eval", loss=9.0)])
     sink.write("stats", [row("stats", *key(3, layer="deep." * 60), mean=1.0)])
     sink.close()
@@ -51,7 +52,9 @@ def test_run_has_its_name_metrics_and_status(client: Any, tmp_path: Path) -> Non
     (long,) = [tag for tag in run.data.metrics if "deep" in tag]  # truncated at its start
     assert (len(long), long[-10:]) == (250, "deep./mean")
     assert (run.info.run_name, run.info.status) == ("runs/first", "FINISHED")
-    assert run.data.metrics.keys() == {"train/loss", "train/grad_norm", "eval/loss", "seen/_root_/mean", long}
+    assert run.data.tags["events/warning/1"] == "dead_units a.0: dead units: at step 1"
+    own = {"train/loss", "train/grad_norm", "train/episode_return", "eval/loss", "seen/_root_/mean"}
+    assert run.data.metrics.keys() == {*own, long}
     assert values(client, "train/loss") == [(0, 0.5), (1, 1.5), (2, 2.5)]
     assert values(client, "eval/loss") == [(3, 9.0)]
     assert all(math.isnan(value) for _, value in values(client, "train/grad_norm"))

@@ -29,7 +29,9 @@ def open_sink(folder: Path) -> TrackingSink:
 def test_run_has_name_config_and_one_entry_per_step(wandb_dir: Path) -> None:
     sink = open_sink(wandb_dir)
     for step in range(3):
-        sink.write("metrics", [metrics(step, loss=step + 0.5, grad_norm=math.nan if step == 1 else None)])
+        sink.write(
+            "metrics", [metrics(step, loss=step + 0.5, grad_norm=math.nan if step == 1 else None, custom={"r": 2.0})]
+        )
         sink.write("stats", [row("stats", *key(step), mean=-1.0)])
         sink.end_step()
     sink.write("metrics", [metrics(3, "eval", loss=9.0)])
@@ -43,7 +45,7 @@ def test_run_has_name_config_and_one_entry_per_step(wandb_dir: Path) -> None:
     assert config["train"] == {"steps": 3}
     assert config["hooks"]["seen"]["layers"] == ["a", "b"]
     logged = history(records)
-    assert logged[0] == {"train/loss": 0.5, "seen/a.0/mean": -1.0}
+    assert logged[0] == {"train/loss": 0.5, "train/r": 2.0, "seen/a.0/mean": -1.0}
     assert math.isnan(float(logged[1]["train/grad_norm"]))
     assert list(logged) == [0, 1, 2, 3]
     assert (logged[3]["eval/loss"], logged[3]["events/warning"]) == (9.0, "budget: less often")
@@ -60,10 +62,9 @@ def test_failed_run_has_its_exit_code(wandb_dir: Path) -> None:
 
 @pytest.mark.parametrize(("bins", "shown"), [(512, 512), (513, 257), (4096, 512)])
 def test_histogram_bins_are_limited(wandb_dir: Path, bins: int, shown: int) -> None:
-    from instrument.trackers.step_summary import Histogram
-    from instrument.trackers.wandb import _few_bins
+    from instrument.trackers.step_summary import Histogram, few_bins
 
-    counts, edges = _few_bins(Histogram(0.0, 1.0, [1] * bins))
+    counts, edges = few_bins(Histogram(0.0, 1.0, [1] * bins))
     assert (len(counts), len(edges), counts.sum()) == (shown, shown + 1, bins)
     assert (edges[0], edges[-1]) == (0.0, 1.0)
 

@@ -245,6 +245,12 @@ def test_model_of_the_run_is_checked(folder: Path, monkeypatch: pytest.MonkeyPat
         PatchedModel("activations", "block.0")
     with pytest.raises(ConfigError, match=r"task.run: [\s\S]*must have mode: forward[\s\S]*train"):
         PatchedModel("language", "blocks.0")
+    with instrument.attach(torch.nn.Linear(2, 2), {}, out=folder / "attached"):
+        pass
+    with pytest.raises(
+        ConfigError, match=r"mode: forward[\s\S]*given +a run of instrument.attach[\s\S]*\+exp=activations"
+    ):
+        PatchedModel("attached", "blocks.0")
     config = {**instrument.load("activations").info["config"], "hooks": {}, "rules": {}}
     config |= {"task": {"_target_": "instrument.tasks.ForwardOnly"}, "data": {**config["data"], "slice": {"stop": 2}}}
     run(parse_config(config), folder / "without_loss", Terminal(quiet=True), raw=config, overrides={})
