@@ -18,13 +18,14 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.config_key_effects import CONFIDENCE
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..analysis.run_history import history_of
+from ..formatting import format_number
 from ..plot.compare import is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL
 from .charts import metric_curves
-from .numbers import format_number, rounded
+from .numbers import rounded
 from .panels import SWEEP_PANELS, panels
-from .run_history import history_of
 from .sweep_effects import effects, pairs
 
 METRICS = ("loss", "accuracy")
