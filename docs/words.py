@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PAGES = ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md")
-SOURCES = ("instrument/**/*.py", "conf/**/*.yaml", "examples/*.py", "benchmarks/**/*.py")
+SOURCES = ("instrument/**/*.py", "conf/**/*.yaml", "examples/*.py", "examples/notebooks/*.ipynb", "benchmarks/**/*.py")
 TERMS = {
     r"foret(?:ell|old)": "predict, estimate",
     r"is told|are told|told of|tells of": "report, raise, warn",

@@ -1,10 +1,18 @@
-"""Human-readable bytes, seconds, lists of names and paths."""
+"""Human-readable numbers, bytes, seconds, lists of names and paths."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+
+def format_number(value: float | None, *, sign: bool = False) -> str:
+    """Format a number for a table with four digits; None becomes an empty string."""
+    if value is None:
+        return ""
+    return f"{value:+.4g}" if sign and not math.isnan(value) else f"{value:.4g}"
 
 
 def human_bytes(count: float) -> str:

@@ -2,57 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from typing import Any
 
 import pandas as pd
-import pyarrow.dataset as ds
 
-from ..config.schedule import STEP_PHASES
 from ..tables.schemas import TABLES
 from .findings import findings
+from .overview import LAYER_COLUMNS, METRIC_COLUMNS, coverage_rows, layer_rows, metric_rows
+from .run_history import history_of
 from .run_tables import RunTables
 
 MAX_RUNS = 50  # maximum number of runs of a sweep that are shown
+MAX_ROWS = 15  # maximum number of rows of any other table
+MAX_STATS = 500_000  # maximum number of rows of statistics that are read, which takes a few seconds
+HOOK_COLUMNS = ("hook", "kind", "locations", "fired", "expected")
 
 
-def to_html(run: RunTables) -> str:
-    """Return the HTML; large tables are not read completely."""
-    parts = [*(_of_run(run) if run.folders == [run.path] else _of_sweep(run))]
+def to_html(run: RunTables, name: str = "run", coverage: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """Return the HTML; large tables are not held in memory.
+
+    Args:
+        name: The Python expression of the run in the examples of the last line.
+        coverage: The coverage so far of a run in progress. Default: that of the run, whose table is written at its end.
+    """
+    parts = [*(_of_run(run, name, coverage) if run.folders == [run.path] else _of_sweep(run))]
     if run.problems:
         items = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
         parts.append(f"could not be read:<ul>{items}</ul>")
     return f"<div>{''.join(f'<div>{part}</div>' for part in parts)}</div>"
 
 
-def _of_run(run: RunTables) -> Iterator[str]:
-    info = run.info
-    names = ("loss", "accuracy")
-    facts = {name: info.get(name) for name in ("status", "error", "device", "seed")}
-    facts |= {"started": _start_text(info), **{name: _number(info["metrics"].get(name)) for name in names}}
-    texts = [f"{name} {escape(str(value))}" for name, value in facts.items() if value is not None]
-    yield f"<b>{escape(str(info.get('name') or run.path.name))}</b> <code>{escape(str(run.path))}</code>"
-    yield " · ".join([*texts, *([f"{steps:,} steps"] if (steps := _steps(run)) else [])])
-    yield _table(pd.DataFrame([{name: f"{run.count(name):,}" for name in TABLES}]))
-    rows = [(finding.what, finding.where, finding.when, finding.value) for finding in findings(run)]
-    if rows:
-        yield _table(pd.DataFrame(rows, columns=["finding", "where", "step", "value"]).astype({"step": "Int64"}))
+def _of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
+    info, counts = run.info, {table: run.count(table) for table in TABLES}
+    is_small = counts["stats"] <= MAX_STATS
+    history = history_of(run, ("metrics", "coverage", "stats") if is_small else ("metrics", "coverage"))
+    facts = {key: info.get(key) for key in ("status", "error", "device", "seed")} | {"started": _start_text(info)}
+    texts = [f"{key} {escape(str(value))}" for key, value in facts.items() if value is not None]
+    names = dict.fromkeys((str(info.get("name") or run.path.name), str(run.path)))
+    yield " · ".join(f"<b>{escape(each)}</b>" for each in names)
+    yield " · ".join([*texts, *([f"{history.step:,} steps"] if history.step else [])])
+    yield "rows: " + (" · ".join(f"{table} {count:,}" for table, count in counts.items() if count) or "none")
+    yield _table("Metrics", METRIC_COLUMNS, [row.cells for row in metric_rows(history)], f"{name}.metrics")
+    found = [(each.what, each.where, each.when, each.value) for each in findings(run)]
+    yield _table("Findings", ("finding", "where", "step", "value"), found, f"{name}.findings")
+    layers, count = layer_rows(history, MAX_ROWS)
+    cells = [row.cells for row in layers]
+    yield _table("Layers, largest change first", LAYER_COLUMNS, cells, f"{name}.stats", count)
+    if not is_small:
+        yield "The layers are not shown: there are too many rows of statistics."
+    hooks = [[row[key] for key in HOOK_COLUMNS] for row in coverage_rows(coverage or history.coverage)]
+    yield _table("Coverage", HOOK_COLUMNS, hooks, f"{name}.coverage")
+    heatmaps = (f"instrument.plot.heatmap({name}, hook={series.hook!r})" for series in list(history.series)[:1])
+    calls = ", ".join(f"<code>{escape(call)}</code>" for call in (*heatmaps, f"instrument.report.make({name})"))
+    yield f"More: {calls}"
 
 
 def _of_sweep(run: RunTables) -> Iterator[str]:
     runs = run.runs.dropna(axis="columns", how="all")
     failed = int((runs["status"] != "done").sum())
     yield f"<b>{len(runs)} runs</b> <code>{escape(str(run.path))}</code>" + (f" · {failed} not done" if failed else "")
-    yield _table(runs.head(MAX_RUNS))
+    yield _html(runs.head(MAX_RUNS))
     if len(runs) > MAX_RUNS:
         yield f"and {len(runs) - MAX_RUNS:,} more"
-
-
-def _steps(run: RunTables) -> int:
-    batches = run.scan("metrics", ["step"], ds.field("phase").isin(STEP_PHASES))
-    return max((int(batch["step"].to_numpy().max()) + 1 for batch in batches if batch.num_rows), default=0)
 
 
 def _start_text(info: dict[str, Any]) -> str | None:
@@ -65,10 +79,24 @@ def _start_text(info: dict[str, Any]) -> str | None:
     return f"{started:%Y-%m-%d %H:%M:%S}{took}"
 
 
-def _number(value: Any) -> Any:
-    return f"{value:.4g}" if isinstance(value, float) else value
+def _table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], source: str, count: int | None = None
+) -> str:
+    """Return the first rows as a table with a title; an empty string without rows.
+
+    Args:
+        source: The Python expression of all rows.
+        count: The number of all rows. Default: that of `rows`.
+    """
+    if not rows:
+        return ""
+    cells = [["" if cell is None else cell for cell in row] for row in rows[:MAX_ROWS]]
+    shown = pd.DataFrame(cells, columns=list(columns))
+    rest = (len(rows) if count is None else count) - len(shown)
+    more = f"and {rest:,} more in <code>{escape(source)}</code>" if rest else ""
+    return f"<b>{title}</b>{_html(shown)}{more}"
 
 
-def _table(frame: pd.DataFrame) -> str:
+def _html(frame: pd.DataFrame) -> str:
     with pd.option_context("display.max_colwidth", None):
         return frame.to_html(index=False, border=0, na_rep="", float_format="{:.4g}".format)

@@ -80,7 +80,9 @@ class AttachedProbe(Probe):
 
     def _repr_html_(self) -> str | None:
         """Return the HTML representation for notebooks; None if only a custom sink has the rows."""
-        return self.run._repr_html_() if self._files or self._folder else None
+        from ..analysis.notebook import to_html
+
+        return to_html(self.run, "probe.run", self.coverage()) if self._files or self._folder else None
 
     @property
     def run(self) -> Run:

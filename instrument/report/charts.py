@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from ..analysis.config_comparison import hooks_of
+from ..analysis.distribution_history import COLUMNS, LocationDistributions
 from ..analysis.plot_data import RecordedSeries, rank_in
+from ..analysis.run_history import RunHistory
+from ..analysis.step_history import StepHistory
 from ..config.description import describe_action
-from .distribution_history import COLUMNS, LocationDistributions
 from .numbers import rounded
-from .run_history import RunHistory
-from .step_history import StepHistory
 
 
 def charts(history: RunHistory) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from html import escape
 import numpy as np
 
 from ..analysis.diagnosis import Finding
+from ..analysis.overview import WIDE
+from ..analysis.run_history import RunHistory
+from ..analysis.step_history import StepHistory
+from ..formatting import format_number
 from ..rules.step_rows import location_label
-from .numbers import format_number
-from .run_history import RunHistory
-from .step_history import StepHistory
 
 WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels
-WIDE = 100.0  # ratio of the largest to the smallest value from which the axis is logarithmic
 
 
 def evidence(history: RunHistory, finding: Finding) -> str:

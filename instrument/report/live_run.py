@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from ..analysis.diagnosis import SEVERITIES, Finding, findings_of
 from ..analysis.new_rows import NewRows, RowsRemovedError
+from ..analysis.run_history import MAX_VALUES, RunHistory, shown_tables
 from ..errors import InstrumentError, InstrumentWarning
 from ..storage.remote_folder import is_address, moved_to
 from ..storage.run_files import RunFiles
-from .run_history import MAX_VALUES, RunHistory, shown_tables
 
 RUNNING = "running"
 DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept

@@ -11,11 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.overview import sparkline
+from ..formatting import format_number
 from ..training.sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
 from .charts import metric_curves
 from .live_run import LiveRun
-from .live_terminal import STATUS_COLOURS, sparkline
-from .numbers import format_number
+from .live_terminal import STATUS_COLOURS
 from .sweep_page import MAX_CURVE_VALUES, METRICS
 
 OTHER_LINES = 5

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..analysis.load import Run, load
 from ..analysis.plot_data import short_names
+from ..analysis.run_history import METRICS
 from ..comparison.result import Diff
 from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.style import CATEGORIES, axis_name
@@ -18,7 +19,6 @@ from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
 from .panels import Panel, label_of
-from .run_history import METRICS
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"

@@ -32,10 +32,3 @@ def packed(text: str) -> str:
 def as_json(data: Any) -> str:
     """Return compact JSON; NaN raises an error."""
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
-
-
-def format_number(value: float | None, *, sign: bool = False) -> str:
-    """Format a number for a table with four digits; None becomes an empty string."""
-    if value is None:
-        return ""
-    return f"{value:+.4g}" if sign and not math.isnan(value) else f"{value:.4g}"

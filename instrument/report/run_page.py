@@ -15,19 +15,18 @@ import yaml
 from ..analysis.diagnosis import Finding, diagnoses
 from ..analysis.findings import findings
 from ..analysis.load import Run
+from ..analysis.overview import coverage_rows
+from ..analysis.run_history import RunHistory, history_of
 from ..config.description import describe_forward
 from ..config.experiment import ForwardConfig
+from ..formatting import format_number
 from ..plot.style import CATEGORIES
-from ..rules.step_rows import location_name
 from .charts import charts, rule_names
 from .evidence import evidence
-from .numbers import format_number
 from .panels import RUN_PANELS, Panel, panels
 from .pictures import maps
-from .run_history import RunHistory, history_of
 
 MAX_EVENTS = 200
-MAX_PLACES = 6  # maximum number of locations listed for a hook that did not fire
 MAX_ALERTS = 8
 OUTCOMES = {
     "killed": "The run was killed: its last steps may be missing, and it has no coverage table.",
@@ -85,7 +84,7 @@ def values(
         "findings": [finding for finding in all_findings if not finding.rule],
         "interventions": bool(numbers["acted"]),
         "has_alerts": bool(numbers["alerts"]),
-        "coverage": _coverage(history.coverage),
+        "coverage": coverage_rows(history.coverage),
         "events": history.events[:MAX_EVENTS],
         "more_events": max(0, history.event_counts.total() - MAX_EVENTS),
         "tree": _tree(layers),
@@ -195,36 +194,6 @@ def _alerts(history: RunHistory) -> list[dict[str, Any]]:
 
 def _alert(rule: str, message: str, severity: str = "error") -> dict[str, Any]:
     return {"severity": severity, "rule": rule, "message": message, "step": None}
-
-
-def _coverage(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return one row per hook: expected and actual firings over all ranks, and reasons for missing firings."""
-    hooks: dict[str, list[Mapping[str, Any]]] = {}
-    for site in coverage:
-        hooks.setdefault(site["hook"], []).append(site)
-    rows = []
-    for hook, sites in hooks.items():
-        causes: dict[str, list[str]] = {}
-        for site in sites:
-            if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
-                causes.setdefault(site["cause"], []).append(location_name(site["layer"], site["path"], site["kind"]))
-        rows.append(
-            {
-                "hook": hook,
-                "kind": sites[0]["kind"],
-                "role": sites[0]["role"],
-                "locations": len({(site["layer"], site["path"]) for site in sites}),
-                "expected": sum(site["expected"] for site in sites),
-                "fired": sum(site["fired"] for site in sites),
-                "causes": [(cause, _some(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
-            }
-        )
-    return rows
-
-
-def _some(locations: list[str]) -> str:
-    rest = len(locations) - MAX_PLACES
-    return ", ".join(locations[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _tree(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

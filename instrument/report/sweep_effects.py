@@ -17,7 +17,7 @@ from ..analysis.load import Run
 from ..analysis.run_matching import comparable_keys, match_runs
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
-from .numbers import format_number
+from ..formatting import format_number
 
 
 @dataclass(frozen=True)

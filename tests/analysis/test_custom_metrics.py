@@ -16,13 +16,13 @@ from torch import nn
 
 import instrument
 from instrument.analysis.rule_events import rule_events
+from instrument.analysis.run_history import history_of
 from instrument.commands.export import _write_csv
 from instrument.comparison.diff import _metrics
 from instrument.config.parse import parse_rules
 from instrument.plot import compare
 from instrument.report.charts import metric_curves
 from instrument.report.live_run import LiveRun
-from instrument.report.run_history import history_of
 from instrument.storage.run_files import RunFiles
 
 HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}

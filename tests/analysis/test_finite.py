@@ -16,8 +16,8 @@ from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
 from instrument.analysis.means_over_steps import means_of
 from instrument.analysis.plot_data import matrices
+from instrument.analysis.run_history import history_of
 from instrument.report.charts import charts
-from instrument.report.run_history import history_of
 from instrument.tables.schemas import TABLES
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}

@@ -49,7 +49,10 @@ class Tags(HTMLParser):
 def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any) -> Path:
     metrics = [{"step": step, "phase": "train", "loss": 2.0} for step in range(1200)]
     stats = {"step": 4, "hook": EVIL, "layer": layer, "numel": 10, "nan_count": 1, "inf_count": 0}
-    return write_steps(folder, [{"metrics": metrics, "stats": [stats]}], close=close, info={**INFO, **info})
+    others = [{"step": step, "layer": name, "std": step - 4.0} for step in (5, 6, 7) for name in ("b", "c", "d")]
+    coverage = {"hook": "seen", "layer": "b", "fired": 2000, "expected": 3000, "cause": "the module was not called"}
+    tables = {"metrics": metrics, "stats": [stats, *others], "coverage": [coverage]}
+    return write_steps(folder, [tables], close=close, info={**INFO, **info})
 
 
 def page_of(run: Run) -> tuple[str, str]:
@@ -71,19 +74,37 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
     assert not re.search(r"https?:|url\(|src=|href=", page)
     assert "mine" in words
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
-    assert "loss 0.1235 · accuracy 0.5 · 1,200 steps" in words
-    assert (
-        "stats distributions tensors effects metrics coverage layers events generated samples spectra experts position_losses "
-        "relations collectives casts operators 1 0 0 0 1,200 0 0 0 0 0 0 0 0 0 0 0 0" in words
-    )
+    assert "1,200 steps rows: stats 10 · metrics 1,200 · coverage 1 Metrics" in words
+    assert f"metric over the steps last loss {'▅' * 24} 2 " in words
     assert "first recorded non-finite value a output" in words
     assert "1 NaN, 0 infinite of 10" in words
+    assert f"{EVIL} a numel ! 10 1" in words
+    assert "seen b std ▁▅█ 3 1.5" in words
+    assert "Coverage hook kind locations fired expected seen forward 1 2000 3000" in words
+
+
+def test_long_tables_are_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "MAX_ROWS", 2)
+    _, words = page_of(instrument.load(make_run(tmp_path / "run")))
+    assert "seen b std" in words
+    assert "seen c std" not in words
+    assert "and 2 more in run.stats" in words
+
+
+def test_layers_of_many_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "MAX_STATS", 9)
+    _, words = page_of(instrument.load(make_run(tmp_path / "run")))
+    assert "The layers are not shown: there are too many rows of statistics." in words
+    assert "largest change first" not in words
+    assert "Coverage" in words
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     page, words = page_of(instrument.load(make_run(tmp_path / "run", layer=EVIL, name=EVIL, error=EVIL)))
     assert "<script" not in page
-    assert words.count(EVIL) == 4  # the name, the error, the layer, the hook
+    assert (
+        words.count(EVIL) == 7
+    )  # the name, the error, the layer and the hook in both tables, and the hook in the call
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,9 @@ def test_views_show_rows_and_status(probes: Any) -> None:
     html = in_memory._repr_html_()
     assert "4 steps" in html
     assert "done" in html
+    (call,) = re.findall(r"<code>(instrument\.plot\..+?)</code>", html)
+    figure = eval(unescape(call), {"instrument": instrument, "probe": in_memory})
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "1", "."]
     assert in_memory.run.info["seed"] == 3
     assert in_memory.problems == []
 
@@ -141,7 +146,9 @@ def test_rows_can_be_read_during_the_block(tmp_path: Path, out: str | None) -> N
             assert probe.features(".").ids.tolist() == list(range(step + 1))
         assert "AttachedProbe running" in repr(probe)
         assert probe.run.info["status"] == "running"
-        assert "running" in probe._repr_html_()
+        words = re.sub(r"(<[^>]+>|\s)+", " ", probe._repr_html_())
+        assert "status running" in words
+        assert "Coverage hook kind locations fired expected f forward 1 3 3" in words
     assert len(probe.stats) == 3
     assert probe.run.info["status"] == "done"
 

@@ -19,9 +19,9 @@ from torch import nn
 import instrument
 from instrument.analysis.findings import findings
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
+from instrument.analysis.run_history import MAX_EVENTS
 from instrument.commands.compact import main as compact
 from instrument.report.live_run import LiveRun
-from instrument.report.run_history import MAX_EVENTS
 from instrument.storage import parquet
 from instrument.storage.remote_folder import folder_at
 

@@ -25,6 +25,7 @@ from torch import nn
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.findings import findings
+from instrument.analysis.run_history import history_of
 from instrument.analysis.tensor_images import maps_in
 from instrument.commands.report import main
 from instrument.fields.pip_extras import pip_command
@@ -32,7 +33,6 @@ from instrument.report import Report, make
 from instrument.report.charts import charts
 from instrument.report.live_run import LiveRun
 from instrument.report.numbers import rounded
-from instrument.report.run_history import history_of
 from instrument.report.sweep_page import content
 from instrument.rules.step_rows import location_name
 from instrument.storage.run_search import NoRunError

@@ -16,9 +16,9 @@ from run_folders import write_run
 from torch import nn
 
 import instrument
+from instrument.analysis.run_history import history_of
 from instrument.report import make
 from instrument.report.charts import metric_curves
-from instrument.report.run_history import history_of
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}

@@ -14,12 +14,13 @@ from run_folders import write_run
 from torch import nn
 
 import instrument
+from instrument.analysis.overview import MISSING, sparkline
 from instrument.commands import watch
 from instrument.config.rules import RULES
 from instrument.report.live_pages import LivePage
 from instrument.report.live_run import LiveRun
 from instrument.report.live_sweep import LiveSweep
-from instrument.report.live_terminal import frame, sparkline
+from instrument.report.live_terminal import frame
 from instrument.storage.lock import FolderLock
 from instrument.training.sweeps.jobs import SweepJob
 
@@ -215,10 +216,10 @@ def test_sweep_that_starts_no_more_jobs_is_over(status: str, is_running: bool, t
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ([], " "),
+        ([], MISSING),
         ([1.0, 1.0], "▅▅"),
         ([0.1, 0.1 + 1e-17, 0.3 / 3], "▅▅▅"),
-        ([0.0, NAN, 1.0], "▁ █"),
+        ([0.0, NAN, 1.0], f"▁{MISSING}█"),
         ([1.0, 10.0, 100.0, 1000.0], "▁▃▆█"),
         ([-1.0, 0.0, 1000.0], "▁▁█"),
         ([1.0, float("inf"), 2.0], "▁!█"),

@@ -241,7 +241,7 @@ from instrument.__main__ import main
 from instrument.commands.export import main as export
 from instrument.report.live_run import LiveRun
 from instrument.report.charts import charts
-from instrument.report.run_history import history_of
+from instrument.analysis.run_history import history_of
 from instrument.trackers.tags import SCALAR_TABLES
 from instrument.training.sweeps.objective import read_objective
 

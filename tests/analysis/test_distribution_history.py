@@ -5,9 +5,9 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from instrument.analysis import distribution_history
+from instrument.analysis.distribution_history import COLUMNS, DistributionHistory
 from instrument.analysis.plot_data import RecordedSeries
-from instrument.report import distribution_history
-from instrument.report.distribution_history import COLUMNS, DistributionHistory
 
 AT = RecordedSeries("spread", "forward", "output", "train"), "0"
 

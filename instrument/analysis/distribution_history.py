@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..analysis.plot_data import RecordedSeries
+from .plot_data import RecordedSeries
 
 MAX_VALUES = 120_000  # the maximum number of quantiles and counts of all locations
 FEWEST, MOST = 2, 40  # limits of the number of steps per location

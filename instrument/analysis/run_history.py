@@ -11,17 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..analysis.findings import RULE_EVENT_COLUMNS
-from ..analysis.finite import FINITE_STATISTICS, not_finite_in
-from ..analysis.frames import custom_metrics_in, custom_statistics_of, with_custom_columns
-from ..analysis.load import Run
-from ..analysis.plot_data import RecordedSeries, in_forward_order
 from ..config.schedule import STEP_PHASES
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import location_name
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import STATISTICS
 from .distribution_history import COLUMNS, DistributionHistory
+from .findings import RULE_EVENT_COLUMNS
+from .finite import FINITE_STATISTICS, not_finite_in
+from .frames import custom_metrics_in, custom_statistics_of, with_custom_columns
+from .plot_data import RecordedSeries, in_forward_order
+from .run_tables import RunTables
 from .step_history import StepHistory
 
 MAX_VALUES, MAX_EFFECT_VALUES = 500_000, 60_000  # maximum number of values of all series, and of all effects
@@ -261,7 +261,7 @@ class RunHistory:
             target[series].add([location for location, _ in parts], numbers, steps[index], own, self.version)
 
 
-def history_of(run: Run, tables: tuple[str, ...] = (), room: int = MAX_VALUES) -> RunHistory:
+def history_of(run: RunTables, tables: tuple[str, ...] = (), room: int = MAX_VALUES) -> RunHistory:
     """Read the history of one run.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instrument.report.step_history import MOST, StepHistory
+from instrument.analysis.step_history import MOST, StepHistory
 
 NAMES = ("mean", "min", "max", "custom")
 

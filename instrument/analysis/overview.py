@@ -1,0 +1,169 @@
+"""The metrics, the layers that changed most and the coverage of a run as rows of text: in the terminal, a notebook and a report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..config.schedule import STEP_PHASES
+from ..formatting import format_number
+from ..rules.step_rows import location_name
+from .plot_data import RecordedSeries, short_names, shown_first
+from .run_history import METRICS, RunHistory
+from .step_history import StepHistory
+
+LEVELS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "!"
+MISSING = "\N{NO-BREAK SPACE}"  # HTML merges other spaces
+SPARKLINE_WIDTH = 24
+WIDE = 100.0  # ratio of the largest to the smallest value from which an axis is logarithmic
+LONGEST = 40  # maximum length of the name of a location, in characters
+ROUNDING = 1e-9  # relative difference up to which values are shown as equal
+SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
+MAX_PLACES = 6  # maximum number of locations listed for a hook that did not fire
+METRIC_COLUMNS = ("metric", "over the steps", "last")
+LAYER_COLUMNS = ("hook", "layer", "statistic", "over the steps", "last", "last/median")
+
+
+class Row(NamedTuple):
+    """A row of a table, and whether it shows a value that is not finite."""
+
+    cells: tuple[str, ...]
+    is_problem: bool
+
+
+class LocationView(NamedTuple):
+    """The most useful statistic of a location."""
+
+    series: RecordedSeries
+    location: str
+    statistic: str
+    values: np.ndarray  # over the groups of steps; NaN for a missing value
+    not_finite: np.ndarray  # whether a group contains NaN or infinite elements
+    last: float  # at the last step
+    ratio: float  # of the last value to the median over the steps; NaN if it is undefined
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """The sort key: locations with non-finite elements first, then those whose last value differs most."""
+        change = 0.0 if np.isnan(self.ratio) else np.inf if self.ratio == 0 else abs(np.log(self.ratio))
+        return not self.not_finite.any(), -change
+
+
+def metric_rows(history: RunHistory) -> list[Row]:
+    """Return one row per metric, with `METRIC_COLUMNS`."""
+    rows = []
+    for phase, metrics in history.metrics.items():
+        custom = (name for name in metrics.statistics if name not in METRICS)
+        for name in (*SHOWN_METRICS, *custom):
+            if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
+                continue
+            line = sparkline(metrics.values(name, metrics.groups())[0])
+            rows.append(Row((_in_phase(name, phase), line, format_number(float(metrics.last(name)[0]))), False))
+    for (phase, name), steps in history.not_finite.items():
+        rows.append(Row((_in_phase(name, phase), f"not finite from step {min(steps):,}", ""), True))
+    return rows
+
+
+def _in_phase(name: str, phase: str) -> str:
+    return name if phase in STEP_PHASES else f"{phase} {name}"
+
+
+def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row], int]:
+    """Return rows of locations with `LAYER_COLUMNS`, those that changed most first, and the number of all locations.
+
+    Args:
+        most: The maximum number of rows. Default: None, all.
+    """
+    views = [view for series, each in history.series.items() for view in views_of(series, each)]
+    shown = sorted(views, key=lambda view: view.urgency)[:most]
+    names = short_names([view.location for view in shown], LONGEST)
+    rows = []
+    for view in shown:
+        hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
+        ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
+        line, last = sparkline(view.values, view.not_finite), "" if np.isnan(view.last) else format_number(view.last)
+        cells = (hook, names[view.location], view.statistic, line, last, ratio)
+        rows.append(Row(cells, bool(view.not_finite.any())))
+    return rows, len(views)
+
+
+def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationView]:
+    """Yield the most useful statistic of each location of a series."""
+    usual = ("l2", "rms", "abs_max") if series.is_of_parameters or series.is_gradient else ("std", "rms", "mean")
+    names = history.statistics
+    if not names:
+        return
+    statistic = shown_first(names, usual)
+    groups = history.groups()
+    values, last = history.values(statistic, groups), history.last(statistic)
+    bad = np.zeros(values.shape, bool)
+    for name in series.problem_counts:
+        if name in names:
+            bad |= history.values(name, groups) > 0
+    for row, location in enumerate(history.locations):
+        known = np.abs(values[row][~np.isnan(values[row])])
+        median = float(np.median(known)) if len(known) else 0.0
+        ratio = abs(float(last[row])) / median if median else float("nan")
+        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]), ratio)
+
+
+def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
+    """Return numbers as a line of small bars. Missing values are spaces, which do not break.
+
+    Args:
+        values: The numbers; NaN for missing ones; shape [n].
+        not_finite: Which of them are marked as not finite; bool, shape [n]. Default: none.
+        width: The maximum number of characters. Several numbers share one: their mean is shown.
+    """
+    bad = np.zeros(len(values), bool) if not_finite is None else not_finite
+    pieces = np.array_split(np.arange(len(values)), min(width, max(1, len(values))))
+    known = [values[piece][~np.isnan(values[piece])] for piece in pieces]
+    means = np.array([piece.mean() if len(piece) else np.nan for piece in known])
+    finite = means[np.isfinite(means)]
+    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > WIDE:
+        means, finite = np.log(np.where(means > 0, means, np.nan)), np.log(finite)
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    is_constant = high - low <= ROUNDING * max(abs(low), abs(high))
+    marks = []
+    for mean, piece in zip(means, pieces, strict=True):
+        if bad[piece].any() or np.isinf(mean):
+            marks.append(NOT_FINITE)
+        elif np.isnan(mean):
+            marks.append(MISSING)
+        else:
+            level = 0.5 if is_constant else (mean - low) / (high - low)
+            marks.append(LEVELS[min(len(LEVELS) - 1, int(level * len(LEVELS)))])
+    return "".join(marks)
+
+
+def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row per hook: expected and actual firings over all ranks, and reasons for missing firings."""
+    hooks: dict[str, list[Mapping[str, Any]]] = {}
+    for site in coverage:
+        hooks.setdefault(site["hook"], []).append(site)
+    rows = []
+    for hook, sites in hooks.items():
+        causes: dict[str, list[str]] = {}
+        for site in sites:
+            if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
+                causes.setdefault(site["cause"], []).append(location_name(site["layer"], site["path"], site["kind"]))
+        rows.append(
+            {
+                "hook": hook,
+                "kind": sites[0]["kind"],
+                "role": sites[0]["role"],
+                "locations": len({(site["layer"], site["path"]) for site in sites}),
+                "expected": sum(site["expected"] for site in sites),
+                "fired": sum(site["fired"] for site in sites),
+                "causes": [(cause, _some(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
+            }
+        )
+    return rows
+
+
+def _some(locations: list[str]) -> str:
+    rest = len(locations) - MAX_PLACES
+    return ", ".join(locations[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
