@@ -16,9 +16,8 @@ from torch import Tensor
 from ..config.record import StatisticsSpec
 from ..errors import HookError
 from ..formatting import human_bytes
-from ..stats.cpu_kernel import KernelCast
 from ..stats.flatten import is_on_host
-from ..stats.measure import Measured, measure
+from ..stats.measure import CastOf, Measured, measure
 from ..stats.portable import widest
 from ..stats.sums import INDEX, needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
@@ -101,14 +100,14 @@ class Measurement:
         return reduced
 
     def __call__(
-        self, tensor: Tensor, context: Context, memory: Tensor | None = None, cast: KernelCast | None = None
+        self, tensor: Tensor, context: Context, memory: Tensor | None = None, cast_of: CastOf | None = None
     ) -> Measured:
         """Measure the sums of a tensor, or this process's part of a tensor.
 
         Raises:
             HookError: The tensor has no such dimension of units.
         """
-        return measure_in_context(tensor, context, self.needs, self.unit_dim, memory, cast)
+        return measure_in_context(tensor, context, self.needs, self.unit_dim, memory, cast_of)
 
     def custom_numbers(self, tensor: Tensor, context: Context) -> dict[str, Number]:
         """Return the custom statistics by name.
@@ -137,19 +136,19 @@ def measure_in_context(
     needs: Sequence[Sum],
     dim: int | None,
     memory: Tensor | None = None,
-    cast: KernelCast | None = None,
+    cast_of: CastOf | None = None,
 ) -> Measured:
     """Measure the sums of a tensor, also those that depend on its module.
 
     Args:
         needs: The sums, in addition to those that every tensor has.
         dim: The dimension of the units; None for the default one.
-        memory, cast: See `measure`.
+        memory, cast_of: See `measure`.
 
     Raises:
         HookError: The tensor has no such dimension of units.
     """
-    measured = measure(tensor, needs, memory, cast)
+    measured = measure(tensor, needs, memory, cast_of)
     functions = (need.function for need in needs if need.function and math.isnan(measured.row[INDEX[need.name]]))
     for function in dict.fromkeys(functions):
         for sum_, number in _imported(function)(tensor, context, dim).items():

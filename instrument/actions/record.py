@@ -87,8 +87,9 @@ class Record(Action):
         names = self.measurement.names
         if names:
             casts = self.tables.get("casts", (0, None))[1]
-            cast = casts.of_call(tensor, context).known(tensor) if isinstance(casts, Casts) else None
-            measured = self.measurement(tensor, context, self.rows.memory(tensor.device), cast)
+            casts = casts.of_call(tensor, context) if isinstance(casts, Casts) else None
+            cast_of = None if casts is None else casts.cast_of
+            measured = self.measurement(tensor, context, self.rows.memory(tensor.device), cast_of)
             measured.holds = context.holds
             context.measured = measured
             measured.exact_extremes = integer_extremes(tensor, names, measured, is_part=merges)

@@ -38,7 +38,7 @@ TENSORS: dict[str, dict[str, Any]] = {
 BASE_TENSORS = {**TENSORS, "activation": {"kind": "forward"}}
 FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
 RECIPES: dict[str, dict[str, Any]] = {
-    "fp8_current_scaling": {"to": "float8_e4m3fn", "scale": "amax"},
+    "fp8_current_scaling": {"to": "float8_e4m3fn", "scale": "previous"},
     "fp8_delayed_scaling": {"to": "float8_e4m3fn", "scale": "previous"},
     "mxfp8": {"to": "mxfp8_e4m3"},
     "nvfp4": {"to": "nvfp4"},
@@ -198,6 +198,8 @@ def _casts(fields: Fields, tensor: str, usual: str) -> list[dict[str, Any]]:
         casts[recipe] = RECIPES[recipe] | ({"to": "float8_e5m2"} if is_gradient else {})
         meaning = f"{name} is {STATISTICS_OF_QUANTIZED[statistic]} in the table casts"
         fields.note("stats", f"{meaning}, for a simulated cast to {casts[recipe]['to']}")
+        if recipe != "mxfp8":
+            fields.note("stats", f"{name}: with delayed scaling, margin 1, from the previous recorded tensor")
     return [{"stats": ["rms"], "cast": cast} for cast in casts.values()]
 
 

@@ -26,7 +26,7 @@ class QuantizationErrorRule(PersistentRule):
 @RULES.register("quantization_error")
 class QuantizationError(BoundsRule[QuantizationErrorRule]):
     what = "error of a cast"
-    advice = "Keep this tensor in a wider format, or set cast.scale: amax, or a format with blocks."
+    advice = "Keep this tensor in a wider format, or set cast.scale: previous, or a format with blocks."
     requires = "a cast, such as hooks=low_precision"
     statistics = ("quantization_error",)
 

@@ -24,7 +24,7 @@ class UnderflowRule(FractionRule):
 @RULES.register("underflow")
 class Underflow(BoundsRule[UnderflowRule]):
     what = "underflow of a cast"
-    advice = "Normalize the tensor, or use cast.scale: amax, a format with blocks, or one with a wider range, such as float8_e5m2."
+    advice = "Normalize the tensor, or use cast.scale: previous, a format with blocks, or one with a wider range, such as float8_e5m2."
     requires = "a cast, such as hooks=low_precision"
     statistics = ("underflow_fraction",)
 

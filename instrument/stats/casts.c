@@ -120,11 +120,60 @@ static INLINE void add_block(const float *x, size_t whole, const Cast *cast, dou
     add_lost(x, whole, factor, *inverse, cast->format, lost);
 }
 
+/* Casts a block of `size` elements, which zeros follow up to whole lanes. */
+static INLINE void cast_block(Cast *cast, const float *x, size_t size, double *inverse) {
+    const size_t whole = (size + LANES - 1) / LANES * LANES;
+    double lost[NUMBERS] = {0};
+    if (whole == TILE) /* loops of a known length are faster */
+        add_block(x, TILE, cast, inverse, lost);
+    else if (whole == 32)
+        add_block(x, 32, cast, inverse, lost);
+    else if (whole == 16)
+        add_block(x, 16, cast, inverse, lost);
+    else
+        add_block(x, whole, cast, inverse, lost);
+    lost[FINITE] -= (double)(whole - size);
+    for (int i = 0; i < NUMBERS; i++)
+        cast->numbers[i] += lost[i];
+    if (cast->scales)
+        *cast->errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
+}
+
+/* Casts blocks whose elements are `inner` elements apart. `inner` neighboring blocks are consecutive in memory, and are cast once their last
+   element is available, several at a time. */
+static INLINE void add_columns(Cast *cast, const void *memory, size_t end) {
+    float tile[TILE], row[TILE];
+    const size_t most = TILE / cast->block;
+    double inverse = 1.0;
+    while (cast->at < end) {
+        const size_t left = cast->length - cast->at / cast->inner % cast->length;
+        const size_t size = left < cast->block ? left : cast->block, whole = (size + LANES - 1) / LANES * LANES;
+        if (end - cast->at < size * cast->inner)
+            return;
+        for (size_t column = 0; column < cast->inner; column += most) {
+            const size_t count = cast->inner - column < most ? cast->inner - column : most;
+            memset(tile, 0, count * whole * sizeof *tile);
+            for (size_t i = 0; i < size; i++) {
+                const float *x = tile_of(memory, cast->at + i * cast->inner + column, count, cast->kind, row);
+                for (size_t j = 0; j < count; j++)
+                    tile[j * whole + i] = x[j];
+            }
+            for (size_t j = 0; j < count; j++)
+                cast_block(cast, tile + j * whole, size, &inverse);
+        }
+        cast->at += size * cast->inner;
+    }
+}
+
 FOR_EACH_PROCESSOR
 void add_to_cast(Cast *cast, const void *memory, size_t end) {
     float tile[TILE];
     double inverse = 1.0 / (double)cast->scale;
     const int is_half = cast->kind == BFLOAT16 || cast->kind == FLOAT16;
+    if (cast->inner > 1) {
+        add_columns(cast, memory, end);
+        return;
+    }
     while (cast->at < end) {
         const size_t left = cast->length - cast->at % cast->length;
         size_t count = end - cast->at < left ? end - cast->at : left;
@@ -134,38 +183,23 @@ void add_to_cast(Cast *cast, const void *memory, size_t end) {
         for (size_t i = 0; is_half && i < count; i += LINE) /* which are widened next, in the next chunk */
             PREFETCH((const uint16_t *)memory + cast->at + CHUNK + i);
         const float *x = tile_of(memory, cast->at, count, cast->kind, tile);
-        for (size_t at = 0; at < count; at += cast->block) {
-            const size_t size = count - at < cast->block ? count - at : cast->block, whole = (size + LANES - 1) / LANES * LANES;
-            double lost[NUMBERS] = {0};
-            if (whole == TILE) /* loops of a known length are faster */
-                add_block(x + at, TILE, cast, &inverse, lost);
-            else if (whole == 32)
-                add_block(x + at, 32, cast, &inverse, lost);
-            else if (whole == 16)
-                add_block(x + at, 16, cast, &inverse, lost);
-            else
-                add_block(x + at, whole, cast, &inverse, lost);
-            lost[FINITE] -= (double)(whole - size);
-            for (int i = 0; i < NUMBERS; i++)
-                cast->numbers[i] += lost[i];
-            if (cast->scales)
-                *cast->errors++ = lost[ERRORS] / lost[SQUARES]; /* NaN for a block of zeros */
-        }
+        for (size_t at = 0; at < count; at += cast->block)
+            cast_block(cast, x + at, count - at < cast->block ? count - at : cast->block, &inverse);
         cast->at += count;
     }
 }
 
 int read_cast(PyObject *tuple, int kind, Cast *cast) {
     unsigned long long numbers, errors;
-    Py_ssize_t length, block;
+    Py_ssize_t length, inner, block;
     int mantissa, least;
     double largest, scale;
-    if (!PyArg_ParseTuple(tuple, "ndKKiidni", &length, &scale, &numbers, &errors, &mantissa, &least, &largest, &block, &cast->scales))
+    if (!PyArg_ParseTuple(tuple, "nndKKiidni", &length, &inner, &scale, &numbers, &errors, &mantissa, &least, &largest, &block, &cast->scales))
         return 0;
     const int is_block = block > 0 && block % LANES == 0 && TILE % block == 0;
-    if (kind < FLOAT32 || kind > FLOAT16 || length < 1 || mantissa < 1 || mantissa > 22 ||
+    if (kind < FLOAT32 || kind > FLOAT16 || length < 1 || inner < 1 || mantissa < 1 || mantissa > 22 ||
         (cast->scales ? !is_block : block != 0)) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, length 1 or more, mantissa 1 to 22, and block 16 or 32");
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, length and inner 1 or more, mantissa 1 to 22, and block 16 or 32");
         return 0;
     }
     cast->format = format_of(mantissa, least, largest);
@@ -173,24 +207,10 @@ int read_cast(PyObject *tuple, int kind, Cast *cast) {
     cast->scale = (float)scale;
     cast->block = block ? (size_t)block : TILE;
     cast->length = (size_t)length % cast->block ? (size_t)length : SIZE_MAX; /* then all blocks are whole */
+    cast->inner = (size_t)inner;
     cast->at = 0;
     cast->numbers = (double *)(uintptr_t)numbers;
     cast->errors = (double *)(uintptr_t)errors;
     memset(cast->numbers, 0, NUMBERS * sizeof *cast->numbers);
     return 1;
-}
-
-PyObject *lost_by_cast(PyObject *self, PyObject *args) {
-    unsigned long long address;
-    Py_ssize_t count;
-    int kind;
-    PyObject *tuple;
-    Cast cast;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "KniO!", &address, &count, &kind, &PyTuple_Type, &tuple) || !read_cast(tuple, kind, &cast))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    add_to_cast(&cast, (const void *)(uintptr_t)address, (size_t)count);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
 }

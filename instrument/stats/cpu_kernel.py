@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..tables.formats import Format
+from .cast_operations import NUMBERS, TensorCast
 
 try:
     from . import native
@@ -202,37 +202,15 @@ def add_launcher(  # noqa: PLR0917
             launch_devices[device] = True
 
 
-class KernelCast:
-    """A cast of a CPU tensor with `numel` elements, in rows of `length`, each of which starts a new block.
-
-    Attributes:
-        lost: See `instrument.stats.casts.lost_by_operations`; None until it is computed.
-    """
-
-    def __init__(self, numel: int, length: int, form: Format, scale: Tensor | float) -> None:
-        length = max(length, 1)
-        blocks = numel // length * -(-length // form.block) if form.block else 0
-        self._results = tuple(torch.empty(size, dtype=torch.float64) for size in (6, blocks))
-        self._given = length, float(scale), *(result.data_ptr() for result in self._results), *form
-        self.lost: tuple[Tensor, ...] | None = None
-
-    def arguments(self, kind: int | None) -> tuple[tuple[float, ...], ...]:
-        """Return the last arguments of the kernel, which then computes `lost`; none if it does not cast elements of this kind."""
-        if kind is None:
-            return ()
-        self.lost = self._results
-        return (self._given,)
-
-
 def kernel_sums(
-    flat: Tensor, further: int = 0, cast: KernelCast | None = None
+    flat: Tensor, further: int = 0, cast: TensorCast | None = None
 ) -> np.ndarray[Any, np.dtype[np.float64]] | None:
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Args:
         flat: The tensor.
         further: See `Slab.add`.
-        cast: A cast to compute in the same read, piece by piece. The sums do not depend on it.
+        cast: A cast to compute in the same read, piece by piece. It receives what is lost. The sums do not depend on it.
 
     Returns:
         float64, without the form, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype,
@@ -241,7 +219,11 @@ def kernel_sums(
     kind = _KINDS.get(flat.dtype)
     if native is None or kind is None or flat._is_zerotensor():
         return None
-    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further, *(cast.arguments(kind) if cast else ()))
+    given: tuple[tuple[float, ...], ...] = ()
+    if cast is not None:
+        cast.lost = torch.empty(NUMBERS, dtype=torch.float64), torch.empty(cast.blocks, dtype=torch.float64)
+        given = ((cast.length, cast.inner, float(cast.scale), *(each.data_ptr() for each in cast.lost), *cast.form),)
+    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, further, *given)
     return None if numbers is None else np.frombuffer(numbers)
 
 
@@ -299,12 +281,3 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True
-
-
-def lost_by_cast(x: Tensor, form: Format, scale: Tensor | float) -> tuple[Tensor, ...] | None:
-    """Return what the cast of a contiguous CPU tensor loses; see `instrument.stats.casts.lost_by_operations`. None without the kernel."""
-    if native is None or not x.is_cpu or x._is_zerotensor():
-        return None
-    cast, kind = KernelCast(x.numel(), x.shape[-1], form, scale), _KINDS[x.dtype]
-    native.lost_by_cast(x.data_ptr(), x.numel(), kind, *cast.arguments(kind))
-    return cast.lost

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..tables.formats import FORMATS
 from ..tables.statistics import MAGNITUDES, STATISTICS, Sum
+from .cast_operations import NUMBERS, SCALE, TensorCast, lost_by_operations
 from .cpu_kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .device_sums import DeviceSums, device_memory
 from .fingerprint import portable_bits
@@ -26,7 +28,7 @@ from .sums import BASE, COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 BY_KERNEL = "Triton kernel"
 """The fastest way to measure; see `measured_by`."""
 
-_Key = tuple[torch.device, torch.dtype]
+_Key = tuple[torch.device, torch.dtype | str]
 _Result = TypeVar("_Result")
 _TOLERANCE = 1e-6
 _COMPARED = tuple(
@@ -38,11 +40,25 @@ _reasons: dict[_Key, str | None] = {}
 """Why the kernels are not used; None if they are used."""
 
 
-def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None) -> DeviceSums:
-    """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`."""
+def measure_on_device(
+    flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None, cast: TensorCast | None = None
+) -> DeviceSums:
+    """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`.
+
+    A kernel also computes the cast, in the same read.
+    """
     sums = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
-    if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS])) is None:
+
+    def by_kernel(kernels: Any) -> Tensor:
+        key = flat.device, f"{flat.dtype} casts"
+        if cast is not None and key not in _reasons:
+            _reasons[key] = _problem_of_casts(kernels, flat.device, flat.dtype)
+        given = () if cast is None or _reasons[key] is not None else (cast,)
+        result: Tensor = kernels.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS], *given)
+        return result
+
+    if _by_kernel(flat, by_kernel) is None:
         sums.row[MEASURED_COLUMNS] = portable_sums(flat)
         others = [*terms]
     if others:
@@ -154,6 +170,25 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
             if (difference := _difference(given, device, measure)) is not None:
                 return difference
     return _difference_of_effects(values, device)
+
+
+def _problem_of_casts(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return how the casts of known values by the kernel differ from those by operations on the CPU. Waits for the device."""
+    shape = 2, 50, 33  # blocks of several sizes, which are not consecutive
+    values = torch.linspace(0.2, 3.0, math.prod(shape), device="cpu").pow(7).to(dtype)
+    row = device_memory(1, device)[0, MEASURED_COLUMNS]
+    for name in ("float8_e4m3fn", "mxfp6_e3m2", "nvfp4"):
+        cast, expected = (TensorCast(FORMATS[name], 0.7, *shape) for _ in range(2))
+        kernels.measure_by_kernel(values.to(device), row, cast)
+        assert cast.lost is not None, "the kernel sets it"
+        for numbers, others in zip(cast.lost, lost_by_operations(values, expected), strict=True):
+            count = SCALE if len(numbers) == NUMBERS else cast.blocks
+            of_kernel, of_operations = (sorted(each[:count].tolist()) for each in (numbers, others))
+            if not np.allclose(of_kernel, of_operations, _TOLERANCE, 0.0):
+                return (
+                    f"the kernel returned {of_kernel[:SCALE]} for the cast to {name} instead of {of_operations[:SCALE]}"
+                )
+    return None
 
 
 def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], object]) -> str | None:

@@ -26,8 +26,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
+from .cast_operations import NUMBERS, TensorCast
 from .cpu_kernel import add_launcher, connect_driver
 from .fingerprint import SECOND_FACTOR
+from .portable import constants
 from .sums import FACTOR
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,9 +40,11 @@ _OPTIONS = {"num_warps": 4}
 _BLOCKS = 4  # blocks per program, up to the maximum number of programs
 # A multiprocessor of an H100 runs 3 programs at the same time (150 registers per thread). With more, a launch took up to twice the time.
 _PROGRAMS_PER_MULTIPROCESSOR = 3
-# Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and both halves of the sum of
-# bits, if they are requested.
-_NUMBERS = tl.constexpr(10)
+# Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, both halves of the sum of
+# bits, and 5 numbers of a cast, if they are requested.
+_NUMBERS = tl.constexpr(15)
+_LOST = tl.constexpr(10)  # the first number of a cast
+_MAGNITUDE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
 _FACTOR, _SECOND_FACTOR, _LOW_HALF = tl.constexpr(FACTOR), tl.constexpr(SECOND_FACTOR), tl.constexpr(2**32 - 1)
 _OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
 _STAGES = tl.constexpr(4)  # stages of the pipeline that loads blocks in advance
@@ -96,7 +100,7 @@ def _measure_batch(  # noqa: PLR0917
 
 
 @triton.jit
-def _measure_part(  # noqa: PLR0915, PLR0917
+def _measure_part(  # noqa: PLR0917
     elements,
     partials,
     arrived,
@@ -147,12 +151,146 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         count += remainder
         if with_bits:
             bits += _bits_of_tile(stored, full_blocks)
-    n, nan, total = count.to(tl.float64), (0 * count).to(tl.float64), tl.sum(sums, 0)
-    if not (tl.abs(total) < float("inf")):  # not all elements are
-        n, nan, shift, zeros, low, high, sums, squares, magnitudes = _of_finite_elements(
-            elements, numel, program, programs, block_size, is_bfloat16
+    n, nan = count.to(tl.float64), (0 * count).to(tl.float64)
+    if not (tl.abs(tl.sum(sums, 0)) < float("inf")):  # not all elements are
+        n, nan, shift, zeros, low, high, sums, squares, magnitudes, _, _, _, _ = _of_finite_elements(
+            elements,
+            numel,
+            program,
+            programs,
+            block_size,
+            is_bfloat16,
+            results,
+            results,
+            numel,
+            1,
+            1,
+            0,
+            0,
+            0,
+            0,
+            0.0,
+            0.0,
         )
-        total = tl.sum(sums, 0)
+    _finish(
+        n,
+        nan,
+        shift,
+        zeros,
+        low,
+        high,
+        sums,
+        squares,
+        magnitudes,
+        bits,
+        partials,
+        arrived,
+        results,
+        results,
+        program,
+        programs,
+        with_bits,
+        False,
+    )
+
+
+# Measures a tensor and its cast. `tiles` of `block_size` elements have `blocks` blocks of `block` elements in all, 1 for a format without
+# blocks. `scale`: float32. `lost`: float64 [5]. `errors`: float64 [blocks]. See `TensorCast` and `casts.c`.
+@triton.jit(do_not_specialize=["results", "numel"])
+def _measure_cast(  # noqa: PLR0917
+    elements,
+    partials,
+    arrived,
+    results,
+    numel: tl.int64,
+    scale,
+    lost,
+    errors,
+    blocks: tl.int64,
+    length,
+    inner,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+    block: tl.constexpr,
+    scales: tl.constexpr,
+    shift: tl.constexpr,
+    normal: tl.constexpr,
+    step: tl.constexpr,
+    largest: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    n, nan, start, zeros, low, high, sums, squares, magnitudes, underflows, overflows, squared_errors, squared = (
+        _of_finite_elements(
+            elements,
+            numel,
+            program,
+            programs,
+            block_size,
+            is_bfloat16,
+            scale,
+            errors,
+            blocks,
+            length,
+            inner,
+            block,
+            scales,
+            shift,
+            normal,
+            step,
+            largest,
+        )
+    )
+    each = partials + program * _NUMBERS + _LOST
+    tl.store(each, n)
+    tl.store(each + 1, tl.sum(underflows, 0).to(tl.float64))
+    tl.store(each + 2, tl.sum(overflows, 0).to(tl.float64))
+    tl.store(each + 3, tl.sum(squared_errors, 0))
+    tl.store(each + 4, tl.sum(squared, 0))
+    _finish(
+        n,
+        nan,
+        start,
+        zeros,
+        low,
+        high,
+        sums,
+        squares,
+        magnitudes,
+        (numel * 0).to(tl.int64),
+        partials,
+        arrived,
+        results,
+        lost,
+        program,
+        programs,
+        False,
+        True,
+    )
+
+
+# Stores the results of a program. The last one merges those of all.
+@triton.jit
+def _finish(  # noqa: PLR0917
+    n,
+    nan,
+    shift,
+    zeros,
+    low,
+    high,
+    sums,
+    squares,
+    magnitudes,
+    bits,
+    partials,
+    arrived,
+    results,
+    lost,
+    program,
+    programs,
+    with_bits: tl.constexpr,
+    with_cast: tl.constexpr,
+):
+    total = tl.sum(sums, 0)
     mean = total / tl.maximum(n, 1.0)
     program_results = results if programs == 1 else partials + program * _NUMBERS
     tl.store(program_results, n)
@@ -167,6 +305,9 @@ def _measure_part(  # noqa: PLR0915, PLR0917
         _store_bits(program_results + (9 if programs == 1 else 8), bits)
     if programs == 1:
         tl.store(results + 8, 1.0)
+        if with_cast:
+            tl.debug_barrier()
+            _store_lost(partials, lost, programs)
     else:
         # The barrier orders the stores of all threads before the release, and the acquire orders the stores of other programs
         # before the loads.
@@ -177,6 +318,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
             if with_bits:
                 halves = _total(partials + 8, programs), _total(partials + 9, programs)
                 _store_bits(results + 9, halves[0].to(tl.int64) + (halves[1].to(tl.int64) << 32))
+            if with_cast:
+                _store_lost(partials, lost, programs)
             tl.store(arrived, 0)  # for the next launch on this stream
 
 
@@ -214,10 +357,35 @@ def _store_bits(results, bits):
     tl.store(results + 1, ((bits >> 32) & _LOW_HALF).to(tl.float64))
 
 
-# Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
-# shift, of their squares, and of magnitudes (float64).
 @triton.jit
-def _of_finite_elements(elements, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr):
+def _store_lost(partials, lost, programs):
+    for number in tl.static_range(5):
+        tl.store(lost + number, _total(partials + _LOST + number, programs))
+
+
+# Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
+# shift, of their squares, and of magnitudes (float64). If `block` is not 0, also what the cast of `_measure_cast` loses, per block of
+# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64).
+@triton.jit
+def _of_finite_elements(  # noqa: PLR0917
+    elements,
+    numel,
+    program,
+    programs,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+    scale,
+    errors,
+    blocks,
+    length,
+    inner,
+    block: tl.constexpr,
+    scales: tl.constexpr,
+    shift: tl.constexpr,
+    normal: tl.constexpr,
+    step: tl.constexpr,
+    largest: tl.constexpr,
+):
     inf = float("inf")
     n = tl.zeros([block_size], tl.int32)
     nan = tl.zeros([block_size], tl.int32)
@@ -227,25 +395,47 @@ def _of_finite_elements(elements, numel, program, programs, block_size: tl.const
     sums = tl.zeros([block_size], tl.float64)
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
-    shift = tl.min(low, 0)
-    for block in range(program, tl.cdiv(numel, block_size), programs):
-        offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
-        inside = offsets < numel
+    in_tile: tl.constexpr = block_size // block if block else 1
+    underflows = tl.zeros([in_tile], tl.int32)
+    overflows = tl.zeros([in_tile], tl.int32)
+    squared_errors = tl.zeros([in_tile], tl.float64)
+    squared = tl.zeros([in_tile], tl.float64)
+    first = tl.min(low, 0)
+    for tile in range(program, tl.cdiv(blocks, in_tile) if block else tl.cdiv(numel, block_size), programs):
+        if block:
+            number = tile * in_tile + tl.arange(0, in_tile).to(tl.int64)
+            in_row = tl.cdiv(length, block)  # blocks
+            row = number // inner
+            at = (row % in_row * block)[:, None] + tl.arange(0, block)[None, :]
+            inside = (number < blocks)[:, None] & (at < length)
+            offsets = ((row // in_row * length)[:, None] + at) * inner + (number % inner)[:, None]
+        else:
+            offsets = tile * block_size + tl.arange(0, block_size).to(tl.int64)
+            inside = offsets < numel
         x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
+        if block:
+            under, over, lost, all_squares = _lost(x, tl.load(scale), scales, shift, normal, step, largest)
+            underflows += under
+            overflows += over
+            squared_errors += lost
+            squared += all_squares
+            if scales:
+                tl.store(errors + number, lost / all_squares, mask=number < blocks)
+            x, inside = tl.reshape(x, [block_size]), tl.reshape(inside, [block_size])
         finite = inside & (tl.abs(x) < inf)
         low = tl.minimum(low, tl.where(finite, x, inf))
         high = tl.maximum(high, tl.where(finite, x, -inf))
-        if shift == inf:  # no finite value before this block
-            shift = tl.min(low, 0)
+        if first == inf:  # no finite value before this tile
+            first = tl.min(low, 0)
         n += finite.to(tl.int32)
         nan += (inside & (x != x)).to(tl.int32)  # noqa: PLR0124
         zeros += (inside & (x == 0.0)).to(tl.int32)
         value = tl.where(finite, x, 0.0).to(tl.float64)
-        deviation = tl.where(finite, value - tl.where(shift < inf, shift, 0.0).to(tl.float64), 0.0)
+        deviation = tl.where(finite, value - tl.where(first < inf, first, 0.0).to(tl.float64), 0.0)
         sums += deviation
         squares += deviation * deviation
         magnitudes += tl.abs(value)
-    start = tl.where(shift < inf, shift, 0.0).to(tl.float64)
+    start = tl.where(first < inf, first, 0.0).to(tl.float64)
     return (
         tl.sum(n.to(tl.float64), 0),
         tl.sum(nan.to(tl.float64), 0),
@@ -256,7 +446,56 @@ def _of_finite_elements(elements, numel, program, programs, block_size: tl.const
         sums,
         squares,
         magnitudes,
+        underflows,
+        overflows,
+        squared_errors,
+        squared,
     )
+
+
+# What the cast of blocks loses, float32 [blocks, elements]. See `add_lost` and `scale_of_block` in `casts.c`.
+@triton.jit
+def _lost(  # noqa: PLR0917
+    x, scale, scales: tl.constexpr, shift: tl.constexpr, normal: tl.constexpr, step: tl.constexpr, largest: tl.constexpr
+):
+    bits = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    bits = tl.where(bits < _INFINITE, bits, 0)
+    magnitude = bits.to(tl.float32, bitcast=True)
+    largest_bits = tl.full([1, 1], largest, tl.float32).to(tl.int32, bitcast=True)
+    amax = tl.max(bits, 1)[:, None]
+    if scales == 1:
+        exponent = tl.maximum((amax >> 23) - (largest_bits >> 23), -127)
+        factor = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+        inverse = 1.0 / factor.to(tl.float64)
+    elif scales == 2:
+        ratio = tl.div_rn(amax.to(tl.float32, bitcast=True), tl.full([1, 1], largest, tl.float32))
+        wide = _rounded(ratio * scale, 20, 0x3C800000, 16384.0).to(tl.float32, bitcast=True)
+        stored = tl.minimum(wide, 448.0)
+        factor = tl.where(stored > 0.0, tl.div_rn(scale, tl.where(stored > 0.0, stored, 1.0)), 0.0)
+        inverse = stored.to(tl.float64) / scale.to(tl.float64)
+    else:
+        factor = scale
+        inverse = 1.0 / scale.to(tl.float64)
+    cast = _rounded(magnitude * factor, shift, normal, step)
+    kept = tl.minimum(cast, largest_bits).to(tl.float32, bitcast=True)
+    lost = magnitude.to(tl.float64) - kept.to(tl.float64) * inverse
+    under, over = (cast == 0) & (bits != 0), cast > largest_bits
+    wide_magnitude = magnitude.to(tl.float64)
+    return (
+        tl.sum(under.to(tl.int32), 1),
+        tl.sum(over.to(tl.int32), 1),
+        tl.sum(lost * lost, 1),
+        tl.sum(wide_magnitude * wide_magnitude, 1),
+    )
+
+
+# The bits of a product, rounded half to even. The mask keeps a compiler from fusing the product with the sum.
+@triton.jit
+def _rounded(product, shift: tl.constexpr, normal: tl.constexpr, step: tl.constexpr):
+    bits = product.to(tl.int32, bitcast=True) & _MAGNITUDE
+    subnormal = ((bits.to(tl.float32, bitcast=True) + step) - step).to(tl.int32, bitcast=True)
+    rounded = (bits + ((1 << (shift - 1)) - 1) + ((bits >> shift) & 1)) & -(1 << shift)
+    return tl.where(bits < normal, subnormal, rounded)
 
 
 @triton.jit
@@ -387,20 +626,54 @@ def _count(  # noqa: PLR0917
     tl.atomic_add(counts + index, histogram.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
-def measure_by_kernel(flat: Tensor, results: Tensor, *, with_bits: bool = False) -> Tensor:
+def measure_by_kernel(
+    flat: Tensor, results: Tensor, cast: TensorCast | None = None, *, with_bits: bool = False
+) -> Tensor:
     """Compute the sums of a tensor with one launch, which reads each element once and needs no memory of its size.
 
     Args:
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
         results: float64 [9], or [11] with bits, contiguous, on the device. They are written to it.
-        with_bits: Whether to compute the sum of bits; see `instrument.stats.fingerprint`.
+        cast: A cast to compute in the same read. It receives what is lost.
+        with_bits: Whether to compute the sum of bits, without a cast; see `instrument.stats.fingerprint`.
 
     Returns:
         The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit; then
         the lower and the upper 32 bits of the sum of bits. Without a finite element, the extremes are infinite.
     """
-    _launch(flat, results, None, with_bits=with_bits)
+    if cast is None:
+        _launch(flat, results, None, with_bits=with_bits)
+    else:
+        _launch_cast(flat, results, cast)
     return results
+
+
+def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast) -> None:
+    form, device = cast.form, flat.device
+    block, shift = form.block or 1, 23 - form.mantissa
+    blocks, length = (cast.blocks, cast.length) if form.block else (flat.numel(), 1)
+    is_given = not isinstance(cast.scale, Tensor)
+    scale = constants((float(cast.scale),), torch.float32, device) if is_given else cast.scale
+    numbers, errors = (torch.empty(size, dtype=torch.float64, device=device) for size in (NUMBERS, cast.blocks))
+    with _on_gpu(_gpu_index(flat)):
+        elements, is_bfloat16, _, stream = _prepared(flat)
+        programs = min(-(-blocks * block // (_BLOCK * _BLOCKS)), _max_programs(device))
+        given = (
+            flat.numel(),
+            scale,
+            numbers,
+            errors,
+            blocks,
+            length,
+            cast.inner,
+            _BLOCK,
+            is_bfloat16,
+            block,
+            form.scales,
+        )
+        rounding = shift, (127 + form.least) << 23, 2.0 ** (form.least + shift), form.largest
+        _measure_cast[programs,](elements, *_memory(device, stream), results, *given, *rounding, **_OPTIONS)
+    cast.lost = numbers, errors
 
 
 _MAX_TABLES = 32

@@ -60,10 +60,14 @@ def as_vector(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     # channels_last or transposed: statistics do not depend on the order, and the order in memory is the fastest.
-    if tensor.dim() > 1:
-        by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-        tensor = tensor.permute(by_stride)
+    tensor = tensor.permute(order_in_memory(tensor))
     return tensor.reshape(-1).contiguous()
+
+
+def order_in_memory(tensor: Tensor) -> list[int]:
+    """Return the dimensions of a strided tensor in the order of `as_vector`."""
+    dims = list(range(tensor.dim()))
+    return dims if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True)
 
 
 def unreadable(tensor: Tensor) -> str | None:

@@ -7,7 +7,7 @@ sums that stay on the device until the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..tables.statistics import FORM, MAGNITUDES, Sum, statistic_of
-from .cpu_kernel import KernelCast, kernel_sums
+from .cast_operations import FINITE, TensorCast, lost_by_operations
+from .cpu_kernel import kernel_sums
 from .device_choice import measure_on_device
 from .device_sums import DeviceSums, sums_on_host
 from .fingerprint import form_of
@@ -39,14 +40,14 @@ class Measured:
         on_device: The sums on a device; None for a CPU tensor.
         holds: Whether the condition of `when` holds; None without a condition.
         exact_extremes: The result of `integer_extremes`; None without one.
-        lost: What a cast loses that was computed in the same read; None without one.
+        lost: What a cast loses; see `TensorCast`. None without a cast.
     """
 
     row: Row = field(default_factory=lambda: np.full(len(COLUMNS), np.nan))
     on_device: DeviceSums | None = None
     holds: bool | Tensor | None = None
     exact_extremes: Tensor | None = None
-    lost: tuple[Tensor, ...] | None = None
+    lost: tuple[Tensor, Tensor] | None = None
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
         """Set one of the sums."""
@@ -99,8 +100,12 @@ def as_cell(name: str, value: float) -> float | None:
     return int(value) if statistic_of(name).dtype == "int64" else value
 
 
+CastOf = Callable[[Tensor], TensorCast]
+"""A function that returns the cast of a tensor."""
+
+
 def measure(
-    tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None, cast: KernelCast | None = None
+    tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None, cast_of: CastOf | None = None
 ) -> Measured:
     """Compute the sums of a tensor of any shape, layout, dtype and device.
 
@@ -109,18 +114,26 @@ def measure(
         needs: Which sums with a term are required, in addition to those of every tensor. Sums of the fingerprint are included
             where the compiled kernel computes them from the same read.
         memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
-        cast: A cast to compute in the same read of a CPU tensor, where the compiled kernel supports its dtype.
+        cast_of: A cast to compute in the same read, where a kernel measures the tensor.
 
     Returns:
         The sums.
     """
+    if FORM in needs and tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested:
+        tensor = tensor.detach().resolve_neg().contiguous()  # one copy for all
     is_plain = _is_plain(tensor)
     flat, zeros = (tensor, 0) if is_plain else stored_elements(tensor)
+    cast = None if cast_of is None else cast_of(tensor if tensor.layout == torch.strided else flat)
     terms = [each for each in needs if each.term is not None]
-    if not is_on_host(flat):
-        return Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory))
-    row = _host_sums(flat, terms, cast, with_bits=is_plain and FORM in needs)
-    return Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row, lost=cast.lost if cast else None)
+    if is_on_host(flat):
+        row = _host_sums(flat, terms, cast, with_bits=is_plain and FORM in needs)
+        measured = Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row)
+    else:
+        measured = Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory, cast))
+    if cast is not None:
+        measured.lost = cast.lost or lost_by_operations(flat.detach().reshape(-1), cast)
+        measured.lost[0][FINITE] += zeros
+    return measured
 
 
 def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | None]:
@@ -128,7 +141,7 @@ def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | Non
     return measure(tensor, needs_of(tuple(names))).statistics(names)
 
 
-def _host_sums(flat: Tensor, terms: Sequence[Sum], cast: KernelCast | None, *, with_bits: bool) -> Row:
+def _host_sums(flat: Tensor, terms: Sequence[Sum], cast: TensorCast | None, *, with_bits: bool) -> Row:
     """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS].
 
     With bits, the compiled kernel adds those of the fingerprint, for a contiguous tensor of a dtype that it supports.

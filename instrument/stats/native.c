@@ -11,7 +11,7 @@
    the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
    `further` of `add` and `sums` is 1 for the sum of magnitudes, plus 2 for the bits (see `instrument.stats.fingerprint`), which follow the other sums.
-   With the last argument of `lost_by_cast`, `sums` also computes a cast, in the same read.
+   With its last argument, `sums` also computes a cast, in the same read (`casts.c`).
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -1321,10 +1321,9 @@ static PyMethodDef methods[] = {
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
-    {"sums", sums, METH_VARARGS, "sums(address, count, kind, further[, cast]) -> bytes or None"},
+    {"sums", sums, METH_VARARGS,
+     "sums(address, count, kind, further[, cast: (length, inner, scale, numbers, errors, mantissa, least, largest, block, scales)]) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
-    {"lost_by_cast", lost_by_cast, METH_VARARGS,
-     "lost_by_cast(address, count, kind, cast: (length, scale, numbers, errors, mantissa, least, largest, block, scales)) -> None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

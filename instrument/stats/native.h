@@ -64,23 +64,21 @@ typedef struct {
     float step, largest;
 } Format;
 
-/* The cast of a tensor, block by block, up to the element `at`. A row of `length` elements starts a new block. */
+/* The cast of a tensor, block by block, up to the element `at`. A row of `length` elements, which are `inner`
+   elements apart, starts a new block. */
 typedef struct {
     Format format;
     int kind, scales;
     float scale;
-    size_t length, block, at;
+    size_t length, inner, block, at;
     double *numbers, *errors;
 } Cast;
 
-/* Reads the last arguments of `lost_by_cast`. Returns false with an exception set. */
+/* Reads the last argument of `sums`. Returns false with an exception set. */
 int read_cast(PyObject *tuple, int kind, Cast *cast);
 
 /* Casts the further blocks of a tensor that end before the element `end`. */
 void add_to_cast(Cast *cast, const void *memory, size_t end);
-
-/* What the cast of a tensor loses (`instrument/stats/casts.c`); see `instrument.stats.cpu_kernel.lost_by_cast`. */
-PyObject *lost_by_cast(PyObject *self, PyObject *args);
 
 /* Adds the types and the functions of `instrument/hooks/plain_calls.c` to the module. Returns 0, or -1 with an exception set. */
 int add_plain_calls(PyObject *module);

@@ -21,8 +21,8 @@ class Format(NamedTuple):
 
     @property
     def top(self) -> float:
-        """The number to which `scale: amax` scales the largest magnitude of a tensor."""
-        return self.largest * (448.0 if self.scales == 2 else 1.0)
+        """The number to which `scale: previous` scales the largest magnitude: half of the largest one, because the next may be larger."""
+        return self.largest / 2.0 * (448.0 if self.scales == 2 else 1.0)
 
 
 FORMATS = {
@@ -53,8 +53,7 @@ def _in_range(scale: float) -> float:
 
 # The brackets exclude the tags from the keys in messages.
 _Scale = Annotated[
-    Annotated[Literal["amax", "previous"], Tag("[name]")]
-    | Annotated[Number, AfterValidator(_in_range), Tag("[number]")],
+    Annotated[Literal["previous"], Tag("[name]")] | Annotated[Number, AfterValidator(_in_range), Tag("[number]")],
     Discriminator(lambda value: "[name]" if isinstance(value, str) else "[number]"),
 ]
 
@@ -65,10 +64,9 @@ class Cast(Spec):
     to: Literal[tuple(FORMATS)] = Field(description="The format.")  # type: ignore[valid-type]
     scale: _Scale | None = Field(
         None,
-        description="The factor of the elements before the cast: a number; amax, which scales the largest magnitude to the largest number "
-        "of the format; or previous, the same with the largest magnitude of the previous recorded tensor (delayed scaling), and 1 for the "
-        "first one. The default is amax for nvfp4, otherwise 1. MX formats have only the scales of their blocks. With amax, a tensor is "
-        "read twice, first for its largest magnitude.",
+        description="The factor of the elements before the cast: a number; or previous, which scales the largest magnitude of the previous "
+        "recorded tensor at this location to half of the largest number of the format (delayed scaling). The cast of the first tensor is "
+        "then null. The default is previous for nvfp4, otherwise 1. MX formats have only the scales of their blocks.",
     )
 
     @model_validator(mode="after")
@@ -93,7 +91,7 @@ CastField = Annotated[
     Cast | None,
     BeforeValidator(_from_name, json_schema_input_type=Cast | str | None),
     Field(
-        description="Record what a cast to a narrow format would lose: its name, or {to: float8_e4m3fn, scale: amax}, where scale is amax, "
+        description="Record what a cast to a narrow format would lose: its name, or {to: float8_e4m3fn, scale: previous}, where scale is "
         f"previous (delayed scaling) or a number. Formats: {', '.join(FORMATS)}."
     ),
 ]

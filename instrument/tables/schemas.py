@@ -545,7 +545,7 @@ for _table in (
             """
             format | label | | the format, such as float8_e4m3fn
             scale | double | | factor of the elements before the cast; the smallest one if `reduce: global` merges several; null for MX
-                formats
+                formats. With `scale: previous`, it and the following columns are null for the first tensor
             underflow_fraction | double | fraction of the finite values | count(x != 0 whose cast is 0) / n
             overflow_fraction | double | fraction of the finite values | count(|x| that is rounded to more than the largest
                 number) / n. A cast returns the largest number, infinity or NaN there

@@ -516,12 +516,12 @@ def test_errors_of_hooks_have_their_place() -> None:
 
 def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
     stats = ["default", "l1", "kurtosis", "negative_fraction", "dead_fraction"]
-    spec = record("forward", "*", stats=stats, quantiles=[0.25, 0.5], histogram=5, tensors=True)
+    spec = record("forward", "*", stats=stats, quantiles=[0.25, 0.5], histogram=5, tensors=True, cast="nvfp4")
     spec["when"] = {"stat": "std", "above": 0.2}
     model, plain = make("layers").eval(), make("layers").eval()
     eager = train(plain, plain, {"all": spec})
     probe = train(model, compiled(model), {"all": spec})
-    for table in ("stats", "distributions"):
+    for table in ("stats", "distributions", "casts"):
         rows, expected = (pd.DataFrame(each.sink.records(table)).to_dict("records") for each in (probe, eager))
         assert rows
         assert [str(row) for row in rows] == [str(row) for row in expected]

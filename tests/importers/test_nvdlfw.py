@@ -116,12 +116,13 @@ def test_statistics_of_quantized_tensors_become_casts(convert: Converter) -> Non
     assert {name: (spec["kind"], spec["cast"]) for name, spec in result.hooks.items()} == {
         "cast_activation": ("forward_pre", {"to": "mxfp8_e4m3"}),
         "cast_activation_2": ("forward_pre", {"to": "float8_e4m3fn", "scale": "previous"}),
-        "cast_gradient": ("full_backward_pre", {"to": "float8_e5m2", "scale": "amax"}),
+        "cast_gradient": ("full_backward_pre", {"to": "float8_e5m2", "scale": "previous"}),
         "cast_weight": ("step_pre", {"to": "nvfp4"}),
     }
     assert result.hooks["cast_gradient"]["every"] == 2
     for texts in (
         ("[activation]", "mxfp8_mse is quantization_error rms^2", "mxfp8_e4m3"),
+        ("[gradient]", "mse: with delayed scaling, margin 1, from the previous recorded tensor"),
         ("[activation]", "fp8_delayed_scaling_scale_inv_min is 1 / scale"),
         ("[gradient]", "no counterpart for 'fp8_block_scaling_mse'"),
         ("[gradient]", "no counterpart for 'underflows%_columnwise'"),

@@ -49,8 +49,8 @@ def loss_of(model: nn.Module) -> Tensor:
     return output.square().mean() if isinstance(output, Tensor) else output.loss
 
 
-def train(model: nn.Module, specs: Any, steps: int = 1) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model: nn.Module, specs: Any, steps: int = 1, lr: float = 0.1) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -190,19 +190,45 @@ def test_low_precision_set_records_the_operands_of_products() -> None:
     model = NanoGPT()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     weights = {name: module.weight.detach().clone() for name, module in model.named_modules() if name in linear}
-    table = train(model, ["low_precision", "transformer"]).run.casts
+    hooks = {
+        name: {**spec.model_dump(exclude_unset=True), "every": 1} for name, spec in read_specs("low_precision").items()
+    }
+    table = train(model, ["transformer", hooks], steps=2, lr=0.0).run.casts
     layers = table.groupby("hook")["layer"].agg(set)
     assert layers.pop("attention_fp8") == {f"transformer.h.{i}.attn" for i in range(LAYERS)}
     assert set(layers.index) == {
         f"{name}_{way}" for name in ("weights", "inputs", "gradients") for way in ("fp8", "mx")
     }
     assert all(each == linear for each in layers)
-    for row in table[table["hook"] == "weights_fp8"].itertuples():
+    assert table.query("step == 0 and hook.str.contains('fp8')")["quantization_error"].isna().all()
+    assert table.query("step == 1")["quantization_error"].notna().all()
+    for row in table.query("step == 1 and hook == 'weights_fp8'").itertuples():
         weight = weights[row.layer]
-        scale = 448 / weight.abs().max()
+        scale = 224 / weight.abs().max()
         cast = (weight * scale).to(torch.float8_e4m3fn).double() / scale
         error = (cast - weight).square().sum() / weight.double().square().sum()
         assert row.quantization_error == pytest.approx(error.item(), rel=1e-5)
+
+
+def test_rules_on_casts_report_nothing_in_a_healthy_training() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rules = {name: {"rule": name} for name in ("underflow", "overflow", "quantization_error")}
+    with instrument.attach(model, "low_precision", optimizer=optimizer, rules=rules) as probe:
+        for _ in range(61):
+            x = torch.randn(256, 16)
+            optimizer.zero_grad()
+            loss = 1e-6 * nn.functional.cross_entropy(
+                model(x), x[:, :4].argmax(1)
+            )  # as with a small weight of the loss
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    assert set(probe.run.events["rule"]) == {"structure"}
+    fp8 = probe.run.casts.query("hook.str.contains('fp8')")
+    assert fp8.query("step == 0")[["scale", "underflow_fraction", "quantization_error"]].isna().all(axis=None)
+    assert fp8.query("step > 0")["quantization_error"].between(1e-5, 4e-3).all()
 
 
 def test_low_precision_set_ignores_blocks_that_contain_products() -> None:

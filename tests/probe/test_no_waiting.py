@@ -72,7 +72,6 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(Tensor, name, refuse_in_hooks(name))
     monkeypatch.setattr(AttachedHook, "fire", fire_guarded)
     use_device_statistics(monkeypatch)
-    monkeypatch.setattr("instrument.stats.casts.lost_by_cast", lambda *given: None)
     forget_constants()
     return fired
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -21,8 +21,8 @@ from hook_runs import Calls, record, refused, run_step, run_steps
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from instrument.stats import casts, cpu_kernel
-from instrument.stats.casts import Casts
+from instrument.stats import cpu_kernel
+from instrument.stats.casts import Casts, next_scale
 from instrument.tables.formats import FORMATS, Cast, Format
 from instrument.values.dtensor import NOT_SHARDED
 
@@ -31,11 +31,15 @@ BLOCK_FORMATS = tuple(name for name, form in FORMATS.items() if form.block)
 COLUMNS = ("underflow_fraction", "overflow_fraction", "quantization_error")
 
 
+def use_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernel, "native", None)
+
+
 @pytest.fixture(params=["kernel", "operations"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Measure by the compiled kernel, and by PyTorch operations."""
     if request.param == "operations":
-        monkeypatch.setattr(casts, "lost_by_cast", lambda *given: None)
+        use_operations(monkeypatch)
     return str(request.param)
 
 
@@ -48,8 +52,17 @@ def overflows(x: Tensor, cast: Tensor, to: str) -> Tensor:
     return x.abs() > 464 if to == "float8_e4m3fn" else ~cast.isfinite()
 
 
+def fitting(tensor: Tensor, to: str) -> float:
+    """Return the scale that makes the largest magnitude the largest number of a format."""
+    magnitudes = tensor[tensor.isfinite()].abs().double()
+    top = FORMATS[to].largest * (448.0 if FORMATS[to].scales == 2 else 1.0)
+    return torch.tensor(top).div(magnitudes.max().float()).item() if magnitudes.any() else 1.0
+
+
 def lost(tensor: Tensor, to: str, scale: Any = None, **fields: Any) -> dict[str, Any]:
-    """Return the cells of a row, and the counts."""
+    """Return the cells of a row, and the counts. The default scale of nvfp4 is that of the same tensor."""
+    if scale == "fitting" or (scale is None and to == "nvfp4"):
+        scale = fitting(tensor, to)
     measure = Casts(Cast(to=to, scale=scale), **fields)
     numbers = measure.values(tensor).tolist()
     _, used, *fractions, blocks, _ = measure.cells(numbers, tuple(tensor.shape))
@@ -101,7 +114,7 @@ def test_float32_near_the_ties_is_cast_as_by_torch(to: str) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 def test_numbers_outside_float32_count(to: str) -> None:
     x = torch.tensor([[1e-50], [-1e-50], [1e39], [1.0], [0.0], [math.inf]], dtype=torch.float64)
-    row = lost(x, to, 1.0 if to in TORCH_FORMATS else None)
+    row = lost(x, to, None if FORMATS[to].scales == 1 else 1.0)
     assert row["finite"] == 5
     if to in TORCH_FORMATS:
         cast = x.to(getattr(torch, to)).double()
@@ -189,7 +202,7 @@ def test_blocks_follow_their_specification(to: str, length: int) -> None:
     x = torch.randn(6, length) * torch.tensor([1e-3, 1e-2, 1.0, 30.0, 1e4, 0.0])[:, None]
     x[2, 3], x[3, 7], x[1, :16] = 2.0**-20, 96.0, 0.0
     form = FORMATS[to]
-    scale = form.top / x.abs().max().item() if form.scales == 2 else 1.0
+    scale = fitting(x, to) if form.scales == 2 else 1.0
     expected = [expected_of(block, form, scale) for block in blocks_of(x, form.block)]
     row = lost(x, to)
     assert row["underflows"] == sum(each.underflows for each in expected)
@@ -203,14 +216,14 @@ def test_blocks_follow_their_specification(to: str, length: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    ("to", "scale"), [("float8_e4m3fn", "amax"), ("float8_e5m2", 0.37), *[(n, None) for n in BLOCK_FORMATS]]
+    ("to", "scale"), [("float8_e4m3fn", "fitting"), ("float8_e5m2", 0.37), *[(n, None) for n in BLOCK_FORMATS]]
 )
 def test_operations_equal_the_kernel(to: str, scale: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     x = (torch.randn(7, 5, 83) * torch.randn(83).exp() ** 4).to(dtype)
     x[0, 0, :5] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])
     by_kernel = lost(x, to, scale)
-    monkeypatch.setattr(casts, "lost_by_cast", lambda *given: None)
+    use_operations(monkeypatch)
     monkeypatch.setattr("instrument.stats.portable.PART", 500)
     by_operations = lost(x, to, scale)
     assert by_kernel["finite"] == x.isfinite().sum()
@@ -220,7 +233,7 @@ def test_operations_equal_the_kernel(to: str, scale: Any, dtype: torch.dtype, mo
 @pytest.mark.usefixtures("way")
 def test_scale_of_a_tensor() -> None:
     x = torch.tensor([3.0, -1e-4, 0.11, 0.0])
-    row = lost(x, "float8_e4m3fn", "amax")
+    row = lost(x, "float8_e4m3fn", "fitting")
     assert row["scale"] == torch.tensor(448.0).div(3.0).item()
     scaled = (x * row["scale"]).to(torch.float8_e4m3fn).double() / row["scale"]
     error = (scaled - x.double()).square().sum() / x.double().square().sum()
@@ -228,9 +241,11 @@ def test_scale_of_a_tensor() -> None:
     assert (row["underflows"], row["overflows"]) == (0, 0)
     assert lost(x, "float8_e4m3fn", 1024)["overflows"] == 1
     assert lost(x, "float8_e4m3fn", 1)["underflows"] == 1
-    assert lost(x, "nvfp4")["scale"] == torch.tensor(448.0 * 6.0).div(3.0).item()
+    assert lost(x, "nvfp4", "fitting")["scale"] == torch.tensor(448.0 * 6.0).div(3.0).item()
     assert lost(x, "float8_e5m2")["scale"] == 1.0
-    assert lost(torch.tensor([2.0**-140]), "float8_e5m2", "amax")["scale"] == torch.finfo(torch.float32).max
+    most = torch.finfo(torch.float32).max
+    assert next_scale(2.0**-140, FORMATS["float8_e5m2"], 1.0) == most
+    assert next_scale(torch.tensor(2.0**-140), FORMATS["float8_e5m2"], 1.0) == most
 
 
 @pytest.mark.usefixtures("way")
@@ -251,21 +266,58 @@ def test_zeros_empty_and_scalar_tensors(to: str) -> None:
     assert lost(torch.tensor(3.0), to)["quantization_error"] == 0.0
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "slice": lambda x: torch.stack([x, -x], -2)[..., 0, :],
+    "every_second": lambda x: torch.stack([x, -x], -1)[..., 0],
+    "expanded": lambda x: x[:, :, :1, :1].expand(x.shape),
+    "negative": torch._neg_view,
+    "without_batch": lambda x: x[0],
+    "one_channel": lambda x: x[:, :1],
+    "scalar": lambda x: x[0, 0, 0, 0],
+}
+
+
 @pytest.mark.usefixtures("way")
-def test_layouts() -> None:
+@pytest.mark.combinations(2)
+@pytest.mark.parametrize("along", [-1, -3, -4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, along: int) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 6, 5, 4) ** 5
-    for to in ("float8_e5m2", "mxfp4_e2m1"):
-        assert_close(lost(x.transpose(1, 3).contiguous().transpose(1, 3), to), lost(x, to))
-        sparse = torch.where(x.abs() > 1, x, 0.0)
-        assert_close(lost(sparse.to_sparse(), to), lost(sparse, to))
-    # In convolutions, blocks are along the channels.
-    assert_close(lost(x, "nvfp4", along=1), lost(x.movedim(1, -1).contiguous(), "nvfp4"))
+    x = LAYOUTS[layout](torch.randn(3, 40, 7, 70) ** 5)
+    rows = x.movedim(along, -1).contiguous() if x.dim() >= -along else x.reshape(1, -1)
+    for to in ("float8_e5m2", "mxfp4_e2m1", "nvfp4"):
+        assert_close(lost(x, to, along=along), lost(rows, to))
+
+
+@pytest.mark.usefixtures("way")
+def test_sparse_and_nested_tensors() -> None:
+    x = torch.randn(6, 5) ** 5
+    sparse = torch.where(x.abs() > 1, x, 0.0)
+    assert_close(lost(sparse.to_sparse(), "float8_e5m2"), lost(sparse, "float8_e5m2"))
     parts = [torch.randn(3, 40), torch.randn(5, 40)]
-    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    for to in ("float8_e4m3fn", "mxfp8_e4m3"):
-        row, expected = lost(nested, to), lost(torch.cat(parts), to)
-        assert [row[name] for name in COLUMNS] == pytest.approx([expected[name] for name in COLUMNS])
+    row = lost(torch.nested.nested_tensor(parts, layout=torch.jagged), "float8_e5m2")
+    assert_close(row, lost(torch.cat(parts), "float8_e5m2"))
+
+
+@pytest.mark.parametrize(
+    ("x", "recorded"),
+    [
+        (torch.ones(2, 40), {"float8_e5m2", "mxfp8_e4m3"}),
+        (torch.ones(2, 40).to_sparse(), {"float8_e5m2"}),
+        (torch.nested.nested_tensor([torch.ones(2, 40), torch.ones(1, 40)], layout=torch.jagged), {"float8_e5m2"}),
+        (torch.ones(2, 40, dtype=torch.int64), set()),
+        (torch.ones(2, 40, dtype=torch.bool), set()),
+        (torch.ones(2, 40, dtype=torch.complex64), set()),
+        (torch.ones(2, 40).to(torch.float8_e4m3fn), set()),
+    ],
+)
+def test_tensors_without_a_cast_get_no_row(x: Tensor, recorded: set[str]) -> None:
+    hooks = {to: record("forward", stats="numel", cast=to) for to in ("float8_e5m2", "mxfp8_e4m3")}
+    _, probe = run_step(nn.Identity(), hooks, x)
+    assert {row["hook"] for row in probe.sink.records("stats")} == set(hooks)
+    assert {row["hook"] for row in probe.sink.records("casts")} == recorded
 
 
 @pytest.mark.parametrize(
@@ -325,61 +377,52 @@ def test_a_cast_in_the_read_of_the_sums(
     rows = probe.sink.records("stats")
     by_hook = [{row["step"]: [row[name] for name in stats] for row in rows if row["hook"] == hook} for hook in hooks]
     assert by_hook[0] == by_hook[1]
-    monkeypatch.setattr(casts, "lost_by_cast", lambda *given: None)
-    expected = lost(x, cast["to"], "amax" if cast.get("scale") == "previous" else cast.get("scale"))
+    use_operations(monkeypatch)
     row = probe.sink.records("casts")[1]
+    expected = lost(x, cast["to"], fitting(x, cast["to"]) / 2 if cast.get("scale") == "previous" else cast.get("scale"))
     assert_close(row, {name: expected[name] for name in (*COLUMNS, "block_errors")})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("stats", ["numel", "none"])
-@pytest.mark.parametrize("cast", [*KNOWN, {"to": "nvfp4"}, {"to": "float8_e4m3fn", "scale": "amax"}], ids=str)
-def test_a_tensor_is_read_once_unless_its_scale_is_amax(
-    cast: Any, stats: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.combinations(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("stats", ["numel", "none", "fingerprint"])
+@pytest.mark.parametrize("cast", KNOWN, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tensor_is_read_once(
+    layout: str, cast: Any, stats: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One call of the kernel, on the memory of the tensor, or on the only copy of a tensor that is no block of memory."""
     kernel = mock.Mock(wraps=cpu_kernel.native)
     monkeypatch.setattr(cpu_kernel, "native", kernel)
-    by_amax = (cast.get("scale") or (cast["to"] == "nvfp4" and "amax")) == "amax"
-    by_previous = cast.get("scale") == "previous"
-    model, hooks = nn.Conv2d(16, 16, 1, dtype=dtype), {"h": record("forward_pre", stats=stats, cast=cast)}
-    ordered = torch.randn(2, 16, 8, 8, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    for x in (ordered, torch.randn(2, 16, 1, 1, dtype=dtype)):
-        kernel.reset_mock()
-        run_steps(model, hooks, lambda x=x: model(x), 3)
-        of_sums, of_casts = kernel.sums.call_args_list, kernel.lost_by_cast.call_args_list
-        if by_amax:
-            assert (len(of_sums), len(of_casts)) == (3, 3)
-        elif stats == "none" and not by_previous:
-            assert (len(of_sums), len(of_casts)) == (0, 3)
-        else:
-            assert [len(call.args) for call in of_sums] == [5, 5, 5]
-            assert not of_casts
+    x = LAYOUTS[layout](torch.randn(2, 16, 8, 8, dtype=dtype))
+    hooks = {"h": record("forward_pre", stats=stats, cast=cast)}
+    layer = nn.Conv2d(16, 16, 1)
+    model = Calls(lambda layer, x: x, layer=layer)
+    with mock.patch.object(layer, "forward", lambda x: x):
+        run_steps(model, {"h": {**hooks["h"], "layers": "layer"}}, lambda: layer(x), 3)
+    assert [len(call.args) for call in kernel.sums.call_args_list] == [
+        5 if cast.get("scale") != "previous" else 4,
+        5,
+        5,
+    ]
+    assert not kernel.bits.called
+    is_copied = layout in {"slice", "every_second", "expanded", "negative", "one_channel"} or (
+        stats == "fingerprint" and layout in {"channels_last", "transposed"}
+    )
+    assert {call.args[0] == x.data_ptr() for call in kernel.sums.call_args_list} == {not is_copied}
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_scale_of_the_previous_tensor(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if on_device:
         use_device_statistics(monkeypatch)
-        monkeypatch.setattr(casts, "lost_by_cast", lambda *given: None)
     inputs = iter([torch.tensor([1.0, 2.0]), torch.tensor([0.5, 8.0]), torch.zeros(2), torch.tensor([1.0, 3.0])])
     hooks = {"h": record("forward", stats="numel", cast={"to": "float8_e4m3fn", "scale": "previous"}, every=1)}
     model = nn.Identity()
     probe = run_steps(model, hooks, lambda: model(next(inputs)), 4)
     rows = probe.sink.records("casts")
-    assert [row["scale"] for row in rows] == [1.0, 224.0, 56.0, 1.0]
-    assert [row["overflow_fraction"] for row in rows] == [0.0, 0.5, 0.0, 0.0]  # 8 * 224 is more than 448
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("cast", [{"to": "float8_e4m3fn", "scale": "amax"}, "nvfp4"])
-def test_scale_follows_from_the_statistics_of_the_hook(
-    cast: Any, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if on_device:
-        use_device_statistics(monkeypatch)
-    monkeypatch.delattr(casts, "measure")
-    _, probe = run_step(nn.Identity(), {"h": record("forward", stats="numel", cast=cast)}, torch.tensor([1.0, -8.0]))
-    assert [row["scale"] for row in probe.sink.records("casts")] == [56.0 if cast != "nvfp4" else 336.0]
+    assert [row["scale"] for row in rows] == [None, 112.0, 28.0, 28.0]  # for 2, 8, and nothing but zeros
+    assert [row["overflow_fraction"] for row in rows] == [None, 0.5, 0.0, 0.0]  # 8 * 112 is more than 448
 
 
 def test_calls_of_a_shared_module_have_scales_of_their_own() -> None:
@@ -388,7 +431,7 @@ def test_calls_of_a_shared_module_have_scales_of_their_own() -> None:
     hooks = {"h": record("forward", "layer", stats="none", cast={"to": "float8_e5m2", "scale": "previous"})}
     probe = run_steps(model, hooks, lambda: model(torch.ones(3)), 2)
     scales = [row["scale"] for row in probe.sink.records("casts")]
-    assert scales == [1.0, 1.0, 57344.0, 14336.0]
+    assert scales == [None, None, 28672.0, 7168.0]
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -414,10 +457,10 @@ def test_parts_of_processes_are_merged(to: str) -> None:
             "fp8",
             r"hooks\.h\.cast\.to: not an allowed value[\s\S]*given    fp8[\s\S]*allowed  float8_e4m3fn, float8_e5m2",
         ),
-        ({"to": "mxfp8_e4m3", "scale": "amax"}, "remove 'scale', or set 'to' to one of float8_e4m3fn"),
+        ({"to": "mxfp8_e4m3", "scale": "previous"}, "remove 'scale', or set 'to' to one of float8_e4m3fn"),
         ({"to": "nvfp4", "scale": 0}, r"hooks\.h\.cast\.scale: must be a number from 1e-30 to 1e30"),
         (8, r"hooks\.h\.cast: must be the name of a format[\s\S]*given    8"),
-        ({"to": "nvfp4", "scale": "max"}, r"hooks\.h\.cast\.scale: not an allowed value[\s\S]*similar  amax"),
+        ({"to": "nvfp4", "scale": "amax"}, r"hooks\.h\.cast\.scale: not an allowed value[\s\S]*allowed  previous"),
         ({"scale": 2}, r"hooks\.h\.cast\.to: is missing"),
     ],
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
 from instrument.stats import device_choice, device_kernel
+from instrument.stats.cast_operations import TensorCast, lost_by_operations
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_batch_by_kernel, measure_by_kernel
 from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.distribution import distribution, distribution_on_device
 from instrument.stats.measure import Measured, measure_statistics
 from instrument.stats.portable import portable_sums
 from instrument.stats.sums import MEASURED_COLUMNS, needs_of
+from instrument.tables.formats import FORMATS
 from instrument.tables.statistics import ALL, STATISTICS
 
 # On a GPU, which Triton's interpreter imitates, operations on NaN do not warn.
@@ -135,6 +138,58 @@ def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> N
         results.fill_(math.nan)
         measure_batch_by_kernel(VALUES.device, dtype, np.array(table, np.int64))
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype", "shape"),
+    [
+        ("float8_e4m3fn", torch.bfloat16, (1, 4200, 1)),  # two programs
+        ("mxfp6_e3m2", torch.float32, (1, 50, 33)),
+        ("nvfp4", torch.float16, (5, 40, 1)),
+    ],
+)
+def test_kernel_casts_in_the_read_of_the_sums(to: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    x = torch.linspace(-4.0, 4.0, math.prod(shape), device=KERNEL_DEVICE).pow(5).to(dtype)
+    x[5:9] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
+    sums, expected_sums = (torch.empty(9, dtype=torch.float64, device=KERNEL_DEVICE) for _ in range(2))
+    cast, expected = (TensorCast(FORMATS[to], 0.7, *shape) for _ in range(2))
+    measure_by_kernel(x, sums, cast)
+    assert cast.lost is not None
+    torch.testing.assert_close(sums, measure_by_kernel(x, expected_sums), rtol=1e-12, atol=0.0)
+    numbers, errors = lost_by_operations(x, expected)
+    assert numbers[1] > 0  # underflows
+    assert cast.lost[0][:3].tolist() == numbers[:3].tolist()
+    torch.testing.assert_close(cast.lost[0][3:5], numbers[3:5], rtol=1e-12, atol=0.0)
+    if cast.blocks:
+        torch.testing.assert_close(cast.lost[1].sort()[0], errors.sort()[0], rtol=1e-12, atol=0.0, equal_nan=True)
+
+
+def test_kernel_for_casts_is_checked_before_the_first_one(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cast_of = partial(TensorCast.along, -1, FORMATS["mxfp4_e2m1"], 1.0)
+    kernels = device_choice._kernels()
+    monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
+    monkeypatch.setattr(device_choice, "_problem", lambda *given: None)
+
+    def lost() -> tuple[Tensor, Tensor] | None:
+        cast = cast_of(VALUES)
+        device_choice.measure_on_device(VALUES, (), 0, None, cast)
+        return cast.lost
+
+    def wrong(flat: Tensor, results: Tensor, cast: TensorCast) -> None:
+        cast.lost = torch.zeros(6, dtype=torch.float64), torch.zeros(cast.blocks, dtype=torch.float64)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            kernels, "measure_by_kernel", lambda *given: wrong(*given) if given[2:] else measure_by_kernel(*given)
+        )
+        assert lost() is None
+    reason = device_choice.measured_by()[f"{FLOAT32} casts"]
+    assert reason.startswith("PyTorch operations: the kernel returned [0.0, ")
+    device_choice._reasons.clear()
+    found = lost()
+    assert found is not None
+    torch.testing.assert_close(found[0][:5], lost_by_operations(VALUES, cast_of(VALUES))[0][:5])
+    assert device_choice.measured_by()[f"{FLOAT32} casts"] == "Triton kernel"
 
 
 def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +382,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from instrument.stats.device_kernel import _OPTIONS, _compare, _count, _measure
+from instrument.stats.device_kernel import _OPTIONS, _compare, _count, _measure, _measure_cast
 
 for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
     for elements, numel in (("*fp32", "i32"), ("*fp32", "i64"), ("*fp16", "i32"), ("*i16", "i32")):
@@ -337,12 +392,16 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
             triton.compile(ASTSource(_measure, types, {**constants, "with_bits": each}), target=target, options=_OPTIONS)
             for each in (False, True)
         )
+        of_cast = {"scale": "*fp32", "lost": "*fp64", "errors": "*fp64", "blocks": "i64", "length": "i32", "inner": "i32"}
+        mx = {"block": 32, "scales": 1, "shift": 20, "normal": 121 << 23, "step": 2.0**14, "largest": 448.0}
+        source = ASTSource(_measure_cast, {**types, **of_cast}, {**constants, **mx})
+        cast = triton.compile(source, target=target, options=_OPTIONS)
         types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
         effect = triton.compile(ASTSource(_compare, types, constants), target=target, options=_OPTIONS)
         types = {"elements": elements, "results": "*fp64", "counts": "*i64", "numel": numel, "blocks": "i32", "bins": "i32"}
         histogram = triton.compile(ASTSource(_count, types, {**constants, "upper": 64}), target=target)
         binary = "cubin" if target.backend == "cuda" else "hsaco"
-        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, bits, effect, histogram)))
+        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, bits, cast, effect, histogram)))
 """
 
 

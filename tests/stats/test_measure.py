@@ -597,7 +597,7 @@ def test_kernel_refuses_unknown_types() -> None:
     with pytest.raises(ValueError, match="count 0 or more"):
         cpu_kernel.native.sums(0, -1, 0, 0)
     for kind, length, block in ((4, 1, 0), (0, 0, 0), (0, 1, 24)):
-        cast = length, 1.0, 0, 0, 3, -6, 448.0, block, int(block > 0)
-        with pytest.raises(ValueError, match="kind has to be 0 to 3, length 1 or more"):
-            cpu_kernel.native.lost_by_cast(0, 0, kind, cast)
+        cast = length, 1, 1.0, 0, 0, 3, -6, 448.0, block, int(block > 0)
+        with pytest.raises(ValueError, match="kind has to be 0 to 3, length and inner 1 or more"):
+            cpu_kernel.native.sums(0, 0, kind, 0, cast)
     assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, 0))[:4].tolist() == [0, 0, 0, 0]
