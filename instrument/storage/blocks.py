@@ -111,7 +111,7 @@ class BlockReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._maps: OrderedDict[tuple[int, int], mmap.mmap] = OrderedDict()  # by rank and number
+        self._maps: OrderedDict[tuple[int, int], tuple[mmap.mmap, Bytes]] = OrderedDict()  # by rank and number
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "_maps": OrderedDict()}
@@ -128,24 +128,23 @@ class BlockReader:
         """
         end = place.size if end is None else end
         content = self._bytes(rank, place.block, place.offset + start, place.offset + end)
-        name = f"block-{Part(rank, place.block).name}.raw"
         if len(content) < end - start:
-            raise DamagedFileError(f"{name} ends before byte {place.offset + end:,}")
+            raise DamagedFileError(f"block-{Part(rank, place.block).name}.raw ends before byte {place.offset + end:,}")
         if end - start == place.size and not verified and checksum_of(content) != place.checksum:
             where = f"bytes {place.offset:,} to {place.offset + place.size:,}"
-            raise DamagedFileError(f"{where} of {name} do not match their checksum")
+            raise DamagedFileError(f"{where} of block-{Part(rank, place.block).name}.raw do not match their checksum")
         return content
 
     def release(self) -> None:
         """Remove what was read from the memory of this process. Views remain valid, and read it again."""
-        for mapped in list(self._maps.values()):
+        for mapped, _ in list(self._maps.values()):
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _bytes(self, rank: int, number: int, start: int, end: int) -> Bytes:
         if start == end:
             return np.empty(0, np.uint8)
         mapped = self._maps.pop((rank, number), None)
-        if mapped is None or len(mapped) < end:  # the file has grown
+        if mapped is None or len(mapped[1]) < end:  # the file has grown
             file = Part(rank, number).block(self.folder)
             if is_address(self.folder):
                 with remote_errors(file):
@@ -155,8 +154,9 @@ class BlockReader:
                 size = os.fstat(opened.fileno()).st_size
                 if not size:
                     return np.empty(0, np.uint8)
-                mapped = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
+                memory = mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_COPY)
+                mapped = memory, np.frombuffer(memory, np.uint8)
         self._maps[rank, number] = mapped
         if len(self._maps) > MAPPED_FILES:
             self._maps.popitem(last=False)  # unmapped when no view of it is left
-        return np.frombuffer(mapped, np.uint8)[start:end]
+        return mapped[1][start:end]
