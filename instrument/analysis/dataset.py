@@ -582,7 +582,7 @@ class ActivationBatches(IterableDataset[Batch]):
         offset = self.rank * share
         most = SEQUENTIAL_BYTES if shuffle is None else window
         if most is None:  # small datasets would take as long to allocate windows as to read
-            most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 8))
+            most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 4))
         length = max(1, most // max(data.item_bytes, 1) // size)
         count = -(-len(self) // length)
         length = -(-len(self) // max(count, 1))  # windows of equal size, in batches
