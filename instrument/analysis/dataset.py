@@ -383,18 +383,17 @@ class ActivationDataset(Dataset[Batch]):
         if not len(indices):
             return _part(self.read(np.zeros(1, np.int64)), slice(0))
         order = np.argsort(indices, kind="stable")
-        return self.join(indices[order], order)
+        return _part(self.join(indices[order]), _inverse(order))
 
     def empty(self, count: int) -> dict[str, Tensor]:
         """Return memory for the tensors of some items, by their names."""
         return {name: torch.empty(count, *shape, dtype=self._dtypes[name]) for name, shape in self._shapes.items()}
 
-    def join(self, items: Array, to: Array | None, buffers: Mapping[str, Tensor] | None = None) -> Batch:
-        """Read items into one batch.
+    def join(self, items: Array, buffers: Mapping[str, Tensor] | None = None) -> Batch:
+        """Read items into one batch for `_part`. Strings are an array.
 
         Args:
             items: Their indices, int64 [n], n > 0, in ascending order.
-            to: The index in the result of each; None for the same order.
             buffers: Memory for the tensors. Default: new memory.
         """
         first, last = np.searchsorted(self._starts, items[[0, -1]], side="right") - 1
@@ -419,19 +418,17 @@ class ActivationDataset(Dataset[Batch]):
                     rows = source.rows(number, length, samples[where] - start, columns[where])
                     kind = self._dtypes[name]
                     raw = part.to(kind).reshape(len(part) * length, *source.shape).view(RAW[kind.itemsize]).numpy()
-                    is_range = rows[-1] - rows[0] == end - begin - 1 and bool((np.diff(rows) == 1).all())
-                    chosen = raw[rows[0] : rows[-1] + 1] if is_range else raw[rows]
-                    targets[name][where if to is None else to[where]] = chosen  # faster than in PyTorch
+                    if rows[-1] - rows[0] == end - begin - 1 and bool((np.diff(rows) == 1).all()):
+                        targets[name][where] = raw[rows[0] : rows[-1] + 1]  # faster than in PyTorch
+                    else:
+                        raw.take(rows, 0, targets[name][where], mode="clip")  # the other mode would copy twice
             begin = end
         samples += self._first_sample[batches]
-        if to is not None:
-            for each in (samples, batches, positions):
-                each[to] = each.copy()
         x = {name: values.pop(f"x.{name}") for name in self.layers}
         ids = self._ids[samples]
         batch: Batch = {
             "x": x[self.layers[0]] if self._single else x,
-            "id": torch.from_numpy(ids.astype(np.int64)) if ids.dtype.kind in "iu" else ids.tolist(),
+            "id": torch.from_numpy(ids.astype(np.int64)) if ids.dtype.kind in "iu" else ids,
             "run": torch.from_numpy(self._run_of[batches]),
             "step": torch.from_numpy(self._step[batches]),
         }
@@ -602,7 +599,7 @@ class ActivationBatches(IterableDataset[Batch]):
         offset = self.rank * share
         most = SEQUENTIAL_BYTES if shuffle is None else window
         if most is None:  # small datasets would take as long to allocate windows as to read
-            most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 8))
+            most = min(WINDOW_BYTES, max(SEQUENTIAL_BYTES, share * data.item_bytes // 4))
         length = max(1, most // max(data.item_bytes, 1) // size)
         count = -(-len(self) // length)
         length = -(-len(self) // max(count, 1))  # windows of equal size, in batches
@@ -611,8 +608,8 @@ class ActivationBatches(IterableDataset[Batch]):
         chunks = np.arange(len(bounds) - 1) if shuffle is None else _permutation(len(bounds) - 1, shuffle, epoch)
         ends = np.cumsum(np.diff(bounds)[chunks])
 
-        def load(numbers: Array, buffers: Mapping[str, Tensor]) -> Batch:
-            """Read those batches of one window."""
+        def load(numbers: Array, buffers: Mapping[str, Tensor]) -> tuple[Batch, Array | None]:
+            """Read those batches of one window. Return its items in the order of the dataset, and the index of each in their own order."""
             begin = offset + numbers[0] // length * length * size
             end = min(begin + length * size, offset + share)
             places = (numbers[:, None] * size + np.arange(size)).reshape(-1)
@@ -620,7 +617,7 @@ class ActivationBatches(IterableDataset[Batch]):
             if exact is not None:
                 items = exact[begin + places]
                 order = np.argsort(items)
-                return data.join(items[order], order, buffers)
+                return data.join(items[order], buffers), _inverse(order)
             of = slice(np.searchsorted(ends, begin, side="right"), np.searchsorted(ends, end - 1, side="right") + 1)
             last = bounds[chunks[of] + 1]
             pieces = np.stack(
@@ -628,22 +625,23 @@ class ActivationBatches(IterableDataset[Batch]):
             )
             items = np.concatenate([np.arange(*piece) for piece in pieces[:, np.argsort(pieces[0])].T])
             if shuffle is None:
-                return data.join(items[places], None, buffers)
+                return data.join(items[places], buffers), None
             to = np.full(len(items), -1)
             to[_permutation(len(items), shuffle, epoch, 1 + begin)[places]] = np.arange(len(places))
-            return data.join(items[to >= 0], to[to >= 0], buffers)
+            return data.join(items[to >= 0], buffers), _inverse(to[to >= 0])
 
         windows = np.split(numbers, np.flatnonzero(np.diff(numbers // length)) + 1) if len(numbers) else []
         buffers = [data.empty(-(-length // workers) * size) for _ in windows[:2]]
         with ThreadPoolExecutor(1) as reader:
             following = [reader.submit(load, *each) for each in zip(windows[:1], buffers, strict=False)]
             for i in range(1, len(windows) + 1):
-                batch = following.pop().result()
+                batch, order = following.pop().result()
                 if i < len(windows):
                     following.append(reader.submit(load, windows[i], buffers[i % 2]))
                 items = len(batch["run"])
                 for at in range(0, items, size):
-                    yield _part(batch, slice(at, min(at + size, items)))
+                    where = slice(at, min(at + size, items))
+                    yield _part(batch, where if order is None else order[where])
 
 
 def _is_integer(value: object) -> bool:
@@ -657,13 +655,23 @@ def _permutation(size: int, *seed: int) -> Array:
     return order
 
 
-def _part(batch: Batch, where: int | slice) -> Batch:
+def _inverse(order: Array) -> Array:
+    """Return the inverse of a permutation."""
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse
+
+
+def _part(batch: Batch, where: int | slice | Array) -> Batch:
     """Return a copy of an item, or of some items: the memory of a window is used again."""
 
     def copied(value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value[where]
-        copy = np.array(value.view(RAW[value.itemsize]).numpy()[where])  # PyTorch would wake its threads for each copy
+            return (
+                value[where].tolist() if isinstance(value, np.ndarray) and not isinstance(where, int) else value[where]
+            )
+        raw = value.view(RAW[value.itemsize]).numpy()  # PyTorch would wake its threads for each copy
+        copy = raw[where].copy() if isinstance(where, slice) else np.asarray(raw.take(where, 0))
         return torch.from_numpy(copy).view(value.dtype)
 
     return {

@@ -1,6 +1,6 @@
 """The recorded tensors of a layer as one array, in the order of the dataset, with the ids and targets of the samples.
 
-Values are read one row group at a time and copied to their final place.
+Each tensor is read in the order of the files and copied to its final place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..storage.run_files import RunFiles
 from ..tables.kinds import KINDS
 from .frames import array_of, is_known, plain_labels
-from .replay import rows_of
+from .raw_tensors import RawTensors
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -33,7 +33,6 @@ BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 INDEX = [*BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
 INDEX += ["scope", "placement", "dtype", "shape", "source_shape"]
-_VALUES = [*BATCH, "call", "dtype", "shape", "values", "data"]
 _SAMPLES = [*BATCH, "position", "sample", "id", "target", "target_dtype"]
 
 
@@ -126,7 +125,11 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
             the samples of the batches are unknown.
         InstrumentError: A tensor cannot be read.
     """
-    rows = select(files, selection)
+    layer = "" if selection.layer == "." else selection.layer
+    raw = RawTensors.of(files, [*INDEX, "layer"], _firings_at(layer))
+    index = plain_labels(raw.index).to_pandas()
+    index["tensor"] = np.arange(len(index))
+    rows = select(files, selection, index)
     samples = samples_of(files, rows)
     tensors = list(batches_of(files, rows, samples, selection))
     shape, dtype = squeezed(common_shape(tensors, selection)), _common_dtype(rows)
@@ -148,15 +151,15 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     if len(tensors) < len(batches) * len(calls):
         features[...] = 0 if dtype.kind in "iub" else np.nan
     parts = dict(zip(calls, features.swapaxes(0, 1) if selection.joins_calls else [features], strict=True))
-    _copy_values(files, selection, rows, destinations_of, parts)
+    _copy_values(files, raw, rows, destinations_of, parts)
     return Features(features, targets_of(samples.iloc[read[first]]), ids)
 
 
-def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | None = None) -> pd.DataFrame:
+def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the tensors of a selection, without their values, in the order of the batches.
 
     Args:
-        index: The original calls in the table `tensors`. Default: None, they are read.
+        index: The original calls in the table `tensors`.
 
     Raises:
         ConfigError: See `features_of`.
@@ -164,11 +167,7 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame | N
     if not isinstance(selection.layer, str):
         raise ConfigError(Problem("layer", "must be the name of one layer", repr(selection.layer)))
     layer = "" if selection.layer == "." else selection.layer
-    rows: pd.DataFrame = (
-        plain_labels(files.read("tensors", INDEX, _firings_at(layer))).to_pandas()
-        if index is None
-        else index[index["layer"] == layer]
-    )
+    rows = index[index["layer"] == layer]
     if rows.empty:
         layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
         if not layers:
@@ -366,25 +365,22 @@ def squeezed(shape: Shape) -> Shape:
 
 def _copy_values(
     files: RunFiles,
-    selection: FeatureSelection,
+    raw: RawTensors,
     rows: pd.DataFrame,
     destinations: Mapping[tuple[int, ...], Array],
     parts: Mapping[int, Array],
 ) -> None:
     """Copy each tensor to the part of its call, to the indices of its batch in `destinations`; entries with index -1 are left out."""
-    condition = _firings_at("" if selection.layer == "." else selection.layer)
-    for name in ("hook", "role", "phase", "path", "call", "step"):
-        condition &= ds.field(name).isin(pa.array(rows[name].unique()))
-    left = {key for key in rows[[*BATCH, "call"]].itertuples(index=False, name=None) if key[:3] in destinations}
-    count = len(left)
-    unreleased = 0
-    for batch in files.scan("tensors", _VALUES, condition):
-        for step, micro_step, rank, call, dtype, shape, values, data in rows_of(batch):
-            destination = destinations.get((step, micro_step, rank))
-            if destination is None:
-                continue
+    rows = rows.sort_values("tensor")  # as they are in the files
+    count = copied = unreleased = 0
+    for *batch, call, i in rows[[*BATCH, "call", "tensor"]].itertuples(index=False, name=None):
+        destination = destinations.get(tuple(batch))
+        if destination is None:
+            continue
+        count += 1
+        with files.errors_reported(raw.file(i)):
             features = parts[call]
-            array = array_of(values, data, (shape[0], *features.shape[1:]), dtype, copy=False)
+            array = raw.array(i).reshape(len(destination), *features.shape[1:])
             start = int(destination[0]) if len(destination) else 0
             if np.array_equal(destination, np.arange(start, start + len(destination))):
                 features[start : start + len(destination)] = array
@@ -392,12 +388,12 @@ def _copy_values(
                 features[destination[destination >= 0]] = array[destination >= 0]
             else:
                 features[destination] = array
-            left.discard((step, micro_step, rank, call))
-        unreleased += batch.nbytes
+            copied += 1
+            unreleased += array.nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
-            files.blocks.release()
+            raw.release()
             unreleased = 0
-    if left:
+    if copied < count:
         problems = "; ".join(files.problems) or "the files were removed"
-        raise InstrumentError(f"{len(left)} of {count} tensors cannot be read: {problems}")
+        raise InstrumentError(f"{count - copied} of {count} tensors cannot be read: {problems}")

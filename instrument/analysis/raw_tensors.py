@@ -138,6 +138,10 @@ class RawTensors:
         kind: torch.dtype = getattr(torch, dtype)
         return torch.from_numpy(content).view(kind).view(shape) if prod(shape) else torch.empty(shape, dtype=kind)
 
+    def file(self, i: int) -> Path:
+        """Return the file with the row of a tensor, for messages."""
+        return self._groups[self._rows[i][0]].file
+
     def release(self) -> None:
         """Remove mapped memory from this process, whose size then does not grow with what was read. Tensors remain valid."""
         self._blocks.release()

@@ -18,12 +18,9 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.config_key_effects import CONFIDENCE
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
-<<<<<<< HEAD
-from ..fields.pip_extras import packages_of
-=======
 from ..analysis.run_history import history_of
+from ..fields.pip_extras import packages_of
 from ..formatting import format_number
->>>>>>> 21461b4b5f7aa84cd77495cad551f8091c14c59f
 from ..plot.compare import is_rate
 from ..storage.run_search import REPORT_FILE
 from ..tables.statistics import ALL

@@ -68,20 +68,26 @@ class HostCopy:
         return self.memory
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is its elements in order, on the CPU."""
+    is_plain_class = type(tensor) in (Tensor, torch.nn.Parameter)
+    return (
+        is_plain_class and tensor.device == _HOST and tensor.is_contiguous() and not tensor.is_neg() | tensor.is_conj()
+    )
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the memory of a plain tensor."""
+    content: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return content
+
+
 def _copy_on_host(tensor: Tensor, memory: Tensor) -> None:
     """Copy a tensor to CPU memory. A large one is copied by one thread, as fast as the memory allows: PyTorch's threads would wait for
     each other while all cores are busy.
     """
-    pair = tensor, memory
-    is_plain = tensor.dtype == memory.dtype and tensor.device == _HOST and type(tensor) in (Tensor, torch.nn.Parameter)
-    if (
-        is_plain
-        and tensor.nbytes >= LARGE
-        and all(map(Tensor.is_contiguous, pair))
-        and not tensor.is_neg() | tensor.is_conj()
-    ):
-        source, destination = (each.view(-1).view(torch.uint8).numpy() for each in pair)
-        np.copyto(destination, source)
+    if tensor.dtype == memory.dtype and tensor.nbytes >= LARGE and is_plain(tensor) and memory.is_contiguous():
+        np.copyto(bytes_of(memory), bytes_of(tensor))
     else:
         memory.copy_(tensor)
 

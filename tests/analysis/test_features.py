@@ -25,8 +25,8 @@ from training_runs import train_here
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis.features import _recorded_positions
+from instrument.analysis.raw_tensors import RawTensors
 from instrument.config.base import parse_slice
-from instrument.storage.run_files import RunFiles
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 INPUTS = torch.randn(23, 1, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -355,7 +355,7 @@ def test_features_of_a_gpu_equal_a_hand_written_hook() -> None:
 
 def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run")
-    monkeypatch.setattr(RunFiles, "scan", lambda *_, **__: iter(()))
+    monkeypatch.setattr(RawTensors, "array", lambda *_: np.load(tmp_path / "missing.npy"))
     with pytest.raises(InstrumentError, match="6 of 6 tensors cannot be read"):
         run.features("avgpool")
 

@@ -335,7 +335,7 @@ def test_killed_process_leaves_every_complete_step(tmp_path: Path) -> None:
             os.write(ready[1], b"x")
             os.read(told[0], 1)
             blocks.os = SimpleNamespace(
-                writev=lambda file, pieces: os.write(file, pieces[0][:10]) and os.kill(os.getpid(), 9)
+                pwrite=lambda file, content, at: os.pwrite(file, content[:10], at) and os.kill(os.getpid(), 9)
             )
             sink.keep(tensor_key(5), VALUES[5].shape, VALUES[5])
             sink.end_step()
@@ -352,6 +352,18 @@ def test_killed_process_leaves_every_complete_step(tmp_path: Path) -> None:
         assert np.array_equal(np.stack([*instrument.load(tmp_path).tensors()["values"]]), VALUES[:5].numpy())
         check(raw(tmp_path))
         compact(tmp_path)
+
+
+def test_disk_space_is_allocated_ahead_and_released(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path, tensors="bytes")
+    value = torch.zeros(2**18)  # 1 MB
+    sink.keep(tensor_key(), value.shape, value)
+    sink.end_step()
+    (block,) = block_files(tmp_path).values()
+    is_ahead = block.stat().st_blocks * 512 >= 2**21
+    assert (block.stat().st_size, is_ahead) == (2**20, blocks._fallocate is not None)
+    sink.close()
+    assert (block.stat().st_size, block.stat().st_blocks * 512 < 2**21) == (2**20, True)
 
 
 def test_removed_block_is_an_error_of_the_next_step(tmp_path: Path) -> None:

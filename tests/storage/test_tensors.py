@@ -149,7 +149,7 @@ def test_tensor_is_sliced_and_cast_before_it_is_copied(tmp_path: Path, mode: Any
         wanted = wanted.reshape(-1)[: spec["max_elements"]]
     if "dtype" in spec:
         wanted = wanted.to(getattr(torch, spec["dtype"]))
-    sink = ParquetSink(tmp_path, tensors=mode)
+    sink = ParquetSink(tmp_path, tensors=mode, when_full="drop")  # the thread writes it
     model = nn.Identity()
     with instrument.Probe(make_plan(read_specs({"h": {**RECORD, **spec}}), model), sink) as probe:
         model(given)
@@ -167,7 +167,7 @@ def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest
     """A step needs 6 MB."""
     monkeypatch.setattr(module, "POOL_BYTES", 10_000_000)
     before = set(threading.enumerate())
-    sink = ParquetSink(tmp_path, tensors="bytes")
+    sink = ParquetSink(tmp_path)
     for step in range(6):
         for _ in range(30):
             sink.keep(tensor_key(step), [50_000], torch.zeros(50_000))
@@ -178,3 +178,29 @@ def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest
     sink.close()
     assert not thread.is_alive()
     assert len(finished(tmp_path).tensors(step=5)) == 30
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6.0),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(8)[::2],
+        torch.complex(*torch.ones(2, 3)).conj(),
+    ],
+    ids=["contiguous", "transposed", "strided", "conjugated"],
+)
+def test_hook_writes_bytes_in_cpu_memory_itself(tmp_path: Path, value: torch.Tensor) -> None:
+    sink = ParquetSink(tmp_path, tensors="bytes")
+    expected = value.clone()
+    for step in range(2):
+        sink.keep(tensor_key(step), value.shape, value)
+        value.zero_()
+        sink.end_step()
+    assert (sink._tensors._thread, sink._tensors.pool.used) == (None, 0)
+    sink.keep(tensor_key(2), [1], torch.ones(1), None)
+    sink._tensors._submit(lambda: None)  # as for a tensor on a GPU
+    sink.keep(tensor_key(3), expected.shape, expected)
+    sink.close()
+    found = finished(tmp_path).tensors()["values"]
+    assert [torch.equal(torch.tensor(each), expected) for each in found] == [True, False, False, True]
