@@ -15,7 +15,7 @@ from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.experiment import RunConfig
 from instrument.config.modify import FUNCTIONS
-from instrument.config.parse import parse_hooks, parse_rules
+from instrument.config.parse import parse_rules
 from instrument.config.rules import RULES, RuleBase
 from instrument.tables.kinds import KINDS
 from instrument.tables.statistics import STATISTICS
@@ -80,14 +80,6 @@ def test_example_of_a_section_is_valid(name: str, given: dict[str, Any]) -> None
         assert set(given) <= set(RunConfig.model_fields)
     else:
         model.model_validate(given)
-
-
-@pytest.mark.parametrize("name", [*MAKE.HOOKS, *MAKE.APPLY])
-def test_example_of_an_action_is_valid(name: str) -> None:
-    if name in MAKE.HOOKS:
-        assert parse_hooks({"mine": MAKE.HOOKS[name]})
-    else:
-        ACTIONS[name].model_validate(MAKE.APPLY[name])
 
 
 @pytest.mark.parametrize(
