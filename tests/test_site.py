@@ -24,6 +24,7 @@ SMALL = f"""
 INHERIT: {REPOSITORY / "mkdocs.yml"}
 docs_dir: {REPOSITORY / "docs"}
 theme: {{custom_dir: {REPOSITORY / "docs" / "theme"}}}
+hooks: [{REPOSITORY / "docs" / "theme" / "search_order.py"}]
 exclude_docs: "*\\n!/index.md\\n!/start.md\\n!/assets/"
 nav: [index.md, start.md]
 validation: {{links: {{not_found: info}}}}
