@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -163,19 +162,25 @@ def _tokens(batch: int, length: int, vocabulary: int) -> Callable[[str], tuple[T
     return make
 
 
+def _resnet(name: str, classes: int) -> nn.Module:
+    from torchvision import models
+
+    return models.get_model(name, num_classes=classes)  # type: ignore[no-any-return]
+
+
 WORKLOADS = {
     "mnist_cnn": Workload("MNIST CNN, batch 64", MnistCNN, _images((64, 1, 28, 28), 10)),
     "gpt": Workload("GPT 6x256, batch 8 x 128", GPT, _tokens(8, 128, 1024)),
     "resnet18": Workload(
         "ResNet-18, 64x64, batch 32",
-        lambda: torchvision.models.resnet18(num_classes=100),
+        lambda: _resnet("resnet18", 100),
         _images((32, 3, 64, 64), 100),
     ),
 }
 GPU_WORKLOADS = {
     "resnet50": Workload(
         "ResNet-50, 224x224, batch 64",
-        lambda: torchvision.models.resnet50(num_classes=1000),
+        lambda: _resnet("resnet50", 1000),
         _images((64, 3, 224, 224), 1000),
     ),
     "gpt2_small": Workload(

@@ -30,6 +30,7 @@ IMAGES = Path(__file__).parent / "images"
 DOCS = Path(__file__).parent
 # The figures that the code of each page saves. A page may use the runs of the pages before it.
 FIGURES = {
+    "index": ("gpt2",),
     "guides/attention": ("attention", "positions", "lens"),
     "guides/induction": ("induction-attention", "induction-ablation", "induction-training"),
     "guides/causal_tracing": ("causal-tracing",),

@@ -15,7 +15,7 @@ from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.experiment import RunConfig
 from instrument.config.modify import FUNCTIONS
-from instrument.config.parse import parse_hooks, parse_rules
+from instrument.config.parse import parse_rules
 from instrument.config.rules import RULES, RuleBase
 from instrument.tables.kinds import KINDS
 from instrument.tables.statistics import STATISTICS
@@ -82,14 +82,6 @@ def test_example_of_a_section_is_valid(name: str, given: dict[str, Any]) -> None
         model.model_validate(given)
 
 
-@pytest.mark.parametrize("name", [*MAKE.HOOKS, *MAKE.APPLY])
-def test_example_of_an_action_is_valid(name: str) -> None:
-    if name in MAKE.HOOKS:
-        assert parse_hooks({"mine": MAKE.HOOKS[name]})
-    else:
-        ACTIONS[name].model_validate(MAKE.APPLY[name])
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -136,6 +128,51 @@ HOOKS_PAGE = (REPOSITORY / "docs" / "hooks.md").read_text()
 def test_hooks_page_has_a_section_for_every_kind() -> None:
     sections = re.findall(r"^## `(\w+)`$", HOOKS_PAGE, re.M)
     assert sorted(sections) == sorted([*KINDS, "backward"])
+
+
+def test_comparison_has_the_tools_jobs_and_workloads_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = REPOSITORY / "benchmarks" / "peers"
+    monkeypatch.syspath_prepend(str(folder.parent))
+    compare = load_module("benchmarks_compare", folder / "compare.py")
+    jobs = {tool: (folder / f"with_{tool.replace('-', '_')}.py").read_text() for tool in compare.PEERS}
+    page = compare.PAGE.read_text()
+    features, header, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith(("| | ", "| tool |", *(f"| {name or tool} |" for tool, name in compare.PEERS.items())))
+    )
+    assert {*features[1:]} - {*compare.PEERS} == {"msprobe"}
+    assert tuple(header) == compare.HEADER
+    assert {row[0] for row in rows} == {name or tool for tool, name in compare.PEERS.items()}
+    for row in rows:
+        assert f'"{row[1].removesuffix(", and their statistics in a list")}"' in jobs[row[0].partition("==")[0]], row
+    part = page.partition(compare.BEGIN)[2].partition(compare.END)[0]
+    assert len(rows) == part.count("\n") - 4  # no row of another tool or version
+
+
+def test_bench_peers_replaces_the_rows_of_the_measured_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    compare = load_module("benchmarks_compare", REPOSITORY / "benchmarks" / "peers" / "compare.py")
+    page = compare.PAGE.read_text()
+    assert compare.updated(page, {}) == page
+    row = f"| {compare.PEERS['captum']} | outputs | 2.50 | 1.50 | 1.25 |"
+    found = compare.updated(page, {"captum": [row]}).splitlines()
+    removed = [line for line in page.splitlines() if line.startswith("| captum")]
+    assert removed
+    assert [line for line in found if line != row] == [line for line in page.splitlines() if line not in removed]
+    assert found[found.index(row) - 1].startswith("| torchlens")
+    assert compare.machine() in compare.updated(page, {tool: ["| row |"] for tool in compare.PEERS})
+
+
+@pytest.mark.parametrize("name", ["benchmarks/README.md", "docs/performance.md"])
+def test_each_measured_table_names_its_command(name: str) -> None:
+    sections = re.split(r"^## ", (REPOSITORY / name).read_text(), flags=re.M)
+    with_tables = [section for section in sections if "|---|" in section]
+    assert with_tables
+    for section in with_tables:
+        scripts = re.findall(r"python (benchmarks/[\w/]+\.py)", section)
+        assert scripts, section.partition("\n")[0]
+        assert all((REPOSITORY / script).exists() for script in scripts)
 
 
 def test_every_trap_names_a_test() -> None:

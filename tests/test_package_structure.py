@@ -148,7 +148,8 @@ def test_only_registries_name_the_interpretation_of_networks() -> None:
 def test_moved_names_work_with_a_warning(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, old, raising=False)
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}")) as warnings:
+    message = rf"{re.escape(f'{old} is now {new}')}.*; version 0\.4\.0 removes"
+    with pytest.warns(DeprecationWarning, match=message) as warnings:
         if old in moved_names.MODULES:
             found, expected = vars(import_module(old)), vars(import_module(new))
             assert {key for key in expected if not key.startswith("__")} <= found.keys()
@@ -156,6 +157,15 @@ def test_moved_names_work_with_a_warning(old: str, new: str, monkeypatch: pytest
         else:
             assert getattr(import_module(module), name) is getattr(import_module(new), name)
             assert {warning.filename for warning in warnings} == {__file__}  # otherwise, Python shows no warning
+
+
+def test_compatibility_page_lists_the_deprecated_names_with_dates() -> None:
+    page = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    rows = [line for line in page.splitlines() if re.search(r"\| 0\.3\.0, \d{4}-\d\d-\d\d \| 0\.4\.0, ", line)]
+    for old in moved_names.MODULES:
+        assert any(f"`{old}`" in row for row in rows), old
+    for old in moved_names.ATTRIBUTES:
+        assert re.search(rf"`[\w.]*{old.rpartition('.')[2]}`", "".join(rows)), old
 
 
 def test_other_names_of_moved_packages_are_not_found() -> None:

@@ -24,6 +24,7 @@ SMALL = f"""
 INHERIT: {REPOSITORY / "mkdocs.yml"}
 docs_dir: {REPOSITORY / "docs"}
 theme: {{custom_dir: {REPOSITORY / "docs" / "theme"}}}
+hooks: [{REPOSITORY / "docs" / "theme" / "search_order.py"}]
 exclude_docs: "*\\n!/index.md\\n!/start.md\\n!/assets/"
 nav: [index.md, start.md]
 validation: {{links: {{not_found: info}}}}
@@ -74,12 +75,31 @@ def test_search_works_from_a_folder(site: Path, browser: Browser) -> None:
     assert [url for url in requests if not url.startswith("file:")] == []
 
 
-def test_search_index_has_every_page(site: Path) -> None:
+def indexed(site: Path) -> dict[str, float]:
+    """Return the factor of the score of each page in the search."""
     index = json.loads((site / "search" / "search_index.json").read_text())
-    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    return {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index["docs"]}
+
+
+def test_search_index_has_every_page_and_prefers_guides(site: Path) -> None:
+    found = indexed(site)
+    assert found["start.html"] > 1
+    if "changelog.html" in found:
+        assert found["sweeps.html"] == found["guides/nan.html"] == found["start.html"]
+        assert found["reference/actions.html"] == 1
+        assert 1 > found["gallery/he_init.html"] == found["architecture.html"] == found["changelog.html"]
     pages = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"404.html"}
     assert "start.html" in pages
     assert {page for page in pages if page not in found and page != "index.html"} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", ["whole"], indirect=True)
+def test_no_page_is_wider_than_a_phone(site: Path, browser: Browser) -> None:
+    with browser.new_page(viewport={"width": 400, "height": 800}) as page:
+        for file in sorted(site.rglob("*.html")):
+            page.goto(file.as_uri())
+            assert page.evaluate("document.documentElement.scrollWidth") <= 400, file
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""The same job with other tools, each in a separate environment. The script prints a table of relative step times.
+"""The same job with other tools, each in a separate environment: the table of relative step times in `docs/comparison.md`.
 
     python benchmarks/peers/compare.py [--only captum wandb] [--rounds 8]
 
 The environments are created in `.peers/` on top of the current environment: they share PyTorch, and each has the dependencies of
-one tool. A tool that fails also has a row, with its error.
+one tool. A tool that fails also has a row, with its error. With `--only`, the other rows of the page stay.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from measure import machine  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 ENVIRONMENTS = HERE.parent.parent / ".peers"
+PAGE = HERE.parent.parent / "docs" / "comparison.md"
+BEGIN, END = "<!-- peers: made by make bench-peers -->\n", "<!-- /peers -->"
+HEADER = ("tool", "recorded per step", *(workload.name for workload in WORKLOADS.values()))
 PEERS = {
     "instrument": None,
     "nvdlfw-inspect": "nvdlfw-inspect==0.2.2",
@@ -77,14 +81,25 @@ def cell(result: dict[str, Any] | None) -> str:
     return result["failed"].replace("|", "\\|") if "failed" in result else f"{result['ratio']:.2f}"
 
 
+def updated(page: str, measured: Mapping[str, Sequence[str]]) -> str:
+    """Return the page with new rows of the measured tools. The other rows stay, if their version is that of `PEERS`."""
+    before, _, rest = page.partition(BEGIN)
+    old, _, after = rest.partition(END)
+    hardware = machine() if measured.keys() == PEERS.keys() else old.partition("\n")[0]
+    rows = []
+    for tool, requirement in PEERS.items():
+        kept = [row for row in old.splitlines() if row.startswith(f"| {requirement or tool} |")]
+        rows += measured.get(tool, kept)
+    table = "\n".join([f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|", *rows])
+    return f"{before}{BEGIN}{hardware}\n\n{table}\n{END}{after}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", default="8")
     parser.add_argument("--only", nargs="*", choices=list(PEERS), default=list(PEERS))
     options = parser.parse_args()
-    print(machine())
-    print("\n| tool | recorded per step | " + " | ".join(w.name for w in WORKLOADS.values()) + " |")
-    print("|---|---|" + "---|" * len(WORKLOADS), flush=True)
+    measured: dict[str, list[str]] = {}
     for tool in options.only:
         requirement = PEERS[tool]
         try:
@@ -94,7 +109,9 @@ def main() -> None:
         for label in dict.fromkeys(result["label"] for result in rows):
             by_workload = {result["workload"]: result for result in rows if result["label"] == label}
             cells = [cell(by_workload.get(name, by_workload.get(""))) for name in WORKLOADS]
-            print(f"| {requirement or tool} | {label} | " + " | ".join(cells) + " |", flush=True)
+            measured.setdefault(tool, []).append(f"| {requirement or tool} | {label} | {' | '.join(cells)} |")
+    PAGE.write_text(updated(PAGE.read_text(), measured))
+    print(f"written: {PAGE}")
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ replace, patch: {layers: encoder.1, kind: forward, action: modify, fn: patch, ru
 
 APPLY: dict[str, dict[str, Any]] = yaml.safe_load("""
 init: {types: [Conv2d, Linear], action: init, fn: kaiming_normal_, nonlinearity: relu}
-fill: {layers: encoder.0.0, params: bias, action: fill, value: 0.1}
+fill: {layers: encoder.0.1, params: bias, action: fill, value: 0.1}
 freeze: {layers: encoder.**, action: freeze}
 replace: {types: ReLU, action: replace, module: {_target_: torch.nn.GELU}}
 wrap: {layers: encoder.0, action: wrap, module: {_target_: mymodule.Residual}}

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+REMOVED_IN = "0.4.0"
 MODULES = {
     "instrument.cli.validation_callback": "instrument.commands.validation_callback",
     "instrument.spec.kinds": "instrument.tables.kinds",
@@ -52,4 +53,6 @@ def moved_attribute(module: str, name: str) -> Any:
 
 
 def _warn(old: str, new: str, *, stacklevel: int) -> None:
-    warnings.warn(f"{old} is now {new}; the old name will be removed", DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(
+        f"{old} is now {new}; version {REMOVED_IN} removes the old name", DeprecationWarning, stacklevel=stacklevel
+    )

@@ -146,16 +146,16 @@ def described(section: str) -> dict[str, list[str]]:
 
 
 def test_docs_describe_every_column_and_shared_ones_once() -> None:
-    text = (REPOSITORY / "docs/tables.md").read_text().partition("<!-- tables:")[2]
-    shared = described(text.split("###")[1])
+    text = (REPOSITORY / "docs/reference/tables.md").read_text()
+    shared = described(text.split("## Shared columns")[1].split("## ")[0])
     assert shared == {column.name: [column.unit, column.meaning] for column in tables.IDENTITY}
     for table in TABLES.values():
-        section = text.split(f"### `{table.name}/`: a row is {table.row}\n", 1)[1].split("###")[0]
+        section = text.split(f"## `{table.name}`\n\nA row is {table.row}.", 1)[1].split("\n## ")[0]
         own = described(section)
         assert [*own] == [column.name for column in table.stored if column not in tables.IDENTITY]
         for column in table.stored:
             if column in tables.IDENTITY:
-                assert "all shared columns" in section or f"`{column.name}`" in section.split("| column")[0]
+                assert "all [shared columns]" in section or f"`{column.name}`" in section.split("| column")[0]
             else:
                 assert own[column.name] == [column.unit, column.meaning]
     assert "| `values` | list<float> |" in text
