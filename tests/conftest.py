@@ -160,6 +160,23 @@ def pytest_runtest_setup() -> None:
         seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def composes_once() -> Iterator[None]:
+    """Let a command compose its configuration once. Hydra composes another one, only to read `hydra.mode`, which takes half of the
+    time of a refused command."""
+    from hydra._internal.hydra import Hydra
+
+    original = Hydra.get_mode
+
+    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> object:
+        is_given = any("hydra.mode" in override for override in overrides)
+        return original(self, config_name, overrides) if is_given else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", get_mode)
+        yield
+
+
 @dataclass(frozen=True)
 class Answer:
     """The exit code of a command, and the texts printed to stdout and stderr."""

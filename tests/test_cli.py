@@ -210,15 +210,6 @@ def test_sweep_loads_as_one_frame_with_typed_overrides(sweep_of_four: tuple[Answ
     assert (instrument.load(sweep.folders[2]).metrics.loss != alone.metrics.loss).all()  # a run with another seed
 
 
-def test_sweep_with_a_failed_job_exits_with_code_1(cli: Cli) -> None:
-    write("sweep_mine.py", "def shrink(tensor, context, to):\n    return tensor[: to if context.step else 64]\n")
-    fn = "{_target_: sweep_mine.shrink, to: 64}"
-    hook = f"+hooks.mine={{layers: layers, kind: forward, action: modify, fn: {fn}}}"
-    answer = cli("-m", *TINY, hook.replace(": ", ":"), "hooks.mine.fn.to=3,64", "train.batch_size=64").expect(1)
-    assert "hook 'mine' (forward) on layer 'layers' at step 1" in answer.err
-    assert list(instrument.load(only_entry("runs/run")).runs.status) == ["failed", "done"]
-
-
 def test_custom_model_gets_only_its_own_arguments(cli: Cli) -> None:
     write(
         "own_net.py",

@@ -41,10 +41,12 @@ def mark_combinations(items: Sequence[pytest.Item]) -> None:
     values of two parameters.
     """
     tested: dict[str, set[tuple[tuple[str, str], ...]]] = defaultdict(set)  # by test function
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):  # This order mixes the values.
+    combined = [
+        item for item in items if item.get_closest_marker("combinations") and not item.get_closest_marker("slow")
+    ]
+    for item in sorted(combined, key=lambda item: zlib.crc32(item.nodeid.encode())):  # This order mixes the values.
         marker = item.get_closest_marker("combinations")
-        if marker is None or item.get_closest_marker("slow") is not None:
-            continue
+        assert marker is not None
         assert isinstance(item, pytest.Function)
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
         found = set(itertools.combinations(values, *marker.args or (1,)))

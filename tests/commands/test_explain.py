@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from instrument.tables.kinds import KINDS
 from instrument.tables.schemas import TABLES
 from instrument.tables.statistics import STATISTICS
 
-ENTRIES = list(explain.entries())
 TARGET = {"_target_": "mymodule.Any"}
 CONFIG: dict[str, Any] = {
     "name": "mine",
@@ -27,14 +27,23 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def known() -> Iterator[list[explain.Entry]]:
+    """Everything that can be explained. It is found once, which takes a second."""
+    found = list(explain.entries())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain, "entries", lambda: iter(found))
+        yield found
+
+
 def explained(capsys: pytest.CaptureFixture[str], *keys: str) -> str:
     """Return what the verb prints."""
     assert explain.main(keys) == 0
     return capsys.readouterr().out
 
 
-def test_each_example_is_a_valid_configuration() -> None:
-    examples = {entry.example: entry for entry in ENTRIES if entry.what.split()[0] not in ("column", "table", "error,")}
+def test_each_example_is_a_valid_configuration(known: list[explain.Entry]) -> None:
+    examples = {entry.example: entry for entry in known if entry.what.split()[0] not in ("column", "table", "error,")}
     assert "" not in examples
     for example in examples:
         content = yaml.safe_load(example)
@@ -43,8 +52,8 @@ def test_each_example_is_a_valid_configuration() -> None:
         parse_config({**CONFIG, **content, "data": data, "train": train})
 
 
-def test_each_example_has_the_key_that_it_explains() -> None:
-    fields = [entry for entry in ENTRIES if entry.what.startswith(("configuration key", "field of"))]
+def test_each_example_has_the_key_that_it_explains(known: list[explain.Entry]) -> None:
+    fields = [entry for entry in known if entry.what.startswith(("configuration key", "field of"))]
     assert len(fields) > 100
     for entry in fields:
         name = entry.key.rpartition(".")[2]
@@ -53,8 +62,8 @@ def test_each_example_has_the_key_that_it_explains() -> None:
         assert f"{name}: []" not in entry.example, entry
 
 
-def test_everything_that_can_be_registered_is_explained() -> None:
-    of = {what: {entry.key for entry in ENTRIES if entry.what == what} for what in {entry.what for entry in ENTRIES}}
+def test_everything_that_can_be_registered_is_explained(known: list[explain.Entry]) -> None:
+    of = {what: {entry.key for entry in known if entry.what == what} for what in {entry.what for entry in known}}
     assert of["statistic"] == {*STATISTICS}
     assert of["rule"] == {*RULES}
     assert of["kind of hooks"] == {*KINDS}

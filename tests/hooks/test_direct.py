@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import weakref
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import test_trap_random_graphs as random_graphs
 import torch
+from fork_server import Command
 from hook_runs import Calls, record, run_steps, scale
 from tiers import portions
 from torch import Tensor, nn
@@ -675,16 +676,21 @@ def test_compiled_types_reject_other_objects() -> None:
         native.PlainCalls(None, counter, (), (), print).enter()
 
 
-def test_rows_are_the_same_without_the_c_extension() -> None:
-    """A process without the compiled module writes the same rows, up to rounding."""
-    program = (
-        "import sys; sys.modules['instrument.stats.native'] = None\n"
+def test_rows_are_the_same_without_the_c_extension(tmp_path: Path) -> None:
+    """A process that imports the package without the compiled module writes the same rows, up to rounding."""
+    program = tmp_path / "without_c_extension.py"
+    program.write_text(
+        "import sys\n"
+        "sys.modules['instrument.hooks.compiled_operators'].LIBRARY._destroy()\n"  # PyTorch defines operators once
+        "for name in [name for name in sys.modules if name.partition('.')[0] == 'instrument']:\n    del sys.modules[name]\n"
+        "sys.modules['instrument.stats.native'] = None\n"
         "import json, torch, test_direct\n"
+        "assert test_direct.cpu_kernel.KERNEL == 'portable'\n"
         "torch.manual_seed(0)\n"
         "print(json.dumps(test_direct.rows_of(test_direct.Branches(), test_direct.SPECS)['stats'], default=float))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = Command(tmp_path, program, [], {"PYTHONPATH": os.pathsep.join(sys.path)}, "process").wait()
+    assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
     expected = rows_of(Branches(), SPECS)["stats"]
     found = json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """PyTorch's own databases of operators and modules, with which PyTorch tests itself.
 
 Recording changes no result of an operator, and the recorded gradients of a module's arguments are those of PyTorch's hook.
-Each test imports its database, which takes 4 seconds.
+All tests are slow: each imports its database, which takes 4 seconds.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from hook_runs import Calls, keep, tensors_by
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_leaves_with_path, tree_map
 
 import instrument
 
+pytestmark = pytest.mark.slow
+
+PARTS = [pytest.param(slice(start, None, 12), id=f"part {start}") for start in range(12)]  # of a database
 FUNCTION_HOOKS = {
     kind: {"layers": ".", "kind": kind, "functions": "*", "action": "record"} for kind in ("function", "function_grad")
 }
 PROPERTIES = ("H", "T", "mH", "mT")  # reads of which are not seen
 INPUT_GRADIENTS = keep("full_backward")
-
-
-def parts(quick: int) -> list[ParameterSet]:
-    """Split a database: one entry in `quick` is the quick part, and 12 slow parts are together all of it."""
-    return [
-        pytest.param(slice(0, None, quick), id=f"every {quick}th"),
-        *(pytest.param(slice(start, None, 12), id=f"part {start}", marks=pytest.mark.slow) for start in range(12)),
-    ]
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -94,7 +88,7 @@ def forms(entry: Any) -> Iterator[tuple[Callable[..., Any], bool]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", parts(100))
+@pytest.mark.parametrize("part", PARTS)
 def test_recorded_functions_change_no_operator(part: slice) -> None:
     from torch.testing._internal.common_methods_invocations import op_db
 
@@ -175,7 +169,7 @@ def compare_with_pytorch_hook(module: nn.Module, args: Any, kwargs: Any, subject
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", parts(48))
+@pytest.mark.parametrize("part", PARTS)
 def test_gradients_of_arguments_equal_pytorch_module_hook(part: slice) -> None:
     from torch.testing._internal.common_modules import module_db
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from clipped_gradients import check_recorded, keep_gradients
 from hook_runs import assert_equal
+from tiers import tiered
 from torch import nn
 
 import instrument
@@ -249,11 +250,16 @@ EVALUATIONS: dict[str, tuple[str, Callable[[Any], Any] | None, dict[str, Any]]] 
     "request": ("on_step_end", set_evaluation(True), {"eval_strategy": "steps", "eval_steps": 3}),
     "refusal": ("on_step_end", set_evaluation(False), STEPS),
 }
+# One of each kind: a strategy, a call at each of the events of a step, a prediction, and a changed request.
+QUICK_EVALUATIONS = (
+    *("several sets", "at the end of epochs", "evaluate before the step of the optimizer"),
+    *("evaluate between micro-batches", "predict", "refusal"),
+)
 
 
 @pytest.mark.combinations
 @pytest.mark.parametrize("before", [True, False], ids=["earlier callback", "later callback"])
-@pytest.mark.parametrize("case", EVALUATIONS)
+@pytest.mark.parametrize("case", tiered(EVALUATIONS, QUICK_EVALUATIONS))
 def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path) -> None:
     event, action, settings = EVALUATIONS[case]
     hooks = {**CALLS, "gradient": {**CALLS["train"], "kind": "full_backward", "role": "grad_output"}}

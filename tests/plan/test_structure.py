@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from architectures import Architecture
+from tiers import tiered
 from torch import nn
 from transformer_zoo import (
     CORRECTED,
@@ -60,14 +61,25 @@ def found_in(model: nn.Module) -> dict[str, list[str]]:
     return {name: [layer.name for layer in layers] for name, layers in found.items()}
 
 
-@pytest.mark.parametrize("example", [*LOOKED_AT, *SET_ASIDE, *CORRECTED], ids=str)
+@pytest.mark.parametrize(
+    "example",
+    [
+        *(*LOOKED_AT, *CORRECTED, *SET_ASIDE[::3]),
+        *(pytest.param(each, id=str(each), marks=pytest.mark.slow) for each in (*SET_ASIDE[1::3], *SET_ASIDE[2::3])),
+    ],
+    ids=str,
+)
 def test_structure_of_a_transformer(example: Example) -> None:
     found = {name: len(layers) for name, layers in found_in(example.make()).items()}
     assert found == {**dict.fromkeys(NAMES, 0), **example.parts, **MISSES.get(example.name, {})}
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet18", "densenet121", "efficientnet_b0", "convnext_tiny", "mobilenet_v3_small", "regnet_y_400mf"]
+    "name",
+    tiered(
+        ["resnet18", "densenet121", "efficientnet_b0", "convnext_tiny", "mobilenet_v3_small", "regnet_y_400mf"],
+        ["resnet18", "convnext_tiny"],
+    ),
 )
 def test_convolutional_network_has_no_parts_of_a_transformer(name: str) -> None:
     found = found_in(Architecture("torchvision", name).make())
