@@ -1,6 +1,6 @@
 """`instrument.diff(a, b)` and `python -m instrument.diff A B`: compare what two runs recorded, layer by layer.
 
-The command prints a summary and a table of the layers. `--html FILE` writes them to a page with a chart.
+The command prints a summary and a table of the layers. `--json` prints all layers.
 
 Exit codes: 0, no difference exceeds the tolerance; 1, the runs differ; 2, the arguments are invalid, or the runs have
 nothing in common.
@@ -12,9 +12,8 @@ import argparse
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
@@ -55,7 +54,6 @@ def command_line() -> argparse.ArgumentParser:
         choices=["foreign"],
         help="read folders as tensors that other programs wrote, also if they contain a run",
     )
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
     add_json(parser)
     return parser
 
@@ -85,26 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(difference)
         if not difference.is_identical and len(difference.layers):
             _print_tables(difference)
-    if args.html is not None and not _write(difference, args.html, sys.stderr if args.json else sys.stdout):
-        return 2
     return 0 if difference.is_within_tolerance else 1
-
-
-def _write(difference: Diff, file: Path, output: TextIO) -> bool:
-    """Write the page, and print its path to `output`. If it cannot be written, print the reason and return false."""
-    from instrument.report import make
-
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        path = make(difference).save(file)
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return False
-    except OSError as error:
-        print(f"{error.filename or file}: {error.strerror}", file=sys.stderr)
-        return False
-    print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)", file=output)
-    return True
 
 
 def _renamed(entries: Sequence[str]) -> dict[str, str]:
@@ -143,7 +122,7 @@ def _print_tables(difference: Diff) -> None:
     if difference.statistics or difference.tensors.empty:  # otherwise the table of tensors has all differences
         console.print("\nlargest relative differences, in the order of execution:", table)
     if (rest := len(difference.layers) - len(rows)) > 0:
-        print(f"... and {rest:,} more: --html FILE shows all")
+        print(f"... and {rest:,} more: --json prints all")
     if len(difference.tensors):
         noise = {"noise": "noise", "ratio": "L2 / noise"} if difference.noise else {}
         columns = ("elements", "L2", *noise.values(), "cosine", "max abs", "max rel")

@@ -1,8 +1,8 @@
 """`python -m instrument.verify +exp=...`: verify that the record hooks of an experiment do not change training.
 
 The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the
-optimizer state and random states must have equal bits after each step and each evaluation, and so must the outputs of
-evaluations: their fingerprints are compared. Under torchrun, those of all processes are compared.
+optimizer state and random states must have equal bits after each step and each evaluation: their fingerprints are compared.
+Under torchrun, those of all processes are compared.
 
 Exit codes: 0, equal; 1, the hooks change a value; 2, the arguments are invalid; 3, two trainings without hooks differ,
 so nothing can be verified.
@@ -71,7 +71,7 @@ def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
         f"{len(certificate.hooks)} record hooks at {certificate.sites} locations "
         f"({', '.join(certificate.hooks) or 'none'}), which recorded {certificate.rows:,} rows",
         f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and optimizer tensors, "
-        "random states; and the outputs of evaluations",
+        "random states",
     ]
     if certificate.left_out:
         lines.append(f"not verified, since they change values by design: {', '.join(certificate.left_out)}")

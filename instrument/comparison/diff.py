@@ -25,7 +25,7 @@ from ..formatting import shorten
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
-from .layer_renaming import entries_text, renamed_layers, suggested_renaming
+from .layer_renaming import renamed_layers
 from .operators import compare_operators, no_common_step
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
@@ -108,8 +108,6 @@ def diff(
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
-    types, types_of_other = (dict(zip(each["layer"], each["module_type"], strict=True)) for each in (one, other))
-    suggestion = suggested_renaming(types, types_of_other, plain)
     noise = None if measured is None else measured.of(locations)
     comparison = Comparison(runs, locations, tables, tolerance, noise, {} if measured is None else measured.order)
     comparison.compare_statistics()
@@ -120,7 +118,7 @@ def diff(
             sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
         ]
         problem = None if any(recorded_steps) else no_common_step(runs, condition)
-        raise ConfigError(problem or _nothing_in_common((one, other), comparison, recorded_steps, suggestion))
+        raise ConfigError(problem or _nothing_in_common((one, other), comparison, recorded_steps))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]
     common = sorted({step for steps in steps_of for step in steps})
     tensors = comparison.tensor_table()
@@ -144,7 +142,6 @@ def diff(
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
         other_parts=comparison.other_parts,
-        suggestion=suggestion,
         operators=operators,
         noise="" if measured is None or tolerance is not None or tensors.empty else measured.source,
         alignment=alignment,
@@ -228,7 +225,6 @@ def _nothing_in_common(
     places: Sequence[pd.DataFrame],
     comparison: Comparison,
     steps: Sequence[Sequence[int]],
-    suggestion: Mapping[str, str],
 ) -> Problem:
     """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations
@@ -241,8 +237,7 @@ def _nothing_in_common(
         message = "no tensor was recorded at the compared steps"
         fix = "add a record hook, such as hooks=activations, or compare other steps"
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
-        entry = entries_text(suggestion) or "OLD=NEW"
-        message, texts, fix = "no layer was recorded by both runs", layers, f"rename layers: {entry}"
+        message, texts, fix = "no layer was recorded by both runs", layers, "rename layers: OLD=NEW"
     elif locations.empty:
         message, fix = "the hooks of the two runs record different tensors", "record with the same hooks"
     elif not set(steps[0]) & set(steps[1]):

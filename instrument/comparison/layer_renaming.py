@@ -1,18 +1,14 @@
-"""Layers that have other names in another run: mappings with patterns, and suggestions for such a mapping."""
+"""Layers that have other names in another run: mappings with patterns."""
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.globs import ROOT
 from ..formatting import shorten
-
-MAX_COMPARED = 200  # layers of each run that are compared for a suggestion
-_MAX_TRIED, _MAX_ENTRIES = 20, 30  # candidates for a suggested entry, and suggested entries
 
 
 def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Sequence[str]) -> dict[str, str]:
@@ -37,46 +33,6 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
     return names
 
 
-def suggested_renaming(
-    layers: Mapping[str, str], others: Mapping[str, str], rename: Mapping[str, str]
-) -> dict[str, str]:
-    """Return entries to add to `rename`, each of which matches more layers, the one that matches the most first.
-
-    Args:
-        layers: The class of each layer of a run, by name.
-        others: The class of each layer of the other run, by name.
-        rename: The given entries.
-    """
-    found: dict[str, str] = {}
-    matched = _matched(layers, others, rename)
-    left = [name for name in layers if name not in matched][:MAX_COMPARED]
-    free = [name for name in others if name not in matched.values()][:MAX_COMPARED]
-    entries = {(one, two): _difference(one, two) for one in left for two in free if layers[one] == others[two]}
-    while len(found) < _MAX_ENTRIES:
-        taken = {*matched.values()}
-        count = Counter(entry for (one, two), entry in entries.items() if one not in matched and two not in taken)
-        for (old, new), _ in count.most_common(_MAX_TRIED):
-            now = _matched(layers, others, {**rename, **found, old: new}) if old not in found else {}
-            if len(now) > len(matched):
-                found[old], matched = new, now
-                break
-        else:
-            break
-    return found
-
-
-def entries_text(rename: Mapping[str, str]) -> str:
-    """Return entries as the arguments of `--rename`."""
-    return shlex.join(f"{old}={new}" for old, new in rename.items())
-
-
-def _matched(layers: Mapping[str, str], others: Mapping[str, str], rename: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the layers that the other run has with the same class; empty if two layers get the same name."""
-    names, _ = _names(rename, [*layers])
-    same = {layer: name for layer, name in names.items() if name in others and others[name] == layers[layer]}
-    return {} if _taken_twice(names, [*others]) else same
-
-
 def _names(rename: Mapping[str, str], layers: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return the new name of each layer, and the new names that each entry makes."""
     names = dict(zip(layers, layers, strict=True))
@@ -94,16 +50,6 @@ def _names(rename: Mapping[str, str], layers: Sequence[str]) -> tuple[dict[str, 
 def _taken_twice(names: Mapping[str, str], others: Sequence[str]) -> list[str]:
     taken, known = Counter(names.values()), {*others}
     return [name for name in names.values() if taken[name] > 1 and name in known]
-
-
-def _difference(layer: str, other: str) -> tuple[str, str]:
-    """Return two names without the segments that they have in common at the end, and with `*` for their numbers if these are equal."""
-    one, two = layer.split("."), other.split(".")
-    while one and two and one[-1] == two[-1]:
-        one, two = one[:-1], two[:-1]
-    if [name for name in one if name.isdigit()] == [name for name in two if name.isdigit()]:
-        one, two = (["*" if name.isdigit() else name for name in each] for each in (one, two))
-    return ".".join(one) or ROOT, ".".join(two) or ROOT
 
 
 def _check(

@@ -12,7 +12,6 @@ import pandas as pd
 
 from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
-from .layer_renaming import entries_text
 from .operators import JUMP, OperatorDifferences
 from .operators import summary as operator_summary
 from .precision import NOISE_RATIO
@@ -71,7 +70,6 @@ class Diff:
         unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have, and of all
             rows at steps that only this run recorded.
         other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
-        suggestion: The entries of `rename` that would match more layers.
         operators: The differences of operators, if both runs recorded them: of replays with `--ops`.
         noise: For folders of tensors without a given tolerance, how the rounding noise of the layers is known; otherwise empty.
         alignment: For folders of tensors, how their tokens are aligned, and which tensors could not be written; otherwise empty.
@@ -95,7 +93,6 @@ class Diff:
     unmatched: pd.DataFrame
     unmatched_rows: tuple[int, int]
     other_parts: int
-    suggestion: Mapping[str, str]
     operators: OperatorDifferences | None = None
     noise: str = ""
     alignment: str = ""
@@ -355,8 +352,6 @@ def _unmatched(diff: Diff) -> Iterator[str]:
         listed = ", ".join(list(dict.fromkeys(places))[:MAX_LISTED])
         more = f", ... ({len(rows):,} in all)" if len(rows) > MAX_LISTED else ""
         yield f"only in {name.upper()}: {listed}{more}"
-    if diff.suggestion:
-        yield f"  --rename {entries_text(diff.suggestion)} would match more layers"
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
             yield f"rows only in {name}: {count:,} (other steps or tables, or a different number of calls, ranks or micro-steps)"

@@ -12,11 +12,10 @@ from typing import Any
 from ..analysis.load import Run, load
 from ..analysis.plot_data import short_names
 from ..analysis.run_history import METRICS
-from ..comparison.result import Diff
 from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.style import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
-from . import diff_page, run_page, sweep_page
+from . import run_page, sweep_page
 from .numbers import as_json, packed
 from .panels import Panel, label_of
 
@@ -46,21 +45,19 @@ class Report:
         return FRAME.format(escape(self.html, quote=True))
 
 
-def make(run: Run | Diff | str | Path) -> Report:
-    """Create the report of a run, of several runs if the folder contains several, or of a comparison of two runs.
+def make(run: Run | str | Path) -> Report:
+    """Create the report of a run, or of several runs if the folder contains several.
 
     Args:
-        run: A run from `instrument.load`, the folder of a run, or the result of `instrument.diff`.
+        run: A run from `instrument.load`, or the folder of a run.
 
     Returns:
         The report; call its method `save` to write it to a file.
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
-        InstrumentError: Plotly or Jinja2 is not installed, or for a comparison matplotlib.
+        InstrumentError: Plotly or Jinja2 is not installed.
     """
-    if isinstance(run, Diff):
-        return Report(_page("diff.html", **diff_page.content(run), live=False))
     opened = run if isinstance(run, Run) else load(run)
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
@@ -84,23 +81,22 @@ def render(
     scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
     scripts[-1:-1] = [panel.script for panel in panels.values()]
     data = {**with_vocabulary(numbers), "panels": {name: panel.data for name, panel in panels.items()}}
-    return _page(
-        template,
-        **words,
-        label_of=label_of,
-        live=live,
-        path=str(path),
-        script="\n".join(scripts),
-        plotly=_plotly(),
-        data=packed(as_json(data)),
+    page: str = (
+        _templates()
+        .get_template(template)
+        .render(
+            **words,
+            label_of=label_of,
+            live=live,
+            path=str(path),
+            script="\n".join(scripts),
+            plotly=_plotly(),
+            data=packed(as_json(data)),
+            style=(TEMPLATES / "style.css").read_text(),
+            version=installed_version(DISTRIBUTION),
+        )
     )
-
-
-def _page(template: str, **values: Any) -> str:
-    style = (TEMPLATES / "style.css").read_text()
-    return str(
-        _templates().get_template(template).render(**values, style=style, version=installed_version(DISTRIBUTION))
-    )
+    return page
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:

@@ -554,7 +554,7 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
         [{"layer": "encoder.0"}, {"layer": "encoder.1"}],
         [{"layer": "backbone.0"}, {"layer": "backbone.1"}],
         "no layer was recorded by both runs",
-        "rename layers: encoder=backbone",
+        "rename layers: OLD=NEW",
     ),
     "hooks": ([{}], [{"role": "input"}], "the hooks of the two runs record different tensors", "same hooks"),
     "steps": ([{"step": 1}], [{"step": 2}, {"step": 3}], "no step was recorded by both runs", "every"),

@@ -1,10 +1,10 @@
-"""Layers with other names in another run: mappings and suggestions."""
+"""Layers with other names in another run: mappings."""
 
 from __future__ import annotations
 
 import pytest
 
-from instrument.comparison.layer_renaming import renamed_layers, suggested_renaming
+from instrument.comparison.layer_renaming import renamed_layers
 from instrument.errors import ConfigError
 
 LAYERS = ["", "encoder", "encoder.0", "encoder.0.conv", "encoder.1.conv", "h.3.mlp.up", "head"]
@@ -49,22 +49,3 @@ def test_invalid_entry_is_reported(rename: dict[str, str], message: str) -> None
     with pytest.raises(ConfigError) as error:
         renamed_layers(rename, LAYERS, ["backbone", "backbone.conv"])
     assert message in str(error.value)
-
-
-def test_suggestions_match_all_layers_that_they_can() -> None:
-    one = {"": "Net", "encoder.0": "Conv2d", "encoder.1": "ReLU", "head": "Linear"}
-    other = {"": "Net", "features.0": "Conv2d", "features.1": "ReLU", "out": "Linear"}
-    assert suggested_renaming(one, other, {}) == {"encoder": "features", "head": "out"}
-    assert suggested_renaming(one, other, {"encoder": "features"}) == {"head": "out"}
-    assert suggested_renaming({"a": "ReLU", "b": "Linear"}, {"m.a": "ReLU", "m.b": "Linear"}, {}) == {".": "m"}
-    assert suggested_renaming({"a": "ReLU"}, {"b": "Linear"}, {}) == {}
-
-
-def test_suggestions_have_wildcards_for_repeated_blocks() -> None:
-    parts = {"ln_1": "LayerNorm", "attn.c_proj": "Linear", "mlp.c_fc": "Linear", "mlp.act": "GELU"}
-    names = {"ln_1": "norm1", "attn.c_proj": "attn.proj", "mlp.c_fc": "mlp.fc1", "mlp.act": "mlp.act"}
-    one = {f"h.{block}.{part}": kind for block in range(12) for part, kind in parts.items()}
-    other = {f"blocks.{block}.{names[part]}": kind for block in range(12) for part, kind in parts.items()}
-    rename = suggested_renaming(one, other, {})
-    assert set(renamed_layers(rename, [*one], [*other]).values()) == {*other}
-    assert len(rename) == 4

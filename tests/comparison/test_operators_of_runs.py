@@ -155,11 +155,9 @@ def test_relations_of_another_number_of_processes(tmp_path: Path, call: Call) ->
     out = call(main, tmp_path / "one", tmp_path / "two").expect(0).out
     assert "WITHIN THE TOLERANCE: 3 outputs of operators follow a relation of the processes" in out
     assert "1: parts of the batch or of a sharded tensor" in out
-    page = tmp_path / "page.html"
-    out = call(main, tmp_path / "one", tmp_path / "other", "--html", page).expect(1).out
+    out = call(main, tmp_path / "one", tmp_path / "other").expect(1).out
     assert "the first operator that differs between the processes is aten.mm.default in 0, forward, step 0" in out
     assert "The closest relation is: parts of the batch or of a sharded tensor. Its relative difference is 0.5." in out
-    assert "aten.mm.default" in page.read_text()
     assert "3: no relation" in out
     out = call(main, tmp_path / "two", tmp_path / "other").expect(1).out
     assert "All 2 outputs before it in this step are equal." in out

@@ -20,8 +20,7 @@ class Difference:
     Attributes:
         step: The index of the first step that differs. For an evaluation, the number of completed steps.
         what: The first quantity that differs, such as `the loss` or `the gradient`.
-        where: The parameter, the buffer, or the call of the model in an evaluation; empty if the quantity exists only
-            once.
+        where: The parameter or the buffer; empty if the quantity exists only once.
         hook: The hook that causes the difference; empty if both trainings have no hooks.
         phase: `train` (default) or `eval`.
     """

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import new_class
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
@@ -41,7 +40,7 @@ class Fingerprint:
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        bits: The fingerprints of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
+        bits: The fingerprints of metrics, gradients, parameters, buffers, optimizer state and random
             states. This is the order in which a difference spreads.
     """
 
@@ -86,11 +85,18 @@ def trace(
             strategy = choose_strategy(config, processes)
             experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
-        probe = _OutputProbe(experiment, sink)
+        probe = Probe(
+            experiment.plan,
+            sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=experiment.config.seed,
+            ranks=experiment.strategy.ranks,
+            print_line=lambda line: None,
+        )
 
         def append_fingerprint(progress: Progress) -> None:
-            fingerprints.append(_fingerprint(experiment, progress, probe.outputs))
-            probe.outputs.clear()
+            fingerprints.append(_fingerprint(experiment, progress))
             if len(fingerprints) == max_fingerprints:
                 raise _StopTrainingError
 
@@ -103,80 +109,16 @@ def trace(
     return Trace(fingerprints, len(experiment.plan.sites), rows, parameters)
 
 
-class _OutputProbe(Probe):
-    """A probe that also computes fingerprints of the model outputs in evaluations: by path, for each call of the model."""
-
-    def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
-        self.model = experiment.called_model
-        self.outputs: list[dict[str, int]] = []
-        super().__init__(
-            experiment.plan,
-            sink,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=experiment.config.seed,
-            ranks=experiment.strategy.ranks,
-            print_line=lambda line: None,
-        )
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with _record_outputs(self.model, self.outputs), super().evaluating():
-            yield
-
-
-class _RecordsOutputs:
-    """A mixin that computes fingerprints of the outputs of a model. It precedes the class of the model in a new subclass.
-
-    A forward hook would not be equivalent, because PyTorch may select another implementation for modules with hooks.
-    """
-
-    own_class: type[nn.Module]
-    outputs: list[dict[str, int]]
-
-    def __init_subclass__(cls) -> None:
-        """Do nothing, so that a model class that registers its subclasses does not register the new class."""
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        output = super().__call__(*arguments, **named)  # type: ignore[misc]
-        self.outputs.append({path: int(fingerprint(tensor)) for path, tensor in iter_tensors(output)})
-        return output
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the model as an instance of its original class."""
-        watched = type(self)
-        object.__setattr__(self, "__class__", self.own_class)
-        try:
-            return self.__reduce_ex__(protocol)
-        finally:
-            object.__setattr__(self, "__class__", watched)
-
-
-@contextmanager
-def _record_outputs(model: nn.Module, outputs: list[dict[str, int]]) -> Iterator[None]:
-    """Compute fingerprints of the model outputs inside the block."""
-    own = type(model)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
-    watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
-    object.__setattr__(model, "__class__", watched)  # A compiled model forwards setattr to its inner model.
-    try:
-        yield
-    finally:
-        object.__setattr__(model, "__class__", own)
-
-
-def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, int]]) -> Fingerprint:
+def _fingerprint(experiment: Experiment, progress: Progress) -> Fingerprint:
     """Compute the fingerprint of the present state."""
-    compared = progress.metrics.keys() - set(IGNORED_METRICS)
-    metrics = {(f"the {name}", ""): _of_object(progress.metrics[name]) for name in progress.metrics if name in compared}
-    outputs = {
-        ("the output", f"call {call}" + (f", {path}" if path else "")): bits
-        for call, tensors in enumerate(calls)
-        for path, bits in tensors.items()
+    metrics = {
+        (f"the {name}", ""): _of_object(value)
+        for name, value in progress.metrics.items()
+        if name not in IGNORED_METRICS
     }
     step = progress.step - 1 if progress.phase == "train" else progress.step
     tensors = {key: int(fingerprint(tensor)) for key, tensor in _tensors_of(experiment)}
-    return Fingerprint(step, progress.phase, outputs | metrics | tensors | {("the random state", ""): _random_state()})
+    return Fingerprint(step, progress.phase, metrics | tensors | {("the random state", ""): _random_state()})
 
 
 def joined(fingerprints: Sequence[Fingerprint]) -> Fingerprint:
