@@ -213,7 +213,7 @@ def test_export_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = make_run(tmp_path / "run")
     assert "folder not found" in call(export.main, tmp_path / "nowhere", "--to", "csv").expect(2).err
     answer = call(export.main, folder, "--to", "mlflow", "--out", "here").expect(2)
-    assert "--out: not supported for MLflow, which is configured by its environment variables" in answer.err
+    assert "--out: not supported for mlflow, which is configured by its environment variables" in answer.err
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert f"fix      {pip_command('wandb')}" in call(export.main, folder, "--to", "wandb").expect(2).err
     with pytest.raises(SystemExit) as stop:
