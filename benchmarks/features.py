@@ -1,17 +1,19 @@
-"""Speed of recorded features: writing them in forward passes and reading them, compared with `np.save` and `np.load`; and
-of `run.dataset`: batches of 1024 items in random order, compared with batches in the order in which they were recorded.
+"""Speed of recorded features: writing them in forward passes, compared with `np.save` of each batch; reading them, compared with
+`np.load` of the sorted array; and of `run.dataset`: batches of 1024 items in random order, compared with batches in the order in which
+they were recorded.
 
 python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3] [--cold]
 
-The model returns its input, so that only the recording takes time. The memory is that of the reading process: its peak
-minus the size of the array and minus the memory before the call. `--cold`: the files are not in the page cache when they are
-read. Linux only.
+The model returns its input, so that only the recording takes time. Both sides alternate, and the ratios are those of each round. The memory
+is that of the reading process: its peak minus the size of the array and minus the memory before the call. `--cold`: the files are not
+in the page cache when they are read. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,13 +42,12 @@ def write(folder: Path, values: torch.Tensor, batch: int) -> None:
             probe.end_step()
 
 
-def save(file: Path, values: torch.Tensor, batch: int) -> None:
-    """Collect the same batches in a list, and write them in the order of the dataset with NumPy."""
+def save(folder: Path, values: torch.Tensor, batch: int) -> None:
+    """Write the same batches with `np.save`, each when it is computed."""
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
-    kept = [values[ids].clone() for ids in order.split(batch)]
-    array = np.empty(tuple(values.shape), np.float32)
-    array[order.numpy()] = torch.cat(kept).numpy()
-    np.save(file, array)
+    folder.mkdir()
+    for step, ids in enumerate(order.split(batch)):
+        np.save(folder / f"{step}.npy", values[ids].numpy())
 
 
 def drop_from_page_cache(folder: Path) -> None:
@@ -63,21 +64,23 @@ def memory(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
-def read(folder: Path, *, cold: bool) -> None:
-    """Read the array and the features in this process; print the seconds of both, and the additional memory in MB."""
-    started_at = time.perf_counter()
-    size = np.load(folder / "X.npy").nbytes / 2**20
-    load_seconds = time.perf_counter() - started_at
+def read(folder: Path, rounds: int, *, cold: bool) -> None:
+    """Read the array and the features alternately; print the seconds of both in each round, and the additional memory in MB."""
     run = instrument.load(folder / "run")
     print(run.features, instrument.Features, run.samples.shape)  # imports everything
-    if cold:  # so that both get the memory of the page cache that the system has used before
-        drop_from_page_cache(folder)
-    before = memory("VmRSS")
-    started_at = time.perf_counter()
-    features = run.features(".")
-    seconds = time.perf_counter() - started_at
-    assert features.X.nbytes / 2**20 == size
-    print(load_seconds, seconds, memory("VmHWM") - before - size)
+    size = (folder / "X.npy").stat().st_size / 2**20
+    for number in range(rounds):
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        seconds = {}
+        for name in ("features", "load") if number % 2 else ("load", "features"):
+            if cold:
+                drop_from_page_cache(folder)
+            started_at = time.perf_counter()
+            array = np.load(folder / "X.npy") if name == "load" else instrument.load(folder / "run").features(".").X
+            seconds[name] = time.perf_counter() - started_at
+            del array
+        print(seconds["load"], seconds["features"], memory("VmHWM") - before - size)
 
 
 ORDERS: dict[str, dict[str, int | None]] = {
@@ -98,10 +101,12 @@ def iterate(folder: Path, rounds: int) -> None:
                 for batch in data.batches(1024, window=order.get("window", 64 * 2**20), shuffle=order.get("shuffle")):
                     batch["x"][0, 0].item()
                 seconds[label].append(time.perf_counter() - started_at)
-        medians = {label: statistics.median(each) for label, each in seconds.items()}
-        for label, median in medians.items():
-            speed = len(data) * data.item_bytes / 1e6 / median
-            print(f"| {name}, {label} | {speed:,.0f} | {medians['in order'] / median:.2f} |")
+        for label, each in seconds.items():
+            speed = len(data) * data.item_bytes / 1e6 / statistics.median(each)
+            ratios = [in_order / own for in_order, own in zip(seconds["in order"], each, strict=True)]
+            print(
+                f"| {name}, {label} | {speed:,.0f} | {min(ratios):.2f} | {statistics.median(ratios):.2f} | {max(ratios):.2f} |"
+            )
 
 
 class Tokens(nn.Module):
@@ -135,44 +140,36 @@ def main() -> None:
     parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.read is not None:
-        read(args.read, cold=args.cold)
+        read(args.read, args.rounds, cold=args.cold)
         return
     values = torch.randn(args.samples, args.width, generator=torch.Generator().manual_seed(0))
     size = values.nbytes / 1e6
-    seconds: dict[str, list[float]] = {name: [] for name in ("np.save", "recorded", "np.load", "features")}
-    additional = []
+    seconds: dict[str, list[tuple[float, ...]]] = {"write, np.save": [], "read, np.load": []}
     with tempfile.TemporaryDirectory() as name:
-        write(Path(name) / "run", values[:1], 1)  # imports everything
-    for _ in range(args.rounds):
-        with tempfile.TemporaryDirectory() as name:
-            file, folder = Path(name) / "X.npy", Path(name) / "run"
-            for label, action in (
-                ("np.save", lambda file=file: save(file, values, args.batch)),
-                ("recorded", lambda folder=folder: write(folder, values, args.batch)),
-            ):
+        write(Path(name) / "first", values[:1], 1)  # imports everything
+        for number in range(args.rounds):
+            taken = {}
+            for action in (save, write) if number % 2 else (write, save):
+                folder = Path(name) / action.__name__
                 started_at = time.perf_counter()
-                action()
-                seconds[label].append(time.perf_counter() - started_at)
-            if args.cold:
-                drop_from_page_cache(Path(name))
-            command = [sys.executable, "-W", "ignore", __file__, "--read", name, *["--cold"] * args.cold]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            load_seconds, read_seconds, extra = map(float, done.stdout.splitlines()[-1].split())
-            seconds["np.load"].append(load_seconds)
-            seconds["features"].append(read_seconds)
-            additional.append(extra)
-    print(f"{machine()}\n{args.samples:,} samples x {args.width:,}, {size:,.0f} MB; medians of {args.rounds}\n")
-    print("| | MB/s | relative to NumPy |\n|---|---|---|")
-    for label, reference in (
-        ("np.save", "np.save"),
-        ("recorded", "np.save"),
-        ("np.load", "np.load"),
-        ("features", "np.load"),
-    ):
-        median, base = (statistics.median(seconds[name]) for name in (label, reference))
-        print(f"| {label} | {size / median:,.0f} | {base / median:.2f} |")
-    print(f"\nadditional memory of `features`: {statistics.median(additional):,.0f} MB\n")
-    print("| `run.dataset` | MB/s | relative to the recorded order |\n|---|---|---|")
+                action(folder, values, args.batch)
+                taken[action] = time.perf_counter() - started_at
+                shutil.rmtree(folder)
+            seconds["write, np.save"].append((taken[save], taken[write]))
+        write(Path(name) / "run", values, args.batch)
+        np.save(Path(name) / "X.npy", values.numpy())
+        command = [sys.executable, "-W", "ignore", __file__, "--read", name, "--rounds", str(args.rounds)]
+        done = subprocess.run([*command, *["--cold"] * args.cold], capture_output=True, text=True, check=True)
+        rounds = [tuple(map(float, line.split())) for line in done.stdout.splitlines()[-args.rounds :]]
+        seconds["read, np.load"] = rounds
+    print(f"{machine()}\n{args.samples:,} samples x {args.width:,}, {size:,.0f} MB; {args.rounds} rounds\n")
+    print("| | NumPy, MB/s | relative to NumPy: lowest | median | highest |\n|---|---|---|---|---|")
+    for label, pairs in seconds.items():
+        ratios = sorted(numpy / own for numpy, own, *_ in pairs)
+        speed = size / statistics.median(pair[0] for pair in pairs)
+        print(f"| {label} | {speed:,.0f} | {ratios[0]:.2f} | {statistics.median(ratios):.2f} | {ratios[-1]:.2f} |")
+    print(f"\nadditional memory of `features`: {statistics.median(each[2] for each in rounds):,.0f} MB\n")
+    print("| `run.dataset` | MB/s | relative to the recorded order: lowest | median | highest |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name) / "run", values, args.batch)
         write_tokens(Path(name) / "tokens", values)
