@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-HOOKS, OUT = "INSTRUMENT_HOOKS", "INSTRUMENT_OUT"
+from . import HOOKS
 
 
 def lightning_callbacks() -> list[Any]:
