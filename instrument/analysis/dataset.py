@@ -609,7 +609,7 @@ class ActivationBatches(IterableDataset[Batch]):
         ends = np.cumsum(np.diff(bounds)[chunks])
 
         def load(numbers: Array, buffers: Mapping[str, Tensor]) -> tuple[Batch, Array | None]:
-            """Read those batches of one window. Return its items in the order of the dataset, and the index of each in their own order."""
+            """Read batches of one window. Return their items in the order of the dataset, and the position of each item of the batches."""
             begin = offset + numbers[0] // length * length * size
             end = min(begin + length * size, offset + share)
             places = (numbers[:, None] * size + np.arange(size)).reshape(-1)

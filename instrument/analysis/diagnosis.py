@@ -166,7 +166,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
 
 
 def severity_of(what: str, warns: bool) -> Severity:
-    """Return the severity of a problem with this name, found by a rule that warns or not."""
+    """Return the severity of a problem. `warns`: whether the rule that found it warns."""
     return "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info"
 
 

@@ -28,14 +28,14 @@ def to_html(run: RunTables, name: str = "run", coverage: Sequence[Mapping[str, A
         name: The Python expression of the run in the examples of the last line.
         coverage: The coverage so far of a run in progress. Default: that of the run, whose table is written at its end.
     """
-    parts = [*(_of_run(run, name, coverage) if run.folders == [run.path] else _of_sweep(run))]
+    parts = [*(_sections_of_run(run, name, coverage) if run.folders == [run.path] else _sections_of_sweep(run))]
     if run.problems:
         items = "".join(f"<li>{escape(problem)}</li>" for problem in run.problems)
         parts.append(f"could not be read:<ul>{items}</ul>")
     return f"<div>{''.join(f'<div>{part}</div>' for part in parts)}</div>"
 
 
-def _of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
+def _sections_of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, Any]] | None) -> Iterator[str]:
     info, counts = run.info, {table: run.count(table) for table in TABLES}
     is_small = counts["stats"] <= MAX_STATS
     history = history_of(run, ("metrics", "coverage", "stats") if is_small else ("metrics", "coverage"))
@@ -60,7 +60,7 @@ def _of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, Any]] | N
     yield f"More: {calls}"
 
 
-def _of_sweep(run: RunTables) -> Iterator[str]:
+def _sections_of_sweep(run: RunTables) -> Iterator[str]:
     runs = run.runs.dropna(axis="columns", how="all")
     failed = int((runs["status"] != "done").sum())
     yield f"<b>{len(runs)} runs</b> <code>{escape(str(run.path))}</code>" + (f" · {failed} not done" if failed else "")

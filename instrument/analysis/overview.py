@@ -158,12 +158,12 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
                 "locations": len({(site["layer"], site["path"]) for site in sites}),
                 "expected": sum(site["expected"] for site in sites),
                 "fired": sum(site["fired"] for site in sites),
-                "causes": [(cause, _some(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
+                "causes": [(cause, _join_first(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
             }
         )
     return rows
 
 
-def _some(locations: list[str]) -> str:
+def _join_first(locations: list[str]) -> str:
     rest = len(locations) - MAX_PLACES
     return ", ".join(locations[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")

@@ -139,7 +139,7 @@ class RawTensors:
         return torch.from_numpy(content).view(kind).view(shape) if prod(shape) else torch.empty(shape, dtype=kind)
 
     def file(self, i: int) -> Path:
-        """Return the file with the row of a tensor, for messages."""
+        """Return the file that contains the row of a tensor, for error messages."""
         return self._groups[self._rows[i][0]].file
 
     def release(self) -> None:

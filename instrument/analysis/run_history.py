@@ -1,4 +1,4 @@
-"""What a page shows of a run, in bounded memory: of a finished run, or of one in progress whose rows are added over time."""
+"""The values of a run that a page shows, in bounded memory. The rows of a run in progress are added over time."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def history_of(run: RunTables, tables: tuple[str, ...] = (), room: int = MAX_VAL
 
 
 def _adder_of(table: str) -> Callable[[RunHistory, pa.Table], None] | None:
-    """Return what adds rows of a table; None if no page shows anything of it."""
+    """Return the function that adds rows of a table; None if no page shows them."""
     return getattr(RunHistory, f"_add_{table}", RunHistory._add_numbers if TABLES[table].joins_statistics else None)
 
 

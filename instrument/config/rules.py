@@ -140,7 +140,7 @@ class FractionRule(PersistentRule):
     """A rule on a fraction."""
 
     above: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.5, description="The fraction exceeds this number, from 0 to below 1, which no fraction exceeds."
+        0.5, description="The fraction exceeds this number, which is at least 0 and below 1."
     )
     for_: Count = Field(5, alias="for", description="How often in succession the condition has to hold.")
 

@@ -185,8 +185,8 @@ class Selection(Spec):
     )
     optional: bool = Field(
         False,
-        description="If the model has no such 'structure', leave the spec out, instead of an error. For kind function, also do without a "
-        "warning if none of the functions is called.",
+        description="Leave the spec out, instead of raising an error, if the model has no such 'structure'. For kind function, also do not "
+        "warn if none of the functions is called.",
     )
     params: Globs = Field(
         (),

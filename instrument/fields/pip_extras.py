@@ -1,4 +1,4 @@
-"""Versions of installed packages, and errors that name the extra of `pyproject.toml` with a missing one."""
+"""Versions of installed packages, and errors that name the extra of `pyproject.toml` with a missing package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pip_command(extra: str) -> str:
 
 @contextmanager
 def packages_of(extra: str, what: str) -> Iterator[None]:
-    """Report a missing package. The imports of packages in an extra are in this context. `what` is the feature that requires them.
+    """Report a missing package of an extra: a context for its imports. `what` is the feature that requires the package.
 
     Raises:
         InstrumentError: A package is not installed.

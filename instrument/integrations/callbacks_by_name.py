@@ -1,17 +1,17 @@
-"""Trainer callbacks that need no code: their hooks and their folder are in environment variables."""
+"""Trainer callbacks without code: environment variables select the hooks and the run folder."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-HOOKS, OUT = "INSTRUMENT_HOOKS", "INSTRUMENT_OUT"
+from . import HOOKS
 
 
 def lightning_callbacks() -> list[Any]:
-    """Return the callback for each Trainer of Lightning (entry point `lightning.pytorch.callbacks_factory`); none without hooks.
+    """Return the callbacks of a Lightning `Trainer` (entry point `lightning.pytorch.callbacks_factory`).
 
-    Lightning calls it for each Trainer, so it imports nothing without hooks.
+    Lightning calls this function for each `Trainer`. Without `INSTRUMENT_HOOKS`, it imports nothing and returns an empty list.
     """
     if not os.environ.get(HOOKS):
         return []

@@ -16,16 +16,16 @@ from ..errors import ConfigError, Problem
 from ..probe.phase_watch import PhaseWatch
 from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..values.dtensor import own_rank
+from . import HOOKS, OUT
 from .attach import attach
 from .attached_probe import AttachedProbe
-from .callbacks_by_name import HOOKS, OUT
 
 
 class TrainerCallbackBase:
     """Hook specs, the output folder, and the probe after attaching. The arguments are those of `instrument.attach`.
 
-    Without specs, as trainers make callbacks by name, the environment variable `INSTRUMENT_HOOKS` has a YAML file or a hook set, and
-    `INSTRUMENT_OUT` the folder `out`, by default `runs/trainer`.
+    Without specs, as in callbacks that a trainer creates by name, the environment variable `INSTRUMENT_HOOKS` selects a YAML file or a
+    hook set, and `INSTRUMENT_OUT` the folder, by default `runs/trainer`.
 
     Raises:
         ConfigError: There are no specs, and `INSTRUMENT_HOOKS` is not set.

@@ -65,7 +65,7 @@ class AccumulationDivides(Relation):
             is_divided = change is None or not float(change) > 1.001 / count
             if all(number == 1.0 for each in numbers for number in each):
                 if not is_divided:
-                    text = f"the gradients of {count} micro-batches were added, and each loss counts completely"
+                    text = f"the gradients of {count} micro-batches were added, but the losses are not divided by this number"
                     yield Checked(False, count, text)
             elif abs(sum(each[0] for each in numbers) - 1.0) < 1e-3:
                 yield Checked(True, count, f"the losses of {count} micro-batches count 1 together")

@@ -23,9 +23,9 @@ class LossNotDecreasingRule(RuleBase):
 
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small learning
     rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window. A loss that
-    becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Neither do those after a
-    rollout, whose data follow the policy, nor one that rises and falls, such as that of a generator whose opponent learns too: the rule
-    fires only if the means of the quarters of the window are equal within 5%, or never fall from one quarter to the next.
+    becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Losses after a
+    rollout, whose data follow the policy, do not count either, nor does a loss that rises and falls, such as that of a generator: the
+    rule fires only if the means of the quarters of the window are equal within 5%, or never fall from one quarter to the next.
 
     It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the
     one before, nor lower than the entropy of the classes, or the variance of the targets. Targets that do not belong to their

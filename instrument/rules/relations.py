@@ -20,7 +20,7 @@ class RelationRule(CatalogueRule[RuleBase]):
     """
 
     stage = "setup"
-    requires = "what the relation compares, without hooks"
+    requires = "its own observations of the training, without hooks"
 
     def __init_subclass__(cls, relation: str, fields: type[RuleBase] = RuleBase, **options: Any) -> None:
         """Register the rule.
@@ -44,9 +44,9 @@ class RelationRule(CatalogueRule[RuleBase]):
 
 
 class AccumulationDivides(RelationRule, relation="accumulation_divides"):
-    """The gradients of several micro-batches are added, but the mean of each counts completely instead of its share.
+    """The gradients of several micro-batches are added, but each loss is a mean that is not divided by their number.
 
-    The step is then as many times larger as with one large batch. Cross-entropies with `reduction="mean"` are checked, in one process,
+    The step is then too large by this factor. Cross-entropies with `reduction="mean"` are checked, in one process,
     if the loop reports its micro-batches with `end_micro_step`. The tutorial of Accelerate on gradient accumulation divides the loss
     for this reason.
     """
@@ -105,8 +105,8 @@ class LabelsShifted(RelationRule, relation="labels_shifted"):
 
     The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
     earlier tokens is tested: it is called again with one other token. Masked language models, autoencoders, and models with any output
-    for the next token are not reported. A masked language model whose loss counts the tokens that it sees is. The models of transformers
-    shift labels themselves; labels that the loop has shifted are then shifted twice
+    for the next token are not reported. A masked language model whose loss counts visible tokens is reported. The models of
+    transformers shift labels themselves; labels that the loop has shifted are then shifted twice
     (https://huggingface.co/docs/transformers/model_doc/gpt2, `labels`). Targets that are the next tokens of other samples of the batch
     are reported too: inputs and labels have different orders.
     """
@@ -262,11 +262,11 @@ class ReplicasEqual(RelationRule, relation="replicas_equal"):
 class SamplesVary(RelationRule, relation="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
-    Also batches that each have targets of one class, but of different ones: data that are sorted by class, and not shuffled, in at least 5
-    checked batches of 8 samples. Batches have to be random samples of the data (Bengio 2012, https://arxiv.org/abs/1206.5533).
+    It also fires if each batch has targets of a single class, and batches have different classes: the data are sorted by class. This
+    check takes at least 5 batches of 8 samples. Batches have to be random samples of the data (Bengio 2012, https://arxiv.org/abs/1206.5533).
 
-    The first two are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch training, a
-    constant input that is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
+    Equal samples and equal batches are checked if a PyTorch data loader with several batches is read in each of these steps. Full-batch
+    training, a constant input that is no batch of a loader, and one batch that the loop keeps on purpose are not reported.
     """
 
     what = "samples do not vary"
@@ -276,8 +276,8 @@ class SamplesVary(RelationRule, relation="samples_vary"):
 class TiedWeights(RelationRule, relation="tied_weights"):
     """Parameters that were one parameter at the start, such as the embeddings of input and output, have different values.
 
-    Also the embeddings of a model of transformers whose configuration declares `tie_word_embeddings` (Press and Wolf, 2017). TrainCheck
-    (Jiang et al., OSDI 2025) finds such faults by the same relation.
+    The embeddings of a model of transformers whose configuration declares `tie_word_embeddings` are checked too (Press and Wolf, 2017).
+    TrainCheck (Jiang et al., OSDI 2025) finds such faults by the same relation.
     """
 
     what = "tied weights differ"

@@ -1,4 +1,4 @@
-"""What a cast of a tensor to a narrow format loses, by PyTorch operations on any device; see `instrument.stats.casts`."""
+"""The errors of a cast to a narrow format, by PyTorch operations on any device; see `instrument.stats.casts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .flatten import order_in_memory
 from .portable import parts_of, widest
 
 FINITE, UNDERFLOWS, OVERFLOWS, ERRORS, SQUARES, SCALE, NUMBERS = range(7)
-"""The numbers of a tensor: counts, sums of squared errors and of squares, and the scale; how many these are."""
+"""The indices of the numbers of a tensor, and how many there are: counts, sums of squared errors and of squares, and the scale."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class TensorCast:
 
 
 def lost_by_operations(flat: Tensor, cast: TensorCast) -> tuple[Tensor, Tensor]:
-    """Return what a cast loses by operations on any device, without waiting for it. Same computation as `casts.c`.
+    """Compute the errors of a cast by operations on any device, without waiting for it. The computation is that of `casts.c`.
 
     Args:
         flat: float64, float32, bfloat16 or float16, [elements], contiguous.
@@ -98,7 +98,7 @@ def _lost(part: Tensor, form: Format, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _magnitudes(part: Tensor) -> Tensor:
-    """Return the magnitudes as float32, 0 for NaN and infinity. Finite numbers of float64 other than zero stay finite and not zero."""
+    """Return the magnitudes as float32, 0 for NaN and infinity. Nonzero finite numbers of float64 stay nonzero and finite."""
     magnitudes = part.abs()
     if part.dtype == torch.float64:
         in_range = magnitudes.clamp(2.0**-149, torch.finfo(torch.float32).max)

@@ -1,4 +1,4 @@
-/* What a cast to a narrow format loses, in one pass over memory. `instrument.stats.casts` documents the numbers. */
+/* The errors of a cast to a narrow format, in one pass over memory. `instrument.stats.casts` documents the numbers. */
 
 #include "native.h"
 #include <float.h>
@@ -31,7 +31,7 @@ static inline uint32_t rounded(float magnitude, Format f) {
     return (subnormal & is_subnormal) | (normal & ~is_subnormal);
 }
 
-/* Adds what up to TILE elements lose, in whole lanes. */
+/* Adds the errors of up to TILE elements, in whole lanes. */
 static INLINE void add_lost(const float *x, size_t whole, float scale, double inverse, Format f, double *numbers) {
     const uint32_t largest = bits_of_float(f.largest);
     uint32_t finite = 0, underflows = 0, overflows = 0;
@@ -73,7 +73,7 @@ static INLINE float amax_of(const float *x, size_t count) {
     return float_of(largest);
 }
 
-/* Finite numbers other than zero stay finite and not zero. */
+/* Nonzero finite numbers stay nonzero and finite. */
 static inline float from_float64(double value) {
     const double magnitude = fabs(value), above = magnitude > 0x1p-149 ? magnitude : 0x1p-149, in_range = above < FLT_MAX ? above : FLT_MAX;
     return (float)(magnitude > 0.0 && magnitude < INFINITY ? in_range : magnitude);

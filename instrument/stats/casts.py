@@ -68,7 +68,7 @@ class Casts:
         return 4 + (len(_BLOCKS.quantiles) if self.format.block else 0)
 
     def of_call(self, tensor: Tensor, call: Call) -> Casts | None:
-        """Return the measure of a call; None for a tensor of another dtype, and for one whose blocks are not in its memory."""
+        """Return the casts of a call. None for other dtypes, and for formats with blocks if the tensor is sparse or nested."""
         is_strided = tensor.layout == torch.strided and not tensor.is_nested
         if tensor.dtype not in DTYPE_OF_KIND.values() or not (is_strided or not self.format.block):
             return None
@@ -120,7 +120,7 @@ class Casts:
 
     @property
     def cast_of(self) -> CastOf | None:
-        """The cast, for the read of the sums of a tensor. None for the first tensor of a site, whose scale is unknown."""
+        """The cast that is computed together with the sums. None for the first tensor of a site, whose scale is unknown."""
         known = isinstance(self._scale, Tensor) or not math.isnan(self._scale)
         return partial(TensorCast.along, self.along, self.format, self._scale) if known else None
 

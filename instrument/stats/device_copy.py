@@ -69,7 +69,7 @@ class HostCopy:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is its elements in order, on the CPU."""
+    """Whether a tensor is a contiguous tensor on the CPU, without lazy negation or conjugation."""
     is_plain_class = type(tensor) in (Tensor, torch.nn.Parameter)
     return (
         is_plain_class and tensor.device == _HOST and tensor.is_contiguous() and not tensor.is_neg() | tensor.is_conj()
@@ -77,7 +77,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the memory of a plain tensor."""
+    """Return the bytes of a plain tensor, without a copy."""
     content: np.ndarray[Any, np.dtype[np.uint8]] = tensor.detach().view(-1).view(torch.uint8).numpy()
     return content
 

@@ -152,7 +152,7 @@ def _measure_part(  # noqa: PLR0917
         if with_bits:
             bits += _bits_of_tile(stored, full_blocks)
     n, nan = count.to(tl.float64), (0 * count).to(tl.float64)
-    if not (tl.abs(tl.sum(sums, 0)) < float("inf")):  # not all elements are
+    if not (tl.abs(tl.sum(sums, 0)) < float("inf")):  # some elements are not finite
         n, nan, shift, zeros, low, high, sums, squares, magnitudes, _, _, _, _ = _of_finite_elements(
             elements,
             numel,
@@ -453,7 +453,7 @@ def _of_finite_elements(  # noqa: PLR0917
     )
 
 
-# What the cast of blocks loses, float32 [blocks, elements]. See `add_lost` and `scale_of_block` in `casts.c`.
+# The errors of the cast of blocks, float32 [blocks, elements]. See `add_lost` and `scale_of_block` in `casts.c`.
 @triton.jit
 def _lost(  # noqa: PLR0917
     x, scale, scales: tl.constexpr, shift: tl.constexpr, normal: tl.constexpr, step: tl.constexpr, largest: tl.constexpr

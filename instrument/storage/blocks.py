@@ -31,7 +31,7 @@ PAGE = 4096
 ALLOCATED_BYTES = 16 * 2**20  # The disk space after the end of a block file; at most as much as the file has.
 MAPPED_FILES = 128  # The block files that one reader maps at the same time.
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_fallocate = getattr(CDLL(None), "fallocate", None)  # of Linux
+_fallocate = getattr(CDLL(None), "fallocate", None)  # a function of Linux
 _KEEP_SIZE = 1
 
 

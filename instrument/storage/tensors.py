@@ -194,7 +194,7 @@ class TensorWriter:
             self._write_group()
 
     def _append(self, row: Row, tensor: Tensor) -> None:
-        """Write a tensor to the block file of the current part. Rows in later parts may have places in it, rows in earlier ones do not."""
+        """Write a tensor to the block file of the current part. Rows in the same or in later parts refer to it."""
         part = self.writer.part
         if self._block is None or self._block.number != part.number:
             self._end_block()

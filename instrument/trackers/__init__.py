@@ -1,1 +1,1 @@
-"""TensorBoard, Weights & Biases, MLflow and Trackio: what they show of a step."""
+"""The trackers TensorBoard, Weights & Biases, MLflow and Trackio, and the values of a step that they show."""

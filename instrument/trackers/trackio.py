@@ -1,4 +1,4 @@
-"""Trackio tracker: a run in the local project with the name of the run, or where the environment (`TRACKIO_SPACE_ID`, ...) says."""
+"""Trackio tracker: writes to the local project with the name of the run, or to that of environment variables (`TRACKIO_PROJECT`, ...)."""
 
 from __future__ import annotations
 
