@@ -84,9 +84,8 @@ class BlockWriter:
         file, end = self._file.fileno(), place.offset + place.size
         if end > self._allocated and _fallocate is not None:
             self._allocated = end + min(end, ALLOCATED_BYTES)
-            _fallocate(
-                file, _KEEP_SIZE, c_int64(self.size), c_int64(self._allocated - self.size)
-            )  # without it, writes take longer
+            if _fallocate(file, _KEEP_SIZE, c_int64(self.size), c_int64(self._allocated - self.size)):
+                self._file.truncate(self.size)  # a full disk may have allocated all that was left
         left = content.data
         while len(left):
             left = left[os.pwrite(file, left, end - len(left)) :]

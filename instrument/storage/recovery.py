@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from .journal_truncation_check import DAMAGED
 from .parts import (
     JOURNALS,
     Part,
+    block_files,
     convert_journal,
     disk_reserve_files,
     journals_of,
@@ -36,7 +38,7 @@ class RecoveryResult:
 
 
 def recover(folder: Path) -> RecoveryResult:
-    """Convert all journals of a run without a process to parts, and remove its temporary files.
+    """Convert all journals of a run without a process to parts, and remove its temporary files and allocated disk space.
 
     Raises:
         OSError: A file cannot be written. The files not yet processed are unchanged.
@@ -62,6 +64,8 @@ def recover(folder: Path) -> RecoveryResult:
                 pass
     for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
         file.unlink()
+    for block in block_files(folder).values():
+        os.truncate(block, block.stat().st_size)  # releases the disk space after its end
     with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
     return result

@@ -30,6 +30,7 @@ from instrument.storage.compaction import compact
 from instrument.storage.memory import MemorySink
 from instrument.storage.parquet import ParquetSink
 from instrument.storage.parts import block_files, remove_rows_after_checkpoint
+from instrument.storage.recovery import recover
 from instrument.storage.remote_folder import RemoteFolder
 from instrument.storage.remote_transfer import send_all
 from instrument.storage.run_files import RunFiles, size_on_disk
@@ -354,15 +355,26 @@ def test_killed_process_leaves_every_complete_step(tmp_path: Path) -> None:
         compact(tmp_path)
 
 
-def test_disk_space_is_allocated_ahead_and_released(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["closed", "killed", "full"])
+def test_disk_space_is_allocated_ahead_and_released(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = blocks._fallocate
+    if how == "full" and allocate is not None:  # all that is left, which is not enough
+        monkeypatch.setattr(blocks, "_fallocate", lambda *given: allocate(*given) or -1)
     sink = ParquetSink(tmp_path, tensors="bytes")
     value = torch.zeros(2**18)  # 1 MB
     sink.keep(tensor_key(), value.shape, value)
     sink.end_step()
     (block,) = block_files(tmp_path).values()
     is_ahead = block.stat().st_blocks * 512 >= 2**21
-    assert (block.stat().st_size, is_ahead) == (2**20, blocks._fallocate is not None)
-    sink.close()
+    assert (block.stat().st_size, is_ahead) == (2**20, allocate is not None and how != "full")
+    if how == "killed":
+        assert sink._tensors._block is not None
+        sink._tensors._block._file.close()
+        recover(tmp_path)
+    else:
+        sink.close()
     assert (block.stat().st_size, block.stat().st_blocks * 512 < 2**21) == (2**20, True)
 
 
