@@ -1,10 +1,13 @@
-"""Speed of recorded features: writing them in forward passes, compared with `np.save` of each batch; reading them, compared with
-`np.load` of the sorted array; and of `run.dataset`: batches of 1024 items in random order, compared with batches in the order in which
-they were recorded.
+"""Speed of recorded features, compared with NumPy, and of `run.dataset`: batches of 1024 items in random order, compared with batches
+in the order in which they were recorded.
+
+Writing is compared with batches that are collected, put into the order of the dataset and written by one `np.save`, and with an
+`np.save` of each batch. Reading the recorded tensors, and the features in the order of the dataset, is compared with `np.load` of that
+order. All elements are summed.
 
 python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3] [--cold]
 
-The model returns its input, so that only the recording takes time. Both sides alternate, and the ratios are those of each round. The memory
+The model returns its input, so that only the recording takes time. The sides alternate, and the ratios are those of each round. The memory
 is that of the reading process: its peak minus the size of the array and minus the memory before the call. `--cold`: the files are not
 in the page cache when they are read. Linux only.
 """
@@ -19,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +46,18 @@ def write(folder: Path, values: torch.Tensor, batch: int) -> None:
             probe.end_step()
 
 
-def save(folder: Path, values: torch.Tensor, batch: int) -> None:
-    """Write the same batches with `np.save`, each when it is computed."""
+def save_sorted(folder: Path, values: torch.Tensor, batch: int) -> None:
+    """Collect the same batches in a list, and write them in the order of the dataset with NumPy."""
+    order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    folder.mkdir()
+    kept = [values[ids].clone() for ids in order.split(batch)]
+    array = np.empty(tuple(values.shape), np.float32)
+    array[order.numpy()] = torch.cat(kept).numpy()
+    np.save(folder / "X.npy", array)
+
+
+def save_each(folder: Path, values: torch.Tensor, batch: int) -> None:
+    """Write the same batches with NumPy, each when it is computed."""
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
     folder.mkdir()
     for step, ids in enumerate(order.split(batch)):
@@ -64,23 +78,31 @@ def memory(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+READERS: dict[str, Callable[[Path], Iterable[np.ndarray]]] = {
+    "np.load": lambda folder: [np.load(folder / "X.npy")],
+    "tensors": lambda folder: instrument.load(folder / "run").tensors(layer="")["values"],
+    "features": lambda folder: [instrument.load(folder / "run").features(".").X],
+}
+
+
 def read(folder: Path, rounds: int, *, cold: bool) -> None:
-    """Read the array and the features alternately; print the seconds of both in each round, and the additional memory in MB."""
+    """Sum all elements with each reader in turn; print the seconds of each round, and the additional memory of the features in MB."""
     run = instrument.load(folder / "run")
     print(run.features, instrument.Features, run.samples.shape)  # imports everything
     size = (folder / "X.npy").stat().st_size / 2**20
     for number in range(rounds):
-        before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         seconds = {}
-        for name in ("features", "load") if number % 2 else ("load", "features"):
+        for name, arrays in [*READERS.items()][:: -1 if number % 2 else 1]:
             if cold:
                 drop_from_page_cache(folder)
+            before = memory("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             started_at = time.perf_counter()
-            array = np.load(folder / "X.npy") if name == "load" else instrument.load(folder / "run").features(".").X
+            sum(float(array.sum()) for array in arrays(folder))
             seconds[name] = time.perf_counter() - started_at
-            del array
-        print(seconds["load"], seconds["features"], memory("VmHWM") - before - size)
+            if name == "features":
+                additional = memory("VmHWM") - before - size
+        print(*(seconds[name] for name in READERS), additional)
 
 
 ORDERS: dict[str, dict[str, int | None]] = {
@@ -129,6 +151,16 @@ def write_tokens(folder: Path, values: torch.Tensor) -> None:
             probe.end_step()
 
 
+WRITERS = {"sorted, one np.save": save_sorted, "np.save of each batch": save_each, "recorded": write}
+
+
+def _row(label: str, size: float, pairs: Sequence[tuple[float, float]]) -> str:
+    """Return a row of the table: the median speed of NumPy, and the speed of this package relative to NumPy in the same round."""
+    ratios = sorted(numpy / own for numpy, own in pairs)
+    speed = size / statistics.median(numpy for numpy, _ in pairs)
+    return f"| {label} | {speed:,.0f} | {ratios[0]:.2f} | {statistics.median(ratios):.2f} | {ratios[-1]:.2f} |"
+
+
 def main() -> None:
     """Print a table of speeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,31 +176,32 @@ def main() -> None:
         return
     values = torch.randn(args.samples, args.width, generator=torch.Generator().manual_seed(0))
     size = values.nbytes / 1e6
-    seconds: dict[str, list[tuple[float, ...]]] = {"write, np.save": [], "read, np.load": []}
+    written = []
     with tempfile.TemporaryDirectory() as name:
         write(Path(name) / "first", values[:1], 1)  # imports everything
         for number in range(args.rounds):
             taken = {}
-            for action in (save, write) if number % 2 else (write, save):
+            for action in [*WRITERS.values()][:: -1 if number % 2 else 1]:
                 folder = Path(name) / action.__name__
                 started_at = time.perf_counter()
                 action(folder, values, args.batch)
                 taken[action] = time.perf_counter() - started_at
                 shutil.rmtree(folder)
-            seconds["write, np.save"].append((taken[save], taken[write]))
+            written.append([taken[action] for action in WRITERS.values()])
         write(Path(name) / "run", values, args.batch)
         np.save(Path(name) / "X.npy", values.numpy())
         command = [sys.executable, "-W", "ignore", __file__, "--read", name, "--rounds", str(args.rounds)]
         done = subprocess.run([*command, *["--cold"] * args.cold], capture_output=True, text=True, check=True)
-        rounds = [tuple(map(float, line.split())) for line in done.stdout.splitlines()[-args.rounds :]]
-        seconds["read, np.load"] = rounds
+    was_read = [[*map(float, line.split())] for line in done.stdout.splitlines()[-args.rounds :]]
     print(f"{machine()}\n{args.samples:,} samples x {args.width:,}, {size:,.0f} MB; {args.rounds} rounds\n")
     print("| | NumPy, MB/s | relative to NumPy: lowest | median | highest |\n|---|---|---|---|---|")
-    for label, pairs in seconds.items():
-        ratios = sorted(numpy / own for numpy, own, *_ in pairs)
-        speed = size / statistics.median(pair[0] for pair in pairs)
-        print(f"| {label} | {speed:,.0f} | {ratios[0]:.2f} | {statistics.median(ratios):.2f} | {ratios[-1]:.2f} |")
-    print(f"\nadditional memory of `features`: {statistics.median(each[2] for each in rounds):,.0f} MB\n")
+    *savers, _ = WRITERS
+    for at, label in enumerate(savers):
+        print(_row(f"recorded, {label}", size, [(row[at], row[-1]) for row in written]))
+    for at, label in enumerate(READERS):
+        if at:
+            print(_row(f"{label}, np.load", size, [(row[0], row[at]) for row in was_read]))
+    print(f"\nadditional memory of `features`: {statistics.median(row[-1] for row in was_read):,.0f} MB\n")
     print("| `run.dataset` | MB/s | relative to the recorded order: lowest | median | highest |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
         write(Path(name) / "run", values, args.batch)

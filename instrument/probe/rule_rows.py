@@ -85,12 +85,11 @@ class RuleRows:
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:
     """Return the targets of each step and phase with any."""
-    targets: dict[_Moment, list[float]] = {}
+    targets: dict[_Moment, list[FloatArray]] = {}
     for batch in samples:
         if len(batch.targets):
-            step, _, _, phase, *_ = batch[0]
-            targets.setdefault((step, phase), []).extend(batch.targets)
-    return {moment: np.array(numbers, np.float64) for moment, numbers in targets.items()}
+            targets.setdefault((batch.moment.step, batch.moment.phase), []).append(batch.targets)
+    return {moment: np.concatenate(parts) for moment, parts in targets.items()}
 
 
 def _indices(stats: StatisticsRows) -> dict[_Moment, list[int] | None]:

@@ -19,13 +19,11 @@ from ..actions.base import Context, StepContext
 from ..errors import ConfigError, Problem
 from ..hooks.clock import take
 from ..tables.kinds import KINDS
-from ..tables.message_template import ColumnRows
+from ..tables.message_template import Column, NumberColumn, StepColumns, as_record_batch
 from ..tables.schemas import TABLES
-from ..tables.sink_interface import Row
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 """The entries of a batch that is a mapping in which targets are looked up."""
-_TABLE = TABLES["samples"]
 
 
 @dataclass
@@ -63,44 +61,52 @@ class SampleBatch:
         ids = _on_host(self.ids, fetched) if isinstance(self.ids, Tensor) else self.ids
         targets = None if self.targets is None else _on_host(self.targets, fetched)
         dtype = None if self.targets is None else str(self.targets.dtype).removeprefix("torch.")
-        return SampleRows((*self.moment, self.rank), ids, targets, dtype)
+        return SampleRows(self.moment, self.rank, ids, targets, dtype)
 
 
 def _on_host(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
     return tensor.tolist() if tensor.is_cpu else next(fetched)
 
 
-class SampleRows(ColumnRows):
+class SampleRows(StepColumns):
     """The rows of the samples of one batch."""
 
-    def __init__(self, moment: Row, ids: Sequence[Any], targets: Sequence[float] | None, dtype: str | None) -> None:
-        self._moment = moment
+    def __init__(
+        self, moment: StepContext, rank: int, ids: Sequence[Any], targets: Sequence[float] | None, dtype: str | None
+    ) -> None:
+        self.moment = moment
+        self.targets = np.array([] if targets is None else targets, np.float64)
+        self._rank = rank
         self._ids = ids
-        self._targets = targets
         self._dtype = dtype
-        self._has_names = bool(ids) and isinstance(ids[0], str)
 
     @property
-    def targets(self) -> Sequence[float]:
-        """The targets; empty without targets."""
-        return self._targets or ()
+    def latest(self) -> tuple[int, str]:
+        """See `StepColumns.latest`."""
+        return self.moment.step, self.moment.phase
 
     def __len__(self) -> int:
         return len(self._ids)
 
+    def columns(self) -> list[Column]:
+        """Return the columns, for a message."""
+        count = len(self)
+        has_names, nothing = count > 0 and isinstance(self._ids[0], str), (None,) * count
+        *numbers, phase = self.moment
+        return [
+            *(NumberColumn(np.full(count, number)) for number in numbers),
+            (phase,) * count,
+            NumberColumn(np.full(count, self._rank)),
+            NumberColumn(np.arange(count)),
+            nothing if has_names else NumberColumn(np.array(self._ids)),
+            tuple(self._ids) if has_names else nothing,
+            NumberColumn(self.targets) if len(self.targets) else nothing,
+            (self._dtype,) * count,
+        ]
+
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
-        count, types = len(self), _TABLE.plain_schema.types
-        number, name, target, dtype = types[-4:]
-        columns = [
-            *(pa.repeat(pa.scalar(cell, kind), count) for cell, kind in zip(self._moment, types, strict=False)),
-            pa.array(np.arange(count, dtype=np.int32)),
-            pa.nulls(count, number) if self._has_names else pa.array(self._ids, number),
-            pa.array(self._ids, name) if self._has_names else pa.nulls(count, name),
-            pa.nulls(count, target) if self._targets is None else pa.array(np.asarray(self._targets, np.float64)),
-            pa.repeat(pa.scalar(self._dtype, dtype), count),
-        ]
-        return pa.RecordBatch.from_arrays(columns, schema=_TABLE.plain_schema)
+        return as_record_batch(TABLES["samples"].plain_schema, self.columns())
 
 
 class Samples:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..runtime.deferred_interrupts import uninterrupted
 from ..stats.device_copy import HostCopy, bytes_of, is_plain
+from ..tables.message_template import Message, MessageTemplate
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
 from ..values.int8_rows import NAME, int8_rows
@@ -73,6 +74,7 @@ class TensorWriter:
         # The following attributes belong to the thread once it has started.
         self._pending: list[tuple[Row, Tensor | None, bool]] = []  # see `rows_of`
         self._buffers: list[Tensor] = []  # with the elements of pending rows
+        self._template = MessageTemplate(TABLES["tensors"].plain_schema)
         self._pending_bytes = 0
         self._block: BlockWriter | None = None
         self._part: pq.ParquetWriter | None = None
@@ -223,11 +225,18 @@ class TensorWriter:
             self._part = None
             self._end_of_part.close()
         elif self._pending:
-            self.writer.append(rows_of(self._pending).combine_chunks().to_batches()[0])
+            self.writer.append(self._message())
             self._release_buffers()
         if self._block is not None and self._block.size >= BLOCK_BYTES:
             self.writer.finish_part()
             self._end_block()
+
+    def _message(self) -> pa.RecordBatch | Message:
+        """Return the rows of the step for the journal."""
+        if self._buffers:
+            return rows_of(self._pending).combine_chunks().to_batches()[0]
+        rows = [(*row, None, None) for row, *_ in self._pending]
+        return self._template.message(len(rows), [*zip(*rows, strict=True)])
 
     def _release_buffers(self) -> None:
         for buffer in self._buffers:

@@ -19,6 +19,7 @@ from training_runs import compose, train_here
 
 import instrument
 from instrument import ConfigError
+from instrument.actions.base import StepContext
 from instrument.probe.samples import SampleRows, scalar_targets, targets_of
 from instrument.storage.row_batches import as_batch
 from instrument.tables.schemas import TABLES
@@ -177,12 +178,19 @@ def test_layer_without_samples_is_allowed_next_to_one_with_samples() -> None:
     assert len(samples_of(probe)) == 2
 
 
-def test_rows_as_a_batch_equal_the_rows() -> None:
-    for ids, targets, dtype in (([5, 6], [0.5, 1.0], "float32"), (["a", "b"], None, None), ([], None, None)):
-        rows = SampleRows((3, 1, 0, "eval", 2), ids, targets, dtype)
-        expected = as_batch(TABLES["samples"], [tuple(row) for row in rows])
-        assert rows.to_batch().equals(expected)
-        assert list(rows[1:]) == list(rows)[1:]
+def test_rows_as_a_batch() -> None:
+    moment = (3, 1, 0, "eval", 2)
+    numbers = [(*moment, 0, 5, None, 0.5, "float32"), (*moment, 1, 6, None, 1.0, "float32")]
+    names = [(*moment, 0, None, "a", None, None), (*moment, 1, None, "b", None, None)]
+    for ids, targets, dtype, expected in (
+        ([5, 6], [0.5, 1.0], "float32", numbers),
+        (["a", "b"], None, None, names),
+        ([], None, None, []),
+    ):
+        rows = SampleRows(StepContext(*moment[:-1]), moment[-1], ids, targets, dtype)
+        assert rows.to_batch().equals(as_batch(TABLES["samples"], expected))
+        assert list(rows) == expected
+        assert list(rows[1:]) == expected[1:]
 
 
 Pair = make_dataclass("Pair", ["x", "labels"])
