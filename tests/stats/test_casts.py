@@ -246,7 +246,10 @@ def test_scale_of_a_tensor() -> None:
     most = torch.finfo(torch.float32).max
     assert next_scale(2.0**-140, FORMATS["float8_e5m2"], 1.0) == most
     assert next_scale(torch.tensor(2.0**-140), FORMATS["float8_e5m2"], 1.0) == most
-    for amax in (1e300, torch.tensor(1e300, dtype=torch.float64)):  # the cast limits it to the largest number of float32
+    for amax in (
+        1e300,
+        torch.tensor(1e300, dtype=torch.float64),
+    ):  # the cast limits it to the largest number of float32
         assert next_scale(amax, FORMATS["float8_e4m3fn"], 1.0) == torch.tensor(224.0).div(most)
 
 

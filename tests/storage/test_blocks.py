@@ -356,9 +356,7 @@ def test_killed_process_leaves_every_complete_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["closed", "killed", "full"])
-def test_disk_space_is_allocated_ahead_and_released(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_space_is_allocated_ahead_and_released(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = blocks._fallocate
     if how == "full" and allocate is not None:  # all that is left, which is not enough
         monkeypatch.setattr(blocks, "_fallocate", lambda *given: allocate(*given) or -1)
