@@ -25,7 +25,7 @@ class OverflowRule(FractionRule):
 @RULES.register("overflow")
 class Overflow(BoundsRule[OverflowRule]):
     what = "overflow of a cast"
-    advice = "Set a smaller scale, such as cast.scale: previous, or a format with a wider range, such as float8_e5m2."
+    advice = "Set a smaller scale, or a format with a wider range, such as float8_e5m2. With cast.scale: previous, record more often."
     requires = "a cast, such as hooks=low_precision"
     statistics = ("overflow_fraction", "scale")
 

@@ -191,7 +191,7 @@ def add_launcher(  # noqa: PLR0917
         kernel: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`, 3 for `_measure` with bits.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.
-        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 10] for the
+        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 15] for the
             maximum number of programs of a launch, and a counter, int32 [1].
     """
     if is_connected:

@@ -829,7 +829,7 @@ _batch_memories: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def _batch_memory(device: torch.device, stream: int, programs: int, tensors: int) -> tuple[Tensor, Tensor]:
-    """Return the memory of all batches on a stream: partial results, float64 [programs, 10], and counters that are zero between two
+    """Return the memory of all batches on a stream: partial results, float64 [programs, 15], and counters that are zero between two
     launches, int32 [tensors].
     """
     memory = _batch_memories.get((device, stream))
