@@ -49,6 +49,7 @@ def solved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_solutions_pass(solved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(solved, "find_nan", "compare", "tables") == 0
     assert re.findall(r"\w+ +pass", capsys.readouterr().out) == [
@@ -58,6 +59,7 @@ def test_solutions_pass(solved: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_wrong_answer_fails(solved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "compare").mkdir()
     for name in ("a", "b"):

@@ -45,23 +45,27 @@ _Row = dict[str, Any]
 RULE_EVENT_COLUMNS = [field.name for field in fields(RuleEvent)]
 
 
-def findings(run: RunTables) -> list[Finding]:
+def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     """Return the findings of one run in any state: those of rules grouped by cause, then the others, the most severe ones first.
+
+    Args:
+        evaluates: Whether the default rules read the rows of a run without rules, which takes minutes for millions of rows.
 
     Raises:
         InstrumentError: `run` contains several runs.
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
-    judged = _rules(run)
+    judged = _rules(run, evaluates)
     others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
     return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
-def _rules(run: RunTables) -> list[Finding]:
+def _rules(run: RunTables, evaluates: bool) -> list[Finding]:
     config = run.info.get("config") or {}
     rules = (config["rules"] or {}) if "rules" in config else default_rules()
-    events = recorded_events(run, rules) if "rules" in config else rule_events(run, parse_rules(rules))
+    evaluates &= "rules" not in config
+    events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
     return findings_of(events, rules, run.info, layers_of(run))
 
 

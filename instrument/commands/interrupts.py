@@ -21,11 +21,12 @@ def handle_interrupts() -> None:
 def _end(exc_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if issubclass(exc_type, BrokenPipeError) and _loses_output("\n"):
         sys.exit(141)  # 128 + SIGPIPE, which the shell reports for other programs
-    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in ("hydra", "omegaconf", "rich"):
-        from ..fields.pip_extras import missing_package
+    if isinstance(error, ModuleNotFoundError):
+        from ..fields.pip_extras import PACKAGES_OF_RUN, missing_package
 
-        print(missing_package(error, "run", "this command"), file=sys.stderr)
-        sys.exit(1)
+        if str(error.name).partition(".")[0] in PACKAGES_OF_RUN:
+            print(missing_package(error, "run", "this command"), file=sys.stderr)
+            sys.exit(1)
     if not issubclass(exc_type, KeyboardInterrupt):
         sys.__excepthook__(exc_type, error, traceback)
         return

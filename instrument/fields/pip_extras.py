@@ -11,6 +11,9 @@ from ..errors import InstrumentError
 
 DISTRIBUTION = "torch-instrument"  # this package on PyPI; `instrument` is another project
 
+PACKAGES_OF_RUN = ("hydra", "omegaconf", "rich", "sklearn", "torchvision")
+"""The packages of the extra `run` that commands import, also those of a `_target_`."""
+
 
 @cache
 def installed_version(package: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import ConfigError, Problem, similar_names
 from .field_types import Target, nested_values
-from .pip_extras import packages_of
+from .pip_extras import PACKAGES_OF_RUN, packages_of, pip_command
 
 
 def locate(path: str, where: str) -> Any:
@@ -132,6 +132,8 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
                 similar = [f"{parent}.{each}" for each in similar_names(part, dir(value))]
                 return Problem(where, f"{parent} has no {part!r}", given=path, similar=similar)
             message = f"no module named {part!r}; Python also searches the working directory"
+            if part in PACKAGES_OF_RUN:
+                return Problem(where, message, given=path, fix=pip_command("run"))
             similar = similar_names(part, [module.name for module in pkgutil.iter_modules()])
             return Problem(where, message, given=path, similar=similar)
         except (Exception, SystemExit) as failure:

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import INTEGRATION_TO_CALLBACK  # type: ignore[attr-defined]
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..hooks.optimizer_owners import parameter_ids
 from ..storage.run_folder import DiscardedRunError

@@ -64,11 +64,13 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         loaded = [load_split(target, which.split, where) for where, which in slices.items()]
     except DatasetMissingError as missing:
         if config.fallback is None:
-            message = f"{target.target} is missing: {missing}. Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
-            raise ConfigError(Problem("data.dataset", message)) from None
+            raise _missing_dataset(target, missing) from None
         fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
-        loaded = [load_split(target, which.split, where) for where, which in slices.items()]
+        try:
+            loaded = [load_split(target, which.split, where) for where, which in slices.items()]
+        except DatasetMissingError as missing_too:
+            raise _missing_dataset(target, missing_too) from None
     chosen, *evaluated = (
         _slice(dataset, which, where) for (dataset, _), (where, which) in zip(loaded, slices.items(), strict=True)
     )
@@ -225,6 +227,13 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
     reason = refusals[0].problems[0].message.partition("could not be built: ")[2]
     message = f"{target.target} does not accept {listed} ({reason})"
     raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
+
+
+def _missing_dataset(target: Target, missing: DatasetMissingError) -> ConfigError:
+    message = f"{target.target} is missing: {missing}"
+    if not missing.fix:
+        message += f". Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
+    return ConfigError(Problem("data.dataset", message, fix=missing.fix))
 
 
 def _build(target: Target, **split: Any) -> Dataset[Any]:

@@ -34,7 +34,11 @@ DIGITS_STATS = ((0.3053,), (0.3760,))
 
 
 class DatasetMissingError(Exception):
-    """A dataset is not on disk and cannot be downloaded."""
+    """A dataset is not on disk and cannot be downloaded. `fix` is the command that installs the package that it requires."""
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
 class Images(Dataset[tuple[Tensor, int]]):
@@ -330,7 +334,7 @@ def _scikit_learn(name: str) -> Path:
     """Return the path of a file in `sklearn.datasets`."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
-        raise DatasetMissingError(f"scikit-learn is not installed: {pip_command('run')}")
+        raise DatasetMissingError("scikit-learn is not installed", pip_command("run"))
     file = Path(spec.origin).parent / "datasets" / name
     if not file.exists():
         raise DatasetMissingError(f"scikit-learn has no file {file}")
@@ -348,7 +352,7 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     try:
         import torchvision
     except ModuleNotFoundError:
-        raise DatasetMissingError(f"torchvision is not installed: {pip_command('run')}") from None
+        raise DatasetMissingError("torchvision is not installed", pip_command("run")) from None
 
     dataset = getattr(torchvision.datasets, name)
     folder = Path(root).expanduser()

@@ -51,7 +51,10 @@ def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any)
     stats = {"step": 4, "hook": EVIL, "layer": layer, "numel": 10, "nan_count": 1, "inf_count": 0}
     others = [{"step": step, "layer": name, "std": step - 4.0} for step in (5, 6, 7) for name in ("b", "c", "d")]
     coverage = {"hook": "seen", "layer": "b", "fired": 2000, "expected": 3000, "cause": "the module was not called"}
-    tables = {"metrics": metrics, "stats": [stats, *others], "coverage": [coverage]}
+    location = f"{layer} output ({EVIL})"
+    message = f"first recorded non-finite value: at step 4 in {location}: 1 NaN, 0 infinite of 10"
+    event = {"step": 4, "layer": layer, "location": location, "rule": "non_finite", "message": message, "value": 1.0}
+    tables = {"metrics": metrics, "stats": [stats, *others], "coverage": [coverage], "events": [event]}
     return write_steps(folder, [tables], close=close, info={**INFO, **info})
 
 
@@ -65,8 +68,9 @@ def page_of(run: Run) -> tuple[str, str]:
 
 
 def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows are counted without reading them. The page sets no background, and fetches nothing."""
+    """The rows are counted without reading them, and no rule reads them. The page sets no background, and fetches nothing."""
     run = instrument.load(make_run(tmp_path / "run"))
+    monkeypatch.setattr("instrument.analysis.findings.rule_events", None)
     monkeypatch.setattr(Run, "_frame", None)
     monkeypatch.setattr(Run, "read", None)
     page, words = page_of(run)
@@ -74,7 +78,7 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
     assert not re.search(r"https?:|url\(|src=|href=", page)
     assert "mine" in words
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
-    assert "1,200 steps rows: stats 10 · metrics 1,200 · coverage 1 Metrics" in words
+    assert "1,200 steps rows: stats 10 · metrics 1,200 · coverage 1 · events 1 Metrics" in words
     assert f"metric over the steps last loss {'▅' * 24} 2 " in words
     assert "first recorded non-finite value a output" in words
     assert "1 NaN, 0 infinite of 10" in words

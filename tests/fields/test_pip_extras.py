@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 
 import pytest
 from conftest import REPOSITORY
 
-from instrument.errors import InstrumentError
+from instrument.errors import ConfigError, InstrumentError
 from instrument.fields import pip_extras
+from instrument.fields.targets import locate
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
@@ -32,6 +34,21 @@ def test_pip_command_names_the_installed_package(monkeypatch: pytest.MonkeyPatch
 def test_pip_command_without_installed_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pip_extras, "installed_version", lambda package: None)
     assert pip_extras.pip_command("sql") == "pip install -e '.[sql]'"
+
+
+def test_target_in_a_missing_package_is_reported_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)  # importing it fails
+    with pytest.raises(ConfigError) as refused:
+        locate("torchvision.models.resnet18", "model")
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.fix) == ("model", pip_extras.pip_command("run"))
+
+
+def test_packages_of_run_are_those_of_the_extra() -> None:
+    extras = PROJECT["optional-dependencies"]
+    packages = {re.split(r"\W*[>=\[]", name)[0] for extra in ("run", "analysis") for name in extras[extra]}
+    of_distribution = {"hydra": "hydra-core", "omegaconf": "hydra-core", "sklearn": "scikit-learn"}
+    assert {of_distribution.get(name, name) for name in pip_extras.PACKAGES_OF_RUN} <= packages
 
 
 def test_missing_package_names_the_feature_and_the_extra() -> None:

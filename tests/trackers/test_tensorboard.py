@@ -20,7 +20,7 @@ def open_sink(folder: Path, resumed_at: int | None = None) -> TrackingSink:
 def test_scalars_are_logged_at_their_steps(tmp_path: Path) -> None:
     sink = open_sink(tmp_path)
     for step in range(3):
-        sink.write("metrics", [metrics(step, loss=step + 0.5, lr=None, grad_norm=math.nan)])
+        sink.write("metrics", [metrics(step, loss=step + 0.5, grad_norm=math.nan, custom={"episode_return": 2.0})])
         sink.write(
             "stats", [row("stats", *key(step), mean=-1.0, numel=8), row("stats", *key(step, layer="b"), mean=2.0)]
         )
@@ -28,8 +28,16 @@ def test_scalars_are_logged_at_their_steps(tmp_path: Path) -> None:
     sink.close()
     assert list(tmp_path.iterdir()) == [tmp_path / "tensorboard"]
     found = read_tensorboard(tmp_path / "tensorboard")["scalars"]
-    assert found.keys() == {"train/loss", "train/grad_norm", "seen/a.0/mean", "seen/a.0/numel", "seen/b/mean"}
+    assert found.keys() == {
+        "train/loss",
+        "train/grad_norm",
+        "train/episode_return",
+        "seen/a.0/mean",
+        "seen/a.0/numel",
+        "seen/b/mean",
+    }
     assert found["train/loss"] == [(0, 0.5), (1, 1.5), (2, 2.5)]
+    assert found["train/episode_return"] == [(0, 2.0), (1, 2.0), (2, 2.0)]
     assert found["seen/b/mean"] == [(0, 2.0), (1, 2.0), (2, 2.0)]
     assert all(math.isnan(value) for _, value in found["train/grad_norm"])
 

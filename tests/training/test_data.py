@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,8 @@ from training_runs import DIGITS
 
 from instrument import ConfigError
 from instrument.config.experiment import DataConfig, SliceSpec, TrainConfig
+from instrument.fields.pip_extras import pip_command
+from instrument.training import datasets
 from instrument.training.data import load_data, slice_indices
 from instrument.training.datasets import digits, random_tensors
 from instrument.training.loader import Batches, first_batch
@@ -252,6 +255,21 @@ def test_missing_dataset_falls_back_only_if_configured() -> None:
     assert data.train[0][0].shape == (1, 28, 28)
     assert data.source["fallback"] is not None
     assert "instrument.training.datasets.mnist is missing" in data.source["fallback"]
+
+
+@pytest.mark.parametrize(("fallback", "package"), [(None, "torchvision"), ("digits", "scikit-learn")])
+def test_missing_package_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, fallback: str | None, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    monkeypatch.setattr(datasets, "find_spec", lambda name: None)
+    monkeypatch.setattr(datasets, "_digits_table", datasets._digits_table.__wrapped__)  # not cached
+    target = {"_target_": "instrument.training.datasets.mnist", "root": "nowhere"}
+    with pytest.raises(ConfigError) as refused:
+        load_data(DataConfig.model_validate({"dataset": target, "fallback": fallback}))
+    (problem,) = refused.value.problems
+    assert problem.message.endswith(f"is missing: {package} is not installed")
+    assert problem.fix == pip_command("run")
 
 
 def test_digits_are_normalized_and_can_be_resized() -> None:
