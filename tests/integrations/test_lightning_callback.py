@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -360,18 +359,11 @@ def test_several_callbacks_record_the_same_rows() -> None:
 
 
 def test_entry_point_adds_the_callback_if_hooks_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning reads the entry points of installed packages, here those of a copy of this one."""
+    """Lightning reads the entry points of installed packages, such as this one."""
     import lightning.pytorch as L
 
     from instrument.integrations.lightning import LightningCallback
 
-    info = tmp_path / "copy-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: copy\nVersion: 1.0\n")
-    group = "lightning.pytorch.callbacks_factory"
-    (entry,) = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["entry-points"][group].items()
-    (info / "entry_points.txt").write_text(f"[{group}]\n{entry[0]} = {entry[1]}\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("INSTRUMENT_HOOKS", raising=False)
     assert not any(isinstance(each, LightningCallback) for each in L.Trainer(logger=False, accelerator="cpu").callbacks)
     (tmp_path / "hooks.yaml").write_text("outputs: {layers: net.0, kind: forward, action: record}")

@@ -90,7 +90,7 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
         models.append(copy.deepcopy(experiment.model))
 
         def show(progress: Progress) -> None:
-            fingerprints.append(_fingerprint(experiment, progress, []))
+            fingerprints.append(_fingerprint(experiment, progress))
             if progress.phase == "train":
                 models.append(copy.deepcopy(experiment.model))
 
@@ -98,7 +98,7 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
             experiment.plan, sink, optimizer=experiment.optimizers, scaler=experiment.scaler, archive=experiment.archive
         ) as probe:
             train(experiment, probe, show)
-        fingerprints.append(_fingerprint(experiment, Progress(STEPS, STEPS, {}, 0, "train"), []))
+        fingerprints.append(_fingerprint(experiment, Progress(STEPS, STEPS, {}, 0, "train")))
     return fingerprints, sink, experiment, models
 
 

@@ -340,7 +340,7 @@ def test_quiet_run_prints_each_warning_once(cli: Cli) -> None:
     answer = cli(*TINY, DRILL, "hooks.activations.every=2", "quiet=true").expect(0)
     lines = answer.out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "warning loss not finite",
+        "error loss not finite",
         "warning first recorded non-finite value",
     ]
 
