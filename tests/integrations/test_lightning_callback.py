@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from clipped_gradients import check_recorded, keep_gradients
-from conftest import REPOSITORY
 from hook_runs import assert_equal
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

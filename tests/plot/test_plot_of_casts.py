@@ -13,7 +13,11 @@ import instrument
 from instrument.plot import casts
 
 HOOKS: dict[str, dict[str, Any]] = {
-    "inputs": {"kind": "forward_pre", "types": ["Conv2d", "Linear"], "cast": {"to": "float8_e4m3fn", "scale": "previous"}},
+    "inputs": {
+        "kind": "forward_pre",
+        "types": ["Conv2d", "Linear"],
+        "cast": {"to": "float8_e4m3fn", "scale": "previous"},
+    },
     "outputs": {"kind": "forward", "types": ["Conv2d", "ReLU"], "stats": "none", "cast": "mxfp4_e2m1"},
 }
 
