@@ -37,4 +37,4 @@ class Trackio:
             self.run.alert(tag, lines, LEVELS[tag.rpartition("/")[2]], step=step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002
-        self.run.finish()  # type: ignore[no-untyped-call]
+        self.run.finish()
