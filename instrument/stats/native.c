@@ -54,8 +54,10 @@ enum { WITH_MAGNITUDES = 1, WITH_BITS = 2 };
 
 #if defined(__GNUC__) && !defined(__clang__)
 #define UNROLL _Pragma("GCC unroll 2")
+#define NO_UNROLL _Pragma("GCC unroll 1") /* GCC does not vectorize a loop that it has unrolled */
 #else
 #define UNROLL
+#define NO_UNROLL
 #endif
 
 typedef struct {
@@ -282,36 +284,56 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 }
 
 /* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
-#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, WITH, TAG)                                    \
+#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, GROUP, WITH, TAG)                                   \
     PROCESSOR                                                                                                         \
     static void FUNCTION(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits) {\
         for (size_t start = first; start < end; start += CHUNK) {                                                     \
             const ELEMENT *chunk = (const ELEMENT *)memory + start;                                                   \
             const size_t size = end - start < CHUNK ? end - start : CHUNK;                                            \
-            const size_t whole = size - size % LANES, step_size = LANES * sizeof(ELEMENT);                            \
+            const size_t whole = size - size % LANES, step_size = GROUP * sizeof(ELEMENT);                            \
             VALUE low[LANES], high[LANES];                                                                            \
             double sum[LANES] = {0}, squares[LANES] = {0}, l1[LANES] = {0};                                           \
             COUNT zeros[LANES] = {0};                                                                                 \
             for (int j = 0; j < LANES; j++)                                                                           \
                 low[j] = high[j] = whole ? READ(chunk[j]) : 0;                                                        \
-            for (size_t tile = 0, step = WITH ? TILE : CHUNK; tile < whole; tile += step) {                           \
-                const size_t stop = whole - tile < step ? whole : tile + step;                                        \
+            for (size_t tile = 0; tile < whole; tile += TILE) {                                                       \
+                const size_t stop = whole - tile < TILE ? whole : tile + TILE;                                        \
                 Words_##TAG words = {0};                                                                              \
-                UNROLL                                                                                                \
-                for (size_t i = tile; i < stop; i += LANES) {                                                         \
-                    for (size_t line = 0; line < step_size; line += 64)                                               \
-                        PREFETCH((const char *)(chunk + i + AHEAD) + line);                                           \
-                    for (int j = 0; j < LANES; j++) {                                                                 \
-                        const VALUE value = READ(chunk[i + j]);                                                       \
-                        const double moved = (double)value - (WITH ? 0.0 : shift);                                    \
-                        sum[j] += moved;                                                                              \
-                        squares[j] += moved * moved;                                                                  \
-                        low[j] = value < low[j] ? value : low[j];                                                     \
-                        high[j] = value > high[j] ? value : high[j];                                                  \
-                        ADD_##TAG(zeros[j], value == 0);                                                              \
+                for (int group = 0; group < LANES; group += GROUP) {                                                  \
+                    VALUE lows[GROUP], highs[GROUP];                                                                  \
+                    double sums[GROUP], powers[GROUP];                                                                \
+                    COUNT counts[GROUP];                                                                              \
+                    for (int j = 0; j < GROUP; j++) { /* not memcpy, so that they stay in registers */                \
+                        lows[j] = low[group + j];                                                                     \
+                        highs[j] = high[group + j];                                                                   \
+                        sums[j] = sum[group + j];                                                                     \
+                        powers[j] = squares[group + j];                                                               \
+                        counts[j] = zeros[group + j];                                                                 \
                     }                                                                                                 \
-                    if (WITH)                                                                                         \
-                        add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);  \
+                    UNROLL                                                                                            \
+                    for (size_t i = tile + group; i < stop; i += LANES) {                                             \
+                        for (size_t line = 0; line < step_size; line += 64)                                           \
+                            PREFETCH((const char *)(chunk + i + AHEAD) + line);                                       \
+                        NO_UNROLL                                                                                     \
+                        for (int j = 0; j < GROUP; j++) {                                                             \
+                            const VALUE value = READ(chunk[i + j]);                                                   \
+                            const double moved = (double)value - (WITH ? 0.0 : shift);                                \
+                            sums[j] += moved;                                                                         \
+                            powers[j] += moved * moved;                                                               \
+                            lows[j] = value < lows[j] ? value : lows[j];                                              \
+                            highs[j] = value > highs[j] ? value : highs[j];                                           \
+                            ADD_##TAG(counts[j], value == 0);                                                         \
+                        }                                                                                             \
+                        if (WITH)                                                                                     \
+                            add_words_##TAG(&words, (const char *)(chunk + i), (i - tile) * sizeof(ELEMENT), step_size);\
+                    }                                                                                                 \
+                    for (int j = 0; j < GROUP; j++) {                                                                 \
+                        low[group + j] = lows[j];                                                                     \
+                        high[group + j] = highs[j];                                                                   \
+                        sum[group + j] = sums[j];                                                                     \
+                        squares[group + j] = powers[j];                                                               \
+                        zeros[group + j] = counts[j];                                                                 \
+                    }                                                                                                 \
                 }                                                                                                     \
                 if (WITH && stop - tile == TILE)                                                                      \
                     *bits += of_tile(number_of_##TAG(&words), (start + tile) / TILE);                                 \
@@ -343,17 +365,17 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 
 typedef void Kernel(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-#define KERNELS(TAG, PROCESSOR, COUNT)                                                                                \
-    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 0, TAG)                           \
-    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 0, TAG)                            \
-    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, 1, TAG)                      \
-    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, 1, TAG)                       \
+#define KERNELS(TAG, PROCESSOR, COUNT, GROUP)                                                                                \
+    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 0, TAG)                           \
+    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 0, TAG)                            \
+    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 1, TAG)                      \
+    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 1, TAG)                       \
     static Kernel *const kernels_##TAG[2][2] = {{float32_##TAG, float64_##TAG}, {float32_bits_##TAG, float64_bits_##TAG}};
 
-KERNELS(plain, , uint32_t)
+KERNELS(plain, , uint32_t, LANES)
 #ifdef HAS_VECTORS
-KERNELS(avx2, FOR_AVX2, uint64_t)
-KERNELS(avx512, FOR_AVX512, uint64_t)
+KERNELS(avx2, FOR_AVX2, uint64_t, 8)
+KERNELS(avx512, FOR_AVX512, uint64_t, LANES)
 #endif
 
 static Kernel *const (*kernels)[2] = kernels_plain; /* by whether bits are requested, and whether elements are float64 */

@@ -99,10 +99,10 @@ class Sums:
         """The fingerprint, int64 [rows]; meaningless without one."""
         columns = self.bits_low, self.bits_high, self.form
         if isinstance(self.form, Tensor):
-            low, high, form = (column.nan_to_num().to(torch.int64) for column in columns)
+            low, high, form = (column.to(torch.int64) for column in columns)
         else:
             with np.errstate(invalid="ignore"):  # a device writes no bits to rows without a fingerprint
-                low, high, form = (np.nan_to_num(column).astype(np.int64) for column in columns)
+                low, high, form = (column.astype(np.int64) for column in columns)
         return (low | high << 32) + form * FACTOR
 
     @cached_property
