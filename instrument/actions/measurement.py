@@ -149,8 +149,8 @@ def measure_in_context(
         HookError: The tensor has no such dimension of units.
     """
     measured = measure(tensor, needs, memory, cast_of)
-    functions = (need.function for need in needs if need.function and math.isnan(measured.row[INDEX[need.name]]))
-    for function in dict.fromkeys(functions):
+    known = {need.function for need in needs if not math.isnan(measured.row[INDEX[need.name]])}
+    for function in dict.fromkeys(need.function for need in needs if need.function and need.function not in known):
         for sum_, number in _imported(function)(tensor, context, dim).items():
             measured[sum_] = number
     return measured

@@ -41,11 +41,17 @@ _reasons: dict[_Key, str | None] = {}
 
 
 def measure_on_device(
-    flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None, cast: TensorCast | None = None
+    flat: Tensor,
+    terms: Sequence[Sum],
+    zeros: int,
+    row: Tensor | None,
+    cast: TensorCast | None = None,
+    *,
+    with_bits: bool = False,
 ) -> DeviceSums:
     """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`.
 
-    A kernel also computes the cast, in the same read.
+    A kernel also computes the cast and the bits, in the same read.
     """
     sums = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
@@ -54,8 +60,9 @@ def measure_on_device(
         key = flat.device, f"{flat.dtype} casts"
         if cast is not None and key not in _reasons:
             _reasons[key] = _problem_of_casts(kernels, flat.device, flat.dtype)
-        given = () if cast is None or _reasons[key] is not None else (cast,)
-        result: Tensor = kernels.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS], *given)
+        given = None if cast is None or _reasons[key] is not None else cast
+        result: Tensor = kernels.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS.start :], given, with_bits=with_bits)
+        sums.has_bits = with_bits
         return result
 
     if _by_kernel(flat, by_kernel) is None:
@@ -176,10 +183,11 @@ def _problem_of_casts(kernels: Any, device: torch.device, dtype: torch.dtype) ->
     """Return how the casts of known values by the kernel differ from those by operations on the CPU. Waits for the device."""
     shape = 2, 50, 33  # blocks of several sizes, which are not consecutive
     values = torch.linspace(0.2, 3.0, math.prod(shape), device="cpu").pow(7).to(dtype)
-    row = device_memory(1, device)[0, MEASURED_COLUMNS]
+    row = device_memory(1, device)[0, MEASURED_COLUMNS.start :]
+    expected_bits = [each.item() for each in portable_bits(values)]
     for name in ("float8_e4m3fn", "mxfp6_e3m2", "nvfp4"):
         cast, expected = (TensorCast(FORMATS[name], 0.7, *shape) for _ in range(2))
-        kernels.measure_by_kernel(values.to(device), row, cast)
+        bits = kernels.measure_by_kernel(values.to(device), row, cast, with_bits=True)[len(BASE) - 1 :][:2].tolist()
         assert cast.lost is not None, "the kernel sets it"
         for numbers, others in zip(cast.lost, lost_by_operations(values, expected), strict=True):
             count = SCALE if len(numbers) == NUMBERS else cast.blocks
@@ -188,6 +196,8 @@ def _problem_of_casts(kernels: Any, device: torch.device, dtype: torch.dtype) ->
                 return (
                     f"the kernel returned {of_kernel[:SCALE]} for the cast to {name} instead of {of_operations[:SCALE]}"
                 )
+        if bits != expected_bits:
+            return f"the kernel returned the bits {bits} with the cast to {name} instead of {expected_bits}"
     return None
 
 

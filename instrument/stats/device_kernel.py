@@ -153,24 +153,8 @@ def _measure_part(  # noqa: PLR0917
             bits += _bits_of_tile(stored, full_blocks)
     n, nan = count.to(tl.float64), (0 * count).to(tl.float64)
     if not (tl.abs(tl.sum(sums, 0)) < float("inf")):  # some elements are not finite
-        n, nan, shift, zeros, low, high, sums, squares, magnitudes, _, _, _, _ = _of_finite_elements(
-            elements,
-            numel,
-            program,
-            programs,
-            block_size,
-            is_bfloat16,
-            results,
-            results,
-            numel,
-            1,
-            1,
-            0,
-            0,
-            0,
-            0,
-            0.0,
-            0.0,
+        n, nan, shift, zeros, low, high, sums, squares, magnitudes, _, _, _, _, _ = _of_finite_elements(
+            elements, numel, program, programs, block_size, is_bfloat16, results, results, numel
         )
     _finish(
         n,
@@ -217,9 +201,10 @@ def _measure_cast(  # noqa: PLR0917
     normal: tl.constexpr,
     step: tl.constexpr,
     largest: tl.constexpr,
+    with_bits: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    n, nan, start, zeros, low, high, sums, squares, magnitudes, underflows, overflows, squared_errors, squared = (
+    n, nan, start, zeros, low, high, sums, squares, magnitudes, underflows, overflows, squared_errors, squared, bits = (
         _of_finite_elements(
             elements,
             numel,
@@ -238,6 +223,7 @@ def _measure_cast(  # noqa: PLR0917
             normal,
             step,
             largest,
+            with_bits,
         )
     )
     each = partials + program * _NUMBERS + _LOST
@@ -256,14 +242,14 @@ def _measure_cast(  # noqa: PLR0917
         sums,
         squares,
         magnitudes,
-        (numel * 0).to(tl.int64),
+        bits,
         partials,
         arrived,
         results,
         lost,
         program,
         programs,
-        False,
+        with_bits,
         True,
     )
 
@@ -365,9 +351,10 @@ def _store_lost(partials, lost, programs):
 
 # Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
 # shift, of their squares, and of magnitudes (float64). If `block` is not 0, also what the cast of `_measure_cast` loses, per block of
-# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64).
+# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64). Last, the sum of bits (int64), if the
+# blocks of each tile are consecutive.
 @triton.jit
-def _of_finite_elements(  # noqa: PLR0917
+def _of_finite_elements(  # noqa: PLR0915, PLR0917
     elements,
     numel,
     program,
@@ -377,14 +364,15 @@ def _of_finite_elements(  # noqa: PLR0917
     scale,
     errors,
     blocks,
-    length,
-    inner,
-    block: tl.constexpr,
-    scales: tl.constexpr,
-    shift: tl.constexpr,
-    normal: tl.constexpr,
-    step: tl.constexpr,
-    largest: tl.constexpr,
+    length=1,
+    inner=1,
+    block: tl.constexpr = 0,
+    scales: tl.constexpr = 0,
+    shift: tl.constexpr = 0,
+    normal: tl.constexpr = 0,
+    step: tl.constexpr = 0.0,
+    largest: tl.constexpr = 0.0,
+    with_bits: tl.constexpr = False,
 ):
     inf = float("inf")
     n = tl.zeros([block_size], tl.int32)
@@ -400,6 +388,7 @@ def _of_finite_elements(  # noqa: PLR0917
     overflows = tl.zeros([in_tile], tl.int32)
     squared_errors = tl.zeros([in_tile], tl.float64)
     squared = tl.zeros([in_tile], tl.float64)
+    bits = (numel * 0).to(tl.int64)
     first = tl.min(low, 0)
     for tile in range(program, tl.cdiv(blocks, in_tile) if block else tl.cdiv(numel, block_size), programs):
         if block:
@@ -412,7 +401,10 @@ def _of_finite_elements(  # noqa: PLR0917
         else:
             offsets = tile * block_size + tl.arange(0, block_size).to(tl.int64)
             inside = offsets < numel
-        x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
+        stored = tl.load(elements + offsets, mask=inside, other=0)
+        x = _as_float(stored, is_bfloat16)
+        if with_bits:
+            bits += _bits_of_tile(tl.reshape(stored, [block_size]), numel * 0 + tile)
         if block:
             under, over, lost, all_squares = _lost(x, tl.load(scale), scales, shift, normal, step, largest)
             underflows += under
@@ -450,6 +442,7 @@ def _of_finite_elements(  # noqa: PLR0917
         overflows,
         squared_errors,
         squared,
+        bits,
     )
 
 
@@ -635,20 +628,22 @@ def measure_by_kernel(
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
         results: float64 [9], or [11] with bits, contiguous, on the device. They are written to it.
         cast: A cast to compute in the same read. It receives what is lost.
-        with_bits: Whether to compute the sum of bits, without a cast; see `instrument.stats.fingerprint`.
+        with_bits: Whether to compute the sum of bits; see `instrument.stats.fingerprint`. With a cast whose blocks are not consecutive, or
+            smaller at the end of a row, a second launch reads the elements again.
 
     Returns:
         The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit; then
         the lower and the upper 32 bits of the sum of bits. Without a finite element, the extremes are infinite.
     """
-    if cast is None:
+    is_apart = cast is not None and cast.form.block and (cast.inner > 1 or cast.length % cast.form.block)
+    if cast is None or (with_bits and is_apart):
         _launch(flat, results, None, with_bits=with_bits)
-    else:
-        _launch_cast(flat, results, cast)
+    if cast is not None:
+        _launch_cast(flat, results, cast, with_bits=with_bits and not is_apart)
     return results
 
 
-def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast) -> None:
+def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast, *, with_bits: bool) -> None:
     form, device = cast.form, flat.device
     block, shift = form.block or 1, 23 - form.mantissa
     blocks, length = (cast.blocks, cast.length) if form.block else (flat.numel(), 1)
@@ -672,7 +667,7 @@ def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast) -> None:
             form.scales,
         )
         rounding = shift, (127 + form.least) << 23, 2.0 ** (form.least + shift), form.largest
-        _measure_cast[programs,](elements, *_memory(device, stream), results, *given, *rounding, **_OPTIONS)
+        _measure_cast[programs,](elements, *_memory(device, stream), results, *given, *rounding, with_bits, **_OPTIONS)
     cast.lost = numbers, errors
 
 

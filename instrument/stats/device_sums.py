@@ -64,12 +64,14 @@ class DeviceSums:
         numel: The number of elements, without the further zeros.
         zeros: The number of further zeros of a sparse tensor.
         terms: The measured sums with a term.
+        has_bits: Whether the row has the sum of bits.
     """
 
     row: Tensor
     numel: int
     zeros: int = 0
     terms: Sequence[Sum] = ()
+    has_bits: bool = False
 
     def sums(self) -> Tensor:
         """Return the sums, [1, COLUMNS] on the device."""

@@ -112,24 +112,29 @@ def measure(
     Args:
         tensor: The tensor. It is not modified.
         needs: Which sums with a term are required, in addition to those of every tensor. Sums of the fingerprint are included
-            where the compiled kernel computes them from the same read.
+            where a kernel computes them from the same read.
         memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
         cast_of: A cast to compute in the same read, where a kernel measures the tensor.
 
     Returns:
         The sums.
     """
-    if FORM in needs and tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_nested:
+    if FORM in needs and tensor.layout == torch.strided and not tensor.is_nested:
         tensor = tensor.detach().resolve_neg().contiguous()  # one copy for all
     is_plain = _is_plain(tensor)
+    with_bits = is_plain and FORM in needs
     flat, zeros = (tensor, 0) if is_plain else stored_elements(tensor)
     cast = None if cast_of is None else cast_of(tensor if tensor.layout == torch.strided else flat)
     terms = [each for each in needs if each.term is not None]
     if is_on_host(flat):
-        row = _host_sums(flat, terms, cast, with_bits=is_plain and FORM in needs)
+        row = _host_sums(flat, terms, cast, with_bits=with_bits)
         measured = Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row)
     else:
-        measured = Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory, cast))
+        vector = flat.detach().reshape(-1)
+        sums = measure_on_device(vector, terms, zeros, memory, cast, with_bits=with_bits)
+        measured = Measured(on_device=sums)
+        if sums.has_bits:
+            measured.row[INDEX[FORM.name]] = form_of(tensor.dtype, tensor.shape)
     if cast is not None:
         measured.lost = cast.lost or lost_by_operations(flat.detach().reshape(-1), cast)
         measured.lost[0][FINITE] += zeros
@@ -165,10 +170,9 @@ def _host_sums(flat: Tensor, terms: Sequence[Sum], cast: TensorCast | None, *, w
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor are a contiguous block in CPU memory, the most common case."""
+    """Return whether the elements of a tensor are a contiguous block, the most common case."""
     return (
         type(tensor) in (Tensor, Parameter)
-        and tensor.is_cpu
         and tensor.layout == torch.strided
         and tensor.is_floating_point()
         and not tensor.is_nested

@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
+from instrument.actions.base import Context, StepContext
+from instrument.actions.measurement import measure_in_context
 from instrument.stats import device_choice, device_kernel
 from instrument.stats.cast_operations import TensorCast, lost_by_operations
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_batch_by_kernel, measure_by_kernel
 from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.distribution import distribution, distribution_on_device
+from instrument.stats.fingerprint import fingerprint, portable_bits
 from instrument.stats.measure import Measured, measure_statistics
 from instrument.stats.portable import portable_sums
 from instrument.stats.sums import MEASURED_COLUMNS, needs_of
@@ -38,6 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
 VALUES = torch.linspace(-2.0, 3.0, 5000, device=KERNEL_DEVICE)
 FLOAT32 = f"{VALUES.device} float32"
+CONTEXT = Context("h", "forward", "output", "", nn.Identity(), "", StepContext(0, 0, 0, "train"))
 
 
 @pytest.fixture
@@ -103,7 +107,9 @@ def test_kernel_is_checked_with_known_values_before_the_first_tensor_of_a_dtype(
 
 def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = device_choice._kernels()
-    monkeypatch.setattr(kernels, "measure_by_kernel", lambda flat, results: measure_by_kernel(flat * 1.01, results))
+    monkeypatch.setattr(
+        kernels, "measure_by_kernel", lambda flat, *given, **options: measure_by_kernel(flat * 1.01, *given, **options)
+    )
     monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
     assert read(VALUES) == expected(VALUES)
     (reason,) = device_choice.measured_by().values()
@@ -146,16 +152,24 @@ def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> N
         ("float8_e4m3fn", torch.bfloat16, (1, 4200, 1)),  # two programs
         ("mxfp6_e3m2", torch.float32, (1, 50, 33)),
         ("nvfp4", torch.float16, (5, 40, 1)),
+        ("mxfp4_e2m1", torch.bfloat16, (3, 1440, 1)),  # blocks that are consecutive
     ],
 )
 def test_kernel_casts_in_the_read_of_the_sums(to: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     x = torch.linspace(-4.0, 4.0, math.prod(shape), device=KERNEL_DEVICE).pow(5).to(dtype)
     x[5:9] = torch.tensor([math.nan, math.inf, -math.inf, 0.0])
-    sums, expected_sums = (torch.empty(9, dtype=torch.float64, device=KERNEL_DEVICE) for _ in range(2))
+    sums, expected_sums = (torch.empty(11, dtype=torch.float64, device=KERNEL_DEVICE) for _ in range(2))
     cast, expected = (TensorCast(FORMATS[to], 0.7, *shape) for _ in range(2))
-    measure_by_kernel(x, sums, cast)
+    measure_by_kernel(x, sums[:9], cast)
     assert cast.lost is not None
-    torch.testing.assert_close(sums, measure_by_kernel(x, expected_sums), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(sums[:9], measure_by_kernel(x, expected_sums, with_bits=True)[:9], rtol=1e-12, atol=0.0)
+    assert expected_sums[9:].tolist() == [float(half) for half in portable_bits(x)]
+    with_bits = TensorCast(FORMATS[to], 0.7, *shape)
+    measure_by_kernel(x, sums, with_bits, with_bits=True)
+    assert sums[9:].tolist() == expected_sums[9:].tolist()
+    assert with_bits.lost is not None
+    assert torch.equal(with_bits.lost[0][:5], cast.lost[0][:5])
+    assert torch.equal(with_bits.lost[1], cast.lost[1])
     numbers, errors = lost_by_operations(x, expected)
     assert numbers[1] > 0  # underflows
     assert cast.lost[0][:3].tolist() == numbers[:3].tolist()
@@ -175,21 +189,40 @@ def test_kernel_for_casts_is_checked_before_the_first_one(calls: list[str], monk
         device_choice.measure_on_device(VALUES, (), 0, None, cast)
         return cast.lost
 
-    def wrong(flat: Tensor, results: Tensor, cast: TensorCast) -> None:
-        cast.lost = torch.zeros(6, dtype=torch.float64), torch.zeros(cast.blocks, dtype=torch.float64)
+    def no_cast(flat: Tensor, results: Tensor, cast: TensorCast | None, *, with_bits: bool) -> Tensor:
+        if cast is not None:
+            cast.lost = torch.zeros(6, dtype=torch.float64), torch.zeros(cast.blocks, dtype=torch.float64)
+        return results
 
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            kernels, "measure_by_kernel", lambda *given: wrong(*given) if given[2:] else measure_by_kernel(*given)
-        )
-        assert lost() is None
-    reason = device_choice.measured_by()[f"{FLOAT32} casts"]
-    assert reason.startswith("PyTorch operations: the kernel returned [0.0, ")
-    device_choice._reasons.clear()
+    def no_bits(flat: Tensor, results: Tensor, cast: TensorCast | None, *, with_bits: bool) -> Tensor:
+        return measure_by_kernel(flat, results.zero_(), cast)
+
+    for wrong, returned in ((no_cast, "[0.0, "), (no_bits, "the bits [0.0, 0.0] with the cast to float8_e4m3fn ")):
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, "measure_by_kernel", wrong)
+            assert lost() is None
+        reason = device_choice.measured_by()[f"{FLOAT32} casts"]
+        assert reason.startswith(f"PyTorch operations: the kernel returned {returned}")
+        device_choice._reasons.clear()
     found = lost()
     assert found is not None
     torch.testing.assert_close(found[0][:5], lost_by_operations(VALUES, cast_of(VALUES))[0][:5])
     assert device_choice.measured_by()[f"{FLOAT32} casts"] == "Triton kernel"
+
+
+def test_sums_fingerprint_and_cast_come_from_one_launch(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.stats.measure.is_on_host", lambda flat: False)
+    needs, cast_of = needs_of((*NAMES, "fingerprint")), partial(TensorCast.along, -1, FORMATS["mxfp4_e2m1"], 1.0)
+    both = VALUES[:4992], VALUES[:4992].view(2, -1).T  # the second one is copied
+    expected_bits = [fingerprint(x).item() for x in both]
+    monkeypatch.setattr("instrument.stats.fingerprint.sums_of_bits", lambda *given: pytest.fail("it is measured"))
+    for x, bits in zip(both, expected_bits, strict=True):
+        measure_in_context(x, CONTEXT, needs, None, cast_of=cast_of)  # checks the kernels
+        calls.clear()
+        measured = measure_in_context(x, CONTEXT, needs, None, cast_of=cast_of)
+        assert calls == ["kernel"]
+        assert measured.lost is not None
+        assert measured.statistics(["fingerprint"]) == [bits]
 
 
 def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,7 +426,7 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
             for each in (False, True)
         )
         of_cast = {"scale": "*fp32", "lost": "*fp64", "errors": "*fp64", "blocks": "i64", "length": "i32", "inner": "i32"}
-        mx = {"block": 32, "scales": 1, "shift": 20, "normal": 121 << 23, "step": 2.0**14, "largest": 448.0}
+        mx = {"block": 32, "scales": 1, "shift": 20, "normal": 121 << 23, "step": 2.0**14, "largest": 448.0, "with_bits": True}
         source = ASTSource(_measure_cast, {**types, **of_cast}, {**constants, **mx})
         cast = triton.compile(source, target=target, options=_OPTIONS)
         types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
