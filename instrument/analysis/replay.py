@@ -14,7 +14,7 @@ from ..storage.parts import journals_of, part_files
 from ..storage.run_files import RunFiles
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
-from .frames import array_of, cells_of
+from .frames import cells_of
 
 MAX_DISPLACEMENT = 64
 """Maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later."""
@@ -30,6 +30,7 @@ def replay(
 
     Args:
         sink: The sink. It is not closed.
+        tables: The tables, without `tensors`.
     """
     streams = [
         _entries(files, table, one, since)
@@ -38,23 +39,8 @@ def replay(
     ]
     for _, entries in groupby(heapq.merge(*streams, key=itemgetter(0)), itemgetter(0)):
         for _, table, row in entries:
-            if table == "tensors":
-                _write_tensor(files, sink, row)
-            else:
-                sink.write(table, [row])
+            sink.write(table, [row])
         sink.end_step()
-
-
-def _write_tensor(files: RunFiles, sink: Sink, row: Row) -> None:
-    import torch  # imported here, because reading tables does not need torch
-
-    *key, dtype, shape, source_shape, _, _, _, _, values, data = row
-    try:
-        array = array_of(values, data, shape, dtype)
-    except TypeError:
-        files.report_skipped("tensors", f"NumPy does not support {dtype}")
-        return
-    sink.keep(tuple(key), source_shape, torch.from_numpy(array.copy()))
 
 
 def _ranks(files: RunFiles, table: str) -> list[int | None]:
@@ -88,6 +74,6 @@ def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
-    """Yield rows as tuples; the elements of recorded tensors are arrays and buffers that are views of the batch."""
+    """Yield rows as tuples."""
     columns = [cells_of(name, batch.column(name)) for name in batch.schema.names]
     return zip(*columns, strict=True)
