@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, groupby
 from operator import itemgetter
 
-import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..storage.parts import journals_of, part_files
 from ..storage.run_files import RunFiles
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
-from .frames import cells_of
 
 MAX_DISPLACEMENT = 64
 """Maximum displacement of a row: evaluation rows may precede a step's rows, which are copied from the GPU later."""
@@ -56,7 +54,7 @@ def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -
     rows = (
         (row[0] or 0, table, row)
         for batch in files.scan(table, TABLES[table].names, condition)
-        for row in rows_of(batch)
+        for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
     )
     return _sorted_nearly(rows) if table in ("metrics", "events") else rows
 
@@ -71,9 +69,3 @@ def _sorted_nearly(entries: Iterable[Entry]) -> Iterator[Entry]:
             yield heapq.heappop(heap)[2]
     while heap:
         yield heapq.heappop(heap)[2]
-
-
-def rows_of(batch: pa.RecordBatch) -> Iterator[Row]:
-    """Yield rows as tuples."""
-    columns = [cells_of(name, batch.column(name)) for name in batch.schema.names]
-    return zip(*columns, strict=True)
