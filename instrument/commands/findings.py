@@ -68,7 +68,7 @@ def _print(finding: Finding) -> None:
 
 
 def _line(finding: Finding) -> str:
-    step = "" if finding.when is None else f"step {finding.when}: "
+    step = "" if finding.step is None else f"step {finding.step}: "
     return f"{finding.what}: {step}{finding.where}: {finding.value}"
 
 
