@@ -110,8 +110,8 @@ def run(case: Case, seed: int, steps: int = STEPS) -> Result:
     found = [index for index, finding in enumerate(findings) if _accepts(case, layer, finding)]
     lead = next(probe.run.findings.query("rule in @RULES").itertuples(), None)
     leads = lead is not None and any(
-        _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.when, ""))
-        for event in probe.run.events.query("rule == @lead.rule and step == @lead.when").itertuples()
+        _accepts(case, layer, Finding(event.rule, event.layer if isinstance(event.layer, str) else None, lead.step, ""))
+        for event in probe.run.events.query("rule == @lead.rule and step == @lead.step").itertuples()
         if lead.where == next((each for each in (event.location, event.layer) if isinstance(each, str)), "training")
     )
     return Result(seed, findings, found, leads, (losses[0], losses[-1]))

@@ -1,9 +1,9 @@
-"""docs/guides/megatron.md and torchtitan.md: their lines run in loops with the models, names and calls of these libraries."""
+"""docs/guides/megatron.md and torchtitan.md: their lines run with the models, loops, names and calls of these libraries."""
 
 from __future__ import annotations
 
 import re
-import warnings
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from training_libraries import LAYERS, VOCABULARY, FP32Optimizer, GPTModel, MegatronDDP, Transformer
+from training_libraries import LAYERS, VOCABULARY, FP32Optimizer, GPTModel, MegatronDDP, TitanTrainer, Transformer
 
 import instrument
 from instrument.fields.field_types import StructureName
@@ -56,7 +56,7 @@ def test_structure_finds_the_modules_of_the_page(name: str, model: Callable[[], 
     assert len(table) == 6
     for role, modules in table.items():
         names = {re.sub(r"\.\d+", ".N", layer.name.removeprefix("module.")) for layer in found[role]}
-        listed = {each for each in modules if not re.fullmatch("w[a-z0-9]", each)}
+        listed = {each for each in modules if not re.fullmatch(r"(qkv_linear\.)?w[a-z0-9]+", each)}
         assert {next(each for each in names if f".{each}".endswith(f".{one}")) for one in listed} == names, role
         assert len(found[role]) in (1, 2, LAYERS, 2 * LAYERS + 1)
 
@@ -116,45 +116,41 @@ def test_parameter_gradients_of_megatron_are_its_main_gradients(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_lines_of_the_torchtitan_page_record_its_loop(
+def test_lines_of_the_torchtitan_page_record_its_trainer(
     is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     blocks, _ = page("torchtitan")
-    weights = []
-    for attaches in (True, False):
+
+    def config() -> TitanTrainer.Config:
         torch.manual_seed(0)
         model = Transformer()
         for number, block in model.layers.named_children():  # as apply_ac and apply_compile
             model.layers.register_module(number, checkpoint_wrapper(block, preserve_rng_state=False))
             if is_compiled:
                 model.layers.get_submodule(number).compile(backend="aot_eager", fullgraph=True)
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2)]
-        trainer = SimpleNamespace(model_parts=[model], optimizers=optimizers, step=0)
+        return TitanTrainer.Config(model=model, loaded=9, steps=12)
 
-        def train_step(_: object, trainer: Any = trainer, model: nn.Module = model) -> None:
-            trainer.optimizers[0].zero_grad()
-            tokens = batch(trainer.step)
-            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten()).backward()
-            trainer.optimizers[0].step()
-
-        trainer.train_step = train_step
-        trainer.should_continue_training = lambda trainer=trainer: trainer.step < STEPS
-        if attaches:
-            given: dict[str, Any] = {"self": trainer, "torch": torch, "data_iterator": None, "hooks": "transformer"}
-            if is_compiled:
-                exec(blocks[1], given)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", instrument.InstrumentWarning)
-                exec(blocks[0], given)
-        else:
-            while trainer.should_continue_training():
-                trainer.step += 1
-                train_step(None)
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+    registry = SimpleNamespace(config_registry=SimpleNamespace(llama3_debugmodel=config))
+    monkeypatch.setitem(sys.modules, "torchtitan.models.llama3", registry)
+    monkeypatch.setitem(sys.modules, "torchtitan.trainer", SimpleNamespace(Trainer=TitanTrainer))
+    given: dict[str, Any] = {"__name__": "my_run"}
+    monkeypatch.setitem(sys.modules, "my_run", SimpleNamespace())  # in which dataclasses looks up names
+    exec(blocks[0], given)
+    if is_compiled:
+        exec(blocks[1], given)
+    made = given["llama3_debugmodel"]()
+    assert made.training.disable_cuda_graphs is True
+    trainer, bare = made.owner(made), TitanTrainer(config())
+    trainer.train()
+    bare.train()
+    assert trainer.losses == bare.losses
+    assert all(map(torch.equal, trainer.model_parts[0].parameters(), bare.model_parts[0].parameters()))
     run = instrument.load("runs/titan")
     assert (run.coverage["fired"] == run.coverage["expected"]).all()
-    blocks_seen = run.stats.query("hook == 'residual_stream'")["layer"]
-    assert {name.rpartition("layers.")[2] for name in blocks_seen} == {str(number) for number in range(LAYERS)}
-    assert ("attention" in set(run.stats["hook"])) == (not is_compiled)
+    assert run.metrics["step"].tolist() == [9, 10, 11]
+    assert run.metrics["loss"].tolist() == pytest.approx(bare.losses, rel=1e-6)
+    rows = run.stats.query("hook == 'residual_stream'")  # every 10 steps
+    found = {(row.step, row.micro_step, row.layer.rpartition("layers.")[2]) for row in rows.itertuples()}
+    assert found == {(10, micro, str(number)) for micro in range(2) for number in range(LAYERS)}
+    assert ("residual_changes" in set(run.stats["hook"])) == (not is_compiled)

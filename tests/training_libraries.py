@@ -1,9 +1,15 @@
-"""Stand-ins for the models of Megatron-LM and torchtitan: their module names, calls and outputs, in a small size.
+"""Stand-ins for the models of Megatron-LM and torchtitan, and torchtitan's trainer: their names, calls and outputs, in a small size.
 
-They follow the public source code: `megatron/core/models/gpt/gpt_model.py` and `torchtitan/models/llama3/model/model.py`.
+They follow the public source code: `megatron/core/models/gpt/gpt_model.py`, and `torchtitan/models/common/` and `torchtitan/trainer.py` of
+torchtitan 0.3.0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -193,22 +199,27 @@ class FP32Optimizer:
 
 class ScaledDotProductAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class FusedQKVLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.wqkv(x).unflatten(-1, (HEADS, -1)).chunk(3, -1)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.wq, self.wo = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.wk, self.wv = (nn.Linear(WIDTH, WIDTH // 2, bias=False) for _ in range(2))
-        self.sdpa = ScaledDotProductAttention()
+        self.qkv_linear, self.wo = FusedQKVLinear(), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.inner_attention = ScaledDotProductAttention()
 
-    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        size = WIDTH // HEADS
-        q, k, v = (part(x).unflatten(-1, (-1, size)) for part in (self.wq, self.wk, self.wv))
-        q = q * freqs_cis[: q.shape[1], None]
-        k, v = (part.repeat_interleave(q.shape[2] // part.shape[2], 2) for part in (k, v))
-        return self.wo(self.sdpa(*(part.transpose(1, 2) for part in (q, k, v))).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wo(self.inner_attention(*self.qkv_linear(x)).flatten(2))  # type: ignore[no-any-return]
 
 
 class FeedForward(nn.Module):
@@ -227,8 +238,8 @@ class TitanBlock(nn.Module):
         self.attention, self.feed_forward = Attention(), FeedForward()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
 
-    def forward(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
-        h = x + self.attention(self.attention_norm(x), freqs_cis)
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.attention(self.attention_norm(x))
         return h + self.feed_forward(self.ffn_norm(h))  # type: ignore[no-any-return]
 
 
@@ -238,13 +249,69 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.register_buffer("freqs_cis", torch.ones(64, WIDTH // HEADS), persistent=False)
         self.layers = nn.ModuleDict({str(number): TitanBlock() for number in range(LAYERS)})
         self.norm = nn.RMSNorm(WIDTH)
-        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         h = self.tok_embeddings(tokens)
         for layer in self.layers.values():
-            h = layer(h, self.freqs_cis)
-        return self.output(self.norm(h))  # type: ignore[no-any-return]
+            h = layer(h)
+        return self.lm_head(self.norm(h))  # type: ignore[no-any-return]
+
+
+class TitanTrainer:
+    """torchtitan's Trainer: `train` calls `train_step`, which calls `forward_backward_step` for each of two micro-batches.
+
+    Attributes:
+        losses: The loss of each step, which torchtitan logs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        owner: ClassVar[type[TitanTrainer]]
+        model: nn.Module
+        steps: int
+        loaded: int = 0  # steps before the checkpoint
+        training: SimpleNamespace = field(default_factory=SimpleNamespace)
+
+    def __init_subclass__(cls) -> None:
+        if "Config" in vars(cls):
+            cls.Config.owner = cls
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.step = config, 0
+        self.model_parts = [config.model]
+        self.optimizers = [torch.optim.AdamW(config.model.parameters(), lr=1e-2)]
+        self.losses: list[float] = []
+
+    def train(self) -> None:
+        self.step = self.config.loaded
+        batches = iter(range(2 * self.step, 2 * self.config.steps))
+        while self.should_continue_training():
+            self.step += 1
+            self.train_step(batches)
+
+    def should_continue_training(self) -> bool:
+        return self.step < self.config.steps
+
+    def train_step(self, data_iterator: Iterator[int]) -> None:
+        self.optimizers[0].zero_grad()
+        losses = []
+        for _ in range(2):
+            generator = torch.Generator().manual_seed(next(data_iterator))
+            tokens, count = torch.randint(VOCABULARY, (3, 8), generator=generator), torch.tensor(48)
+            labels = tokens.roll(-1, 1)
+            losses.append(
+                self.forward_backward_step(input_dict={"input": tokens}, labels=labels, global_valid_tokens=count)
+            )
+        self.optimizers[0].step()
+        self.losses.append(sum(losses).item())
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Any:
+        logits = self.model_parts[0](input_dict["input"])
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / global_valid_tokens
+        loss.backward()
+        return loss

@@ -40,7 +40,7 @@ class Finding:
     """One observation about a run.
 
     Attributes:
-        when: The step; None if the observation is about the run as a whole.
+        step: The step; None if the observation is about the run as a whole.
         severity: `info`, `warning`, or `error` if the training is unusable.
         number: The value as a number, if it is numeric.
         advice: What to do next, in one sentence; empty for an observation that is not a problem.
@@ -55,7 +55,7 @@ class Finding:
 
     what: str
     where: str
-    when: int | None
+    step: int | None
     value: str
     severity: Severity = "info"
     number: float | None = None
@@ -87,13 +87,13 @@ class Diagnosis:
     def title(self) -> str:
         """What is wrong, where and when."""
         where = "" if self.lead.where == TRAINING else f" in {self.lead.where}"
-        return f"{self.lead.what[0].upper()}{self.lead.what[1:]}{where} at step {self.lead.when:,}"
+        return f"{self.lead.what[0].upper()}{self.lead.what[1:]}{where} at step {self.lead.step:,}"
 
     @property
     def summary(self) -> str:
         """The consequences in words; empty if there are none."""
         count = len(self.consequences)
-        named = ", ".join(f"{each.what} at step {each.when:,}" for each in self.consequences[:MAX_NAMED])
+        named = ", ".join(f"{each.what} at step {each.step:,}" for each in self.consequences[:MAX_NAMED])
         more = f" and {count - MAX_NAMED} more" if count > MAX_NAMED else ""
         return f"{count} consequence{'s' * (count > 1)}: {named}{more}" if count else ""
 

@@ -74,7 +74,7 @@ class Run(RunTables):
     def findings(self) -> pd.DataFrame:
         """The rules that fired, with what to do next, and other observations about the run. One row per finding.
 
-        The columns are `what`, `where`, `when` (the step; null for the run as a whole), `value` (as text), `severity` (`error`,
+        The columns are `what`, `where`, `step` (null for the run as a whole), `value` (as text), `severity` (`error`,
         `warning` or `info`), `number`, `advice`, `rule` (empty for other observations), `cause` (the rule of which this is a
         consequence; empty if none is known), `statistic`, `threshold`, `layer`, `hook` and `role`. The first finding is the most
         important one; each problem is followed by its consequences. It requires a single run.
@@ -87,7 +87,7 @@ class Run(RunTables):
 
         rows = [astuple(finding) for finding in findings(self)]
         frame = pd.DataFrame(rows, columns=[field.name for field in fields(Finding)])
-        return frame.astype({"when": "Int64", "number": "float64", "threshold": "float64"})
+        return frame.astype({"step": "Int64", "number": "float64", "threshold": "float64"})
 
     def effects_of(
         self,

@@ -46,7 +46,7 @@ def _sections_of_run(run: RunTables, name: str, coverage: Sequence[Mapping[str, 
     yield " · ".join([*texts, *([f"{history.step:,} steps"] if history.step else [])])
     yield "rows: " + (" · ".join(f"{table} {count:,}" for table, count in counts.items() if count) or "none")
     yield _table("Metrics", METRIC_COLUMNS, [row.cells for row in metric_rows(history)], f"{name}.metrics")
-    found = [(each.what, each.where, each.when, each.value) for each in findings(run, evaluates=False)]
+    found = [(each.what, each.where, each.step, each.value) for each in findings(run, evaluates=False)]
     yield _table("Findings", ("finding", "where", "step", "value"), found, f"{name}.findings")
     layers, count = layer_rows(history, MAX_ROWS)
     cells = [row.cells for row in layers]

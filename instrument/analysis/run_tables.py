@@ -128,6 +128,8 @@ class RunTables:
     def runs(self) -> pd.DataFrame:
         """One row per run: `run` (the folder), `status`, `seed`, the overrides and the last metrics.
 
+        The metrics, such as `loss`, are those of the last evaluation. A run without evaluations has none.
+
         An override with a mapping that differs between the runs has a column for each field that differs. If the objective of
         the sweep is a number from a table, the column `objective` has it. Columns have the types of
         their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or

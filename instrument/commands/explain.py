@@ -1,18 +1,22 @@
 """`instrument explain KEY`: what a configuration key, kind, action, statistic, rule, table, column or error means.
 
 KEY is a key such as `train.steps` or `hooks.mine.every`, its last part, or a name such as `forward`, `clip`, `l2`, `dead_units`,
-`stats.numel` or `ConfigError`. Without a KEY, all names are listed.
+`stats.numel`, `run.findings`, `attach` or `ConfigError`. Without a KEY, all names are listed.
 
 Exit codes: 0, explained; 2, nothing has this name.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any, get_args, get_origin
 
 import yaml
@@ -216,7 +220,7 @@ def command_line() -> Any:
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
-    known = list(entries())
+    known = [*entries(), *([] if args.keys else python_entries())]
     found = [entry for key in args.keys for entry in explain(key, known)] if args.keys else known
     if args.json:
         print_json(found)
@@ -232,13 +236,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(key: str, known: Iterable[Entry]) -> list[Entry]:
-    """Return the entries of a key or a name; raise a `ConfigError` if there are none."""
+    """Return the entries of a key or a name; raise a `ConfigError` if there are none.
+
+    Names of Python are read only if nothing else has the name: they take seconds.
+    """
     wanted = re.sub(r"^(hooks|apply|rules)\.[^.]+(?=\.)", r"\1.NAME", key)
+    wanted = re.sub(r"^sweep\.", "run.", wanted)
     by_name: dict[str, list[Entry]] = {}
-    for entry in known:
-        for name in {entry.key, entry.key.rpartition(".")[2]}:
-            by_name.setdefault(name, []).append(entry)
-    if wanted not in by_name:
+    for group in (known, python_entries()):
+        for entry in group:
+            of_table = (f"run.{entry.key}", f"probe.{entry.key}") if entry.what == "table" else ()
+            for name in {entry.key, entry.key.rpartition(".")[2], *of_table}:
+                by_name.setdefault(name, []).append(entry)
+        if wanted in by_name:
+            break
+    else:
         similar, fix = similar_names(wanted, by_name), "instrument explain lists all names"
         raise ConfigError(Problem("KEY", "nothing has this name", key, similar=similar, fix=fix))
     return by_name[wanted]
@@ -290,6 +302,31 @@ def entries() -> Iterator[Entry]:
         error = getattr(errors, name)
         if isinstance(error, type) and issubclass(error, InstrumentError):
             yield Entry(name, f"error, exit code {error.exit_code}", (error.__doc__ or "").split("\n\n")[0])
+
+
+def python_entries() -> Iterator[Entry]:
+    """Yield the functions and classes of the package, and the attributes of a run, a sweep and a probe."""
+    package = import_module("instrument")
+    for module in (package, package.plot, package.interpret, package.report):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and name not in errors.__all__:
+                function = value.__call__ if isinstance(value, ModuleType) else value
+                yield _python_entry(f"{module.__name__}.{name}", f"name in {module.__name__}", function)
+    for key, of, kind in (("run", "run or a sweep", package.Run), ("probe", "probe", package.AttachedProbe)):
+        for name in dir(kind):
+            if not name.startswith("_"):
+                yield _python_entry(f"{key}.{name}", f"attribute of a {of}", inspect.getattr_static(kind, name))
+
+
+def _python_entry(key: str, what: str, value: Any) -> Entry:
+    """Return the entry of a Python object: its signature, and its docstring up to the arguments, without code."""
+    text = re.split(r"\n\n(?=[A-Z][a-z]+:\n)", inspect.getdoc(value) or "")[0]
+    meaning = " ".join(each for each in text.split("\n\n") if not each.startswith("    "))
+    signature = ""
+    with suppress(ValueError):  # errors and typed dictionaries have none
+        signature = str(inspect.signature(value)) if callable(value) else ""
+    return Entry(key, what, " ".join(meaning.split()), signature)
 
 
 def _config_keys(model: type[BaseModel], prefix: str) -> Iterator[Entry]:

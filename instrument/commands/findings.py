@@ -37,15 +37,14 @@ def command_line() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = command_line().parse_args(arguments)
     run = load(args.run)
-    fired = check(run)
-    if args.json:
+    return print_findings(check(run), run, as_json=args.json)
+
+
+def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool) -> int:
+    """Print what rules found in a run, and other warnings about it. Return the exit code."""
+    if as_json:
         print_json([*fired, *_others(run)])
         return FIRED if fired else 0
-    return print_findings(fired, run)
-
-
-def print_findings(fired: Sequence[Finding], run: Run) -> int:
-    """Print what rules found in a run, and other warnings about it. Return the exit code."""
     for diagnosis in diagnoses(fired):
         _print(diagnosis.lead)
         for finding in diagnosis.consequences:
@@ -69,7 +68,7 @@ def _print(finding: Finding) -> None:
 
 
 def _line(finding: Finding) -> str:
-    step = "" if finding.when is None else f"step {finding.when}: "
+    step = "" if finding.step is None else f"step {finding.step}: "
     return f"{finding.what}: {step}{finding.where}: {finding.value}"
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from instrument.analysis.load import load
 from instrument.analysis.reference import make_reference, ranges_of, read_reference
 from instrument.commands.findings import check, print_findings
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
 from instrument.errors import ConfigError, Problem
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
@@ -39,6 +40,8 @@ def command_line() -> argparse.ArgumentParser:
     checked.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
     checked.add_argument("--reference", metavar="FILE", required=True, help="the reference, or healthy runs")
     checked.add_argument("--margin", metavar="X", type=float, default=1.0, help="how many times the margin is used")
+    add_json(show)
+    add_json(checked)
     return parser
 
 
@@ -50,30 +53,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{args.out}: {_summary(reference)} ({args.out.stat().st_size / 1e3:.0f} kB)")
         return 0
     if args.command == "show":
-        show(read_reference([args.file], where="FILE"), args.layer)
+        show(read_reference([args.file], where="FILE"), args.layer, as_json=args.json)
         return 0
-    return check_run(args.run, args.reference, args.margin)
+    return check_run(args.run, args.reference, args.margin, as_json=args.json)
 
 
-def show(reference: Reference, layer: str | None) -> None:
-    """Print the ranges of a reference, with the margin, at its first, middle and last phase of training."""
+def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
+    """Print the ranges of a reference, with the margin: as text at its first, middle and last phase of training, as JSON at all."""
+    if as_json:
+        print_json({**reference.about, "statistics": reference.statistics, "ranges": list(_ranges(reference, layer))})
+        return
     print(_summary(reference))
     for name, value in (("runs", reference.about["runs"]), ("versions", reference.about["versions"])):
         print(f"{name}: {shorten([f'{key} {value[key]}' for key in value] if isinstance(value, dict) else value)}")
+    for row in _ranges(reference, layer):
+        phases = row["phases"]
+        shown = dict.fromkeys((0, len(phases) // 2, len(phases) - 1))
+        ranges = (f"step {step}: {low:.3g} to {high:.3g}" for step, low, high in (phases[at].values() for at in shown))
+        location = f"{location_name(row['layer'], row['path'], row['kind'])} {row['role']} ({row['hook']})"
+        print(f"{location} {row['statistic']}: {', '.join(ranges)}")
+
+
+def _ranges(reference: Reference, layer: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the ranges of each location and statistic: one for each phase of training, which starts at `step`."""
     lows, highs = reference.limits(reference.statistics, 1.0)
     for key, at in reference.index.items():
-        _, name, kind, role, path, _ = key
-        if layer is not None and not matches(layer, name):
+        location = dict(zip(KEY, key, strict=True))
+        if layer is not None and not matches(layer, location["layer"]):
             continue
         for statistic, low, high in zip(reference.statistics, lows[at], highs[at], strict=True):
             known = (high < float("inf")).nonzero()[0]
-            phases = dict.fromkeys(int(known[each]) for each in (0, len(known) // 2, -1)) if len(known) else ()
-            ranges = (f"step {STARTS[phase]}: {low[phase]:.3g} to {high[phase]:.3g}" for phase in phases)
+            phases = [{"step": int(STARTS[each]), "low": low[each], "high": high[each]} for each in known]
             if phases:
-                print(f"{location_name(name, path, kind)} {role} ({key[0]}) {statistic}: {', '.join(ranges)}")
+                yield {**location, "statistic": statistic, "phases": phases}
 
 
-def check_run(path: str, reference: str, margin: float) -> int:
+def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int:
     """Print where a run leaves a reference, and return the exit code."""
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
@@ -85,8 +100,9 @@ def check_run(path: str, reference: str, margin: float) -> int:
         fix = "compare runs of the same model, recorded with hooks of the same names"
         raise ConfigError(Problem("--reference", message, reference, names, fix=fix))
     if missing:
-        print(f"{len(missing)} of {len(ranges.index)} locations of the reference were not recorded: {names}")
-    return print_findings(fired, run)
+        text = f"{len(missing)} of {len(ranges.index)} locations of the reference were not recorded: {names}"
+        print(text, file=sys.stderr if as_json else sys.stdout)
+    return print_findings(fired, run, as_json=as_json)
 
 
 def _summary(reference: Reference) -> str:

@@ -31,7 +31,7 @@ from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
 from instrument.commands.job import read_config, read_overrides, report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, with_exit_codes
 from instrument.config.experiment import InitFromConfig, RunConfig
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import shown_path
@@ -69,6 +69,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument(
         "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
     )
+    add_json(parser)
     return parser
 
 
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def job(config: DictConfig) -> None:
         sys.argv = original  # for the entry `command` of run.json
-        _replay(config, run, window, force=args.force, intervene=args.intervene, operators=args.ops)
+        _replay(config, run, window, args)
 
     sys.argv = [original[0], *args.overrides]
     try:
@@ -98,13 +99,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _replay(
-    config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool, operators: bool
-) -> None:
+def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.Namespace) -> None:
     """Repeat the steps, print the certificate, and write it to the folder of the job."""
     with report_errors() as job:
         parsed, raw = read_config(config)
-        hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
+        hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=args.intervene)
         with importing():
             from instrument.training import runner
             from instrument.training.runner import ReplaySource
@@ -117,12 +116,14 @@ def _replay(
             window=window,
             begin=run.begin(window),
             changes=repeated_changes(run, hooks, window),
-            force=force,
+            force=args.force,
             counterfactual=hooks.changed,
             first_step=hooks.first_step,
-            operators=operators,
+            operators=args.ops,
         )
         terminal = Terminal(quiet=parsed.quiet)
+        if args.json:
+            terminal.silence()
         error: Exception | None = None
         try:
             replayed = _config(parsed, run, hooks, source)
@@ -141,10 +142,11 @@ def _replay(
             error = caught
         if is_rank_zero():
             certificate = certify_replay(run.folder, job.folder, changes_evaluation=hooks.changes_evaluation)
-            _write(certificate, job.folder)
-            if hooks.left_out and not parsed.quiet:
+            content = _write(certificate, job.folder)
+            if hooks.left_out and not terminal.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
-            print(_summary(certificate, source, shown_path(job.folder), has_failed=error is not None))
+            summary = _summary(certificate, source, shown_path(job.folder), has_failed=error is not None)
+            print(content if args.json else summary)
             if error is None and not certificate.holds:
                 raise SystemExit(1)
         if error is not None:
@@ -159,20 +161,22 @@ def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: Rep
     return config.model_copy(update=changes)
 
 
-def _write(certificate: ReplayCertificate, folder: Path) -> None:
-    """Write the certificate, and the plot of a counterfactual if matplotlib is installed."""
+def _write(certificate: ReplayCertificate, folder: Path) -> str:
+    """Write the certificate, and the plot of a counterfactual if matplotlib is installed. Return the content of the certificate."""
     content = {**asdict(certificate), "holds": certificate.holds}
     for difference in (content["difference"], content["effect"]):
         for name in ("recorded", "replayed") if difference else ():
             if difference[name] is not None and not math.isfinite(difference[name]):
                 difference[name] = str(difference[name])  # JSON has no NaN
-    (folder / CERTIFICATE).write_text(json.dumps(content, indent=2) + "\n")
+    text = json.dumps(content, indent=2)
+    (folder / CERTIFICATE).write_text(f"{text}\n")
     if certificate.counterfactual:
         from instrument.analysis.load import load
         from instrument.plot import replay
 
         with suppress(InstrumentError):
             replay(load(folder)).savefig(folder / COMPARISON)
+    return text
 
 
 def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path, *, has_failed: bool) -> str:

@@ -22,7 +22,7 @@ def evidence(history: RunHistory, finding: Finding) -> str:
     Missing values, such as those of a tensor that is not finite, are gaps.
     """
     curve = curve_of(history, finding)
-    if curve is None or finding.when is None:
+    if curve is None or finding.step is None:
         return ""
     steps, values = curve
     known = np.isfinite(values)
@@ -32,7 +32,7 @@ def evidence(history: RunHistory, finding: Finding) -> str:
     is_log = shown.min() > 0 and shown.max() / shown.min() > WIDE
     heights = np.log(np.where(values > 0, values, np.nan)) if is_log else values
     low, high = (np.log(shown.min()), np.log(shown.max())) if is_log else (shown.min(), shown.max())
-    first, last = int(steps[0]), max(int(steps[-1]), finding.when)
+    first, last = int(steps[0]), max(int(steps[-1]), finding.step)
 
     def x(step: float) -> float:
         return MARGIN + (WIDTH - 2 * MARGIN) * (step - first) / max(1, last - first)
@@ -40,7 +40,7 @@ def evidence(history: RunHistory, finding: Finding) -> str:
     def y(height: float) -> float:
         return HEIGHT / 2 if high == low else HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (height - low) / (high - low)
 
-    parts = [f'<line class="step" x1="{x(finding.when):.1f}" x2="{x(finding.when):.1f}" y1="2" y2="{HEIGHT - 2}"/>']
+    parts = [f'<line class="step" x1="{x(finding.step):.1f}" x2="{x(finding.step):.1f}" y1="2" y2="{HEIGHT - 2}"/>']
     bound = ""
     if finding.threshold is not None:
         level = y(np.log(finding.threshold) if is_log else finding.threshold)
@@ -55,7 +55,7 @@ def evidence(history: RunHistory, finding: Finding) -> str:
         ]
     numbers = [format_number(float(bound_)) for bound_ in (values[known].min(), values[known].max())]
     scale = ", logarithmic" if is_log else ""
-    text = f"{finding.statistic}{scale}, {numbers[0]} to {numbers[1]}, steps {first:,} to {last:,}; marked: step {finding.when:,}{bound}"
+    text = f"{finding.statistic}{scale}, {numbers[0]} to {numbers[1]}, steps {first:,} to {last:,}; marked: step {finding.step:,}{bound}"
     return (
         f'<figure class="evidence"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(text)}">{"".join(parts)}</svg>'
         f"<figcaption>{escape(text)}</figcaption></figure>"

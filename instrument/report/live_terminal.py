@@ -37,7 +37,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
     if findings:
         table = _table("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
         for finding in shown:
-            step = "" if finding.when is None else f"{finding.when:,}"
+            step = "" if finding.step is None else f"{finding.step:,}"
             what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
             cells = (Text(what), Text(finding.where), Text(step), Text(finding.value))
             table.add_row(*cells, style=COLOURS[finding.severity])

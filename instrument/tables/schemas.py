@@ -314,7 +314,7 @@ for _table in (
             *(column for column in MOMENT if column.name != "micro_step"),
             *_columns(
                 """
-                loss | double | the loss's own | mean over the samples of the step
+                loss | double | the loss's own | mean over the samples of the step or the evaluation
                 accuracy | double | fraction | fraction of the samples whose most likely class is the target
                 lr | double | | learning rate of the first optimizer's first parameter group, as used by its step
                 grad_norm | double | | L2 norm of all gradients together, before hooks at the optimizer boundary run

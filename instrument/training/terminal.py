@@ -433,7 +433,7 @@ def _findings_table(entries: Sequence[Finding]) -> Table:
     table = _table("Findings", "what where", "step")
     table.add_column("value")
     for finding in entries:
-        step = "" if finding.when is None else f"{finding.when:,}"
+        step = "" if finding.step is None else f"{finding.step:,}"
         what = f"  {finding.what}" if finding.cause else finding.what  # below its cause
         cells = (what, finding.where, step, finding.value)
         table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])

@@ -113,7 +113,7 @@ def test_events_far_apart_have_separate_causes() -> None:
     assert grouped(first, event("non_finite", 10 + FAR, "act0 output")) == [["loss_spike", "non_finite@act0"]]
     again = event("loss_spike", 9000, severity="info"), event("exploding_gradient", 9001, "act0 grad_output")
     found = findings_of([first, *again], default_rules(), {}, LAYERS)
-    assert [(each.rule, each.when, each.value, each.cause) for each in found] == [
+    assert [(each.rule, each.step, each.value, each.cause) for each in found] == [
         ("loss_spike", 10, "value (1 more)", ""),
         ("exploding_gradient", 9001, "value", "loss_spike"),
     ]

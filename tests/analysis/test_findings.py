@@ -87,7 +87,7 @@ def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed
     rows = [{**GRADIENT, "layer": layer, "step": i, "l2": l2} for layer in norms for i, l2 in enumerate(norms[layer])]
     rows.append({"layer": "c", "l2": 900.0})  # an activation
     found = only(made(stats=rows, killed=killed), "largest gradient norm")
-    assert (found.where, found.when) == ("a.weight param_grad (gradients)", 2)
+    assert (found.where, found.step) == ("a.weight param_grad (gradients)", 2)
     assert (found.value, found.number) == ("50, median at this location 2.5", 50.0)
 
 
@@ -112,21 +112,21 @@ def test_gradient_norm_falls_back_to_the_metrics(made: Make) -> None:
     norms = [3.0, math.inf, 7.0, None, 1.0]
     run = made(metrics=[{"step": step, "grad_norm": norm} for step, norm in enumerate(norms)])
     found = only(run, "largest gradient norm")
-    assert (found.where, found.when, found.value) == ("all parameters", 2, "7, median 3")
+    assert (found.where, found.step, found.value) == ("all parameters", 2, "7, median 3")
 
 
 def test_loss_finding_has_first_last_and_lowest_value(made: Make) -> None:
     rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, 0.5))]
     run = made(metrics=[*rows, {"step": 3, "phase": "eval", "loss": math.nan}])
     assert only(run, "loss").value == "2.5 -> 0.5, lowest 0.125 at step 1"
-    assert only(run, "loss not finite").when == 3  # of the evaluation
+    assert only(run, "loss not finite").step == 3  # of the evaluation
 
 
 @pytest.mark.parametrize("non_finite", [math.nan, math.inf])
 def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float) -> None:
     run = made(metrics=[{"step": step, "loss": loss} for step, loss in enumerate((2.5, 1.5, non_finite, non_finite))])
     found = only(run, "loss not finite")
-    assert (found.where, found.when, found.severity) == ("training", 2, "error")
+    assert (found.where, found.step, found.severity) == ("training", 2, "error")
     assert found.value == f"{non_finite}, 1.5 before"
 
 
@@ -134,7 +134,7 @@ def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     bad = [(5, "late"), (3, "first"), (3, "second"), (4, "later")]
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
     found = only(made(stats=rows), "first recorded non-finite value")
-    assert (found.where, found.when) == ("first output (seen)", 3)
+    assert (found.where, found.step) == ("first output (seen)", 3)
     assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100 (3 more)", "warning")
     assert found.advice.startswith("Look at the first location")
 
@@ -148,14 +148,14 @@ def test_evaluation_precedes_the_step_of_its_number(made: Make) -> None:
 def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     gradients = [{**GRADIENT, "step": step, "inf_count": 1} for step in range(4)]
     skipped = [{"step": step, "skipped": step < 2} for step in range(4)]
-    assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
+    assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").step == 2
 
 
 def test_rule_is_a_finding_with_advice(made: Make) -> None:
     rows = [{"layer": layer, "step": step, "dead_fraction": 0.75} for step in range(6) for layer in "ab"]
     run = made(stats=rows)
     found = only(run, "dead units")
-    assert (found.where, found.when, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
+    assert (found.where, found.step, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
     assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.7, 5 times")
     assert found.value.endswith("(1 more)")
     assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]
@@ -175,7 +175,7 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     expected = Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine", **where)
     assert findings(run) == [expected]
     (row,) = run.findings.to_dict("records")
-    assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
+    assert (row["what"], row["step"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,15 @@ INFO: dict[str, Any] = {
 
 
 class Tags(HTMLParser):
+    """The parts of a page.
+
+    Attributes:
+        rows: The text of each cell of each row of a table.
+    """
+
     def __init__(self, page: str) -> None:
         super().__init__()
+        self.rows: list[list[str]] = []
         self.open: list[str] = []
         self.tags_seen: set[str] = set()
         self.words: list[str] = []
@@ -38,12 +45,18 @@ class Tags(HTMLParser):
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.tags_seen.add(tag)
         self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
 
 
 def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any) -> Path:
@@ -74,14 +87,15 @@ def test_run_page_has_facts_tables_and_findings(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Run, "_frame", None)
     monkeypatch.setattr(Run, "read", None)
     page, words = page_of(run)
+    rows = Tags(page).rows
     assert not re.search(r"background(-color)?:(?! none)", page)
     assert not re.search(r"https?:|url\(|src=|href=", page)
-    assert "mine" in words
+    assert f"mine · {run.path} status" in words
     assert "status done · device cpu · seed 3 · started 2026-11-21 09:00:00, took 0:01:30" in words
     assert "1,200 steps rows: stats 10 · metrics 1,200 · coverage 1 · events 1 Metrics" in words
     assert f"metric over the steps last loss {'▅' * 24} 2 " in words
-    assert "first recorded non-finite value a output" in words
-    assert "1 NaN, 0 infinite of 10" in words
+    finding = ["first recorded non-finite value", f"a output ({EVIL})", "4", "1 NaN, 0 infinite of 10"]
+    assert finding in rows
     assert f"{EVIL} a numel ! 10 1" in words
     assert "seen b std ▁▅█ 3 1.5" in words
     assert "Coverage hook kind locations fired expected seen forward 1 2000 3000" in words
@@ -146,20 +160,20 @@ def test_sweep_page_has_overrides_and_counts_failures(tmp_path: Path) -> None:
         overrides = {"hooks.tame.norm": 0.5 * job, "model": EVIL}
         metrics = {} if status == "failed" else {"loss": 0.25 + job, "accuracy": None}
         make_run(tmp_path / "sweep" / str(job), status=status, seed=job, overrides=overrides, metrics=metrics)
-    _, words = page_of(instrument.load(tmp_path / "sweep"))
-    assert "3 runs" in words
-    assert "1 not done" in words
-    assert "run status seed hooks.tame.norm model loss" in words
-    assert "accuracy" not in words  # no run has a value
-    assert f"2 done 2 1 {EVIL} 2.25" in words
+    page, words = page_of(instrument.load(tmp_path / "sweep"))
+    assert words.startswith("3 runs ")
+    assert "· 1 not done run" in words
+    rows = Tags(page).rows
+    assert rows[0] == ["run", "status", "seed", "hooks.tame.norm", "model", "loss"]  # no run has a value of accuracy
+    assert rows[3] == ["2", "done", "2", "1", EVIL, "2.25"]
 
 
 def test_large_sweep_is_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebook, "MAX_RUNS", 2)
     for job in range(5):
         make_run(tmp_path / "sweep" / str(job), seed=100 + job)
-    _, words = page_of(instrument.load(tmp_path / "sweep"))
-    assert "5 runs" in words
-    assert "and 3 more" in words
-    assert "101" in words
-    assert "102" not in words
+    page, words = page_of(instrument.load(tmp_path / "sweep"))
+    assert words.startswith("5 runs ")
+    assert words.endswith("and 3 more")
+    header, *rows = Tags(page).rows
+    assert [row[header.index("seed")] for row in rows] == ["100", "101"]

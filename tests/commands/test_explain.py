@@ -92,6 +92,19 @@ def test_name_with_several_meanings(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(found[1]["example"])["hooks"]["mine"]["stats"] == ["l2"]
 
 
+def test_names_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {key: json.loads(explained(capsys, key, "--json")) for key in ("findings", "sweep.runs", "probe.end_step")}
+    assert [each["key"] for (each,) in found.values()] == ["run.findings", "run.runs", "probe.end_step"]
+    assert "One row per finding. The columns are `what`, `where`, `step`" in found["findings"][0]["meaning"]
+    assert "The metrics, such as `loss`, are those of the last evaluation." in found["sweep.runs"][0]["meaning"]
+    assert found["probe.end_step"][0]["type"].startswith("(self, *, loss: ")
+    text = explained(capsys, "attach")
+    assert "  meaning  Attach hooks to a model for the duration of a `with` block. All hooks are removed" in text
+    assert "model: 'nn.Module', specs: 'Specs', *, optimizer" in text
+    for of in ("run", "sweep", "probe"):
+        assert explained(capsys, f"{of}.stats") == f"{explain.explain('stats', explain.entries())[-1]}\n"
+
+
 def test_without_a_key_all_names_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = explained(capsys).splitlines()
     assert f"action of hooks: {', '.join(('record', 'print', 'call', 'clip', 'scale'))}" in lines

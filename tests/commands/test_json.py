@@ -38,7 +38,7 @@ def read(answer: Answer) -> Any:
 def test_findings(folder: Path, call: Call) -> None:
     found = read(call(findings.main, folder / "runs/0", "--json").expect(4))
     assert found[0]["rule"] == "non_finite"
-    assert found[0]["when"] in (1, 2)
+    assert found[0]["step"] in (1, 2)
     assert found[0]["severity"] == "error"
     assert (found[0]["layer"], found[0]["hook"], found[0]["role"]) == (None, "", "")
     assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []

@@ -244,4 +244,4 @@ def test_findings_of_rules_are_those_of_the_report(tmp_path: Path) -> None:
     live.refresh()
     (finding,) = live.findings()
     assert [finding] == findings(instrument.load(folder))
-    assert (finding.when, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more)")
+    assert (finding.step, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more)")

@@ -202,7 +202,7 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     run = train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan)
     live = LiveRun(run.path)
     live.refresh()
-    assert ("first recorded non-finite value", 4) in [(one.what, one.when) for one in live.findings()]
+    assert ("first recorded non-finite value", 4) in [(one.what, one.step) for one in live.findings()]
     assert repr(live.findings()) == repr(
         [one for one in findings(run) if one.severity != "info"]
     )  # NaN is unequal to itself

@@ -334,12 +334,25 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "2 output (outputs) rms: step 0:" in out
     assert "2.weight update (updates) abs_max: step 0:" in out
     assert "4 output" not in out
+    assert reference.main(["show", file, "--layer", "2", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (len(shown["runs"]), shown["last_step"]) == (3, 11)
+    assert {row["layer"] for row in shown["ranges"]} == {"2"}
+    (row,) = (row for row in shown["ranges"] if (row["hook"], row["statistic"]) == ("outputs", "rms"))
+    assert [phase["step"] for phase in row["phases"]] == [0, 1, 2, 3, 4, 6, 8]
+    runs = pd.concat(instrument.load(healthy / str(seed)).stats for seed in range(3))
+    values = runs.query("hook == 'outputs' and layer == '2' and step == 1")["rms"]
+    assert row["phases"][1]["low"] < values.min() < values.max() < row["phases"][1]["high"]
     train(9, tmp_path / "good", rules=None)
     assert reference.main(["check", str(tmp_path / "good"), "--reference", file]) == 0
     assert "no rule fired" in capsys.readouterr().out
+    assert reference.main(["check", str(tmp_path / "good"), "--reference", file, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
     train(9, tmp_path / "bad", scale=0.01, rules=None)
     assert reference.main(["check", str(tmp_path / "bad"), "--reference", file]) == findings.FIRED
     assert "outside of the reference: step 1: 2 output (outputs): rms" in capsys.readouterr().out
+    assert reference.main(["check", str(tmp_path / "bad"), "--reference", file, "--json"]) == findings.FIRED
+    assert {"reference"} == {each["rule"] for each in json.loads(capsys.readouterr().out)}
     write_values(tmp_path / "other", {"rms": [1.0]})
     assert reference.main(["check", str(tmp_path / "other"), "--reference", file]) == 2
     assert "the run recorded no location of the reference" in capsys.readouterr().err
