@@ -95,10 +95,7 @@ class FieldLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         results = [repo.load_config(default.config_path or "") for default in defaults]
         check_names(defaults, [result for result in results if result is not None])
-        files = pickle.dumps((defaults, results))
-        if files not in _merged:
-            _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))
-        config: DictConfig = pickle.loads(_merged[files])
+        config = self._merge(defaults, results, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
@@ -109,6 +106,18 @@ class FieldLoader(ConfigLoaderImpl):
             elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
             exists[key] = override.type != OverrideType.DEL and value is not None
+        return config
+
+    def _merge(
+        self, defaults: list[ResultDefault], results: list[ConfigResult | None], repo: IConfigRepository
+    ) -> DictConfig:
+        try:
+            files = pickle.dumps((defaults, results))
+        except pickle.PicklingError:  # the schema of a launcher that was imported again
+            return super()._compose_config_from_defaults_list(defaults, repo)
+        if files not in _merged:
+            _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))
+        config: DictConfig = pickle.loads(_merged[files])
         return config
 
 
