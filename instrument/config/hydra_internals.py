@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,17 +41,38 @@ from .name_clashes import SECTIONS, check_names
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
+_parsed: dict[tuple[str, str, int], bytes] = {}
+"""The pickled contents of files, by folder, path in it and time of the last change."""
+_merged: dict[bytes, bytes] = {}
+"""Pickled configurations before the overrides, by the pickled contents of their files."""
+
+
 class TaskRepository(ConfigRepository):
-    """The configuration files, and the tasks of installed packages as options of the group `task`."""
+    """The configuration files, and the tasks of installed packages as options of the group `task`.
+
+    A process parses each version of a file once: Hydra composes twice for a command, and once for each job of a sweep.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TaskRepository:
+        return copy.copy(self)  # Hydra changes only the attributes of the copy; the sources refer to all of its schemas
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
         group, _, name = config_path.partition("/")
-        if group == "task" and self._find_object_source(config_path, ObjectType.CONFIG) is None and name in TASKS:
+        if group == "task" and source is None and name in TASKS:
             task = TASKS[name]
             target = OmegaConf.create({"_target_": f"{task.__module__}.{task.__qualname__}"})
             return ConfigResult("instrument.tasks", config_path, target, {"package": None}, [])
-        return super().load_config(config_path)
+        if source is None or source.scheme() not in ("file", "pkg"):
+            return super().load_config(config_path)
+        is_file = source.scheme() == "file"
+        changed = Path(source.path, source._normalize_file_name(config_path)).stat().st_mtime_ns if is_file else 0
+        key = (source.path, config_path, changed)
+        if key not in _parsed:
+            _parsed[key] = pickle.dumps(super().load_config(config_path))
+        loaded: ConfigResult = pickle.loads(_parsed[key])
+        return loaded
 
 
 class FieldLoader(ConfigLoaderImpl):
@@ -72,7 +95,7 @@ class FieldLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         results = [repo.load_config(default.config_path or "") for default in defaults]
         check_names(defaults, [result for result in results if result is not None])
-        config = super()._compose_config_from_defaults_list(defaults, repo)
+        config = self._merge(defaults, results, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
@@ -83,6 +106,18 @@ class FieldLoader(ConfigLoaderImpl):
             elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
             exists[key] = override.type != OverrideType.DEL and value is not None
+        return config
+
+    def _merge(
+        self, defaults: list[ResultDefault], results: list[ConfigResult | None], repo: IConfigRepository
+    ) -> DictConfig:
+        try:
+            files = pickle.dumps((defaults, results))
+        except pickle.PicklingError:  # the schema of a launcher that was imported again
+            return super()._compose_config_from_defaults_list(defaults, repo)
+        if files not in _merged:
+            _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))
+        config: DictConfig = pickle.loads(_merged[files])
         return config
 
 

@@ -17,7 +17,7 @@ from .clipping import before_clipping
 from .trainer_callback import TrainerCallbackBase
 
 
-class TransformersCallback(TrainerCallbackBase, TrainerCallback):
+class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignore[misc] # a class of transformers is Any
     """Attach hooks while `trainer.train` runs.
 
     The Trainer does not report errors to its callbacks. Use the callback as a context manager, so that the hooks are

@@ -262,18 +262,20 @@ def test_ranks_have_equally_many_other_items(
 @pytest.mark.combinations
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on machines with two cores
 def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any], workers: int) -> None:
-    def start() -> tuple[Any, Any]:
-        batches = run.dataset("up", flatten="tokens").batches(16, **options)
+    first, other = (run.dataset("up", flatten="tokens") for _ in range(2))
+
+    def start(data: Any) -> tuple[Any, Any]:
+        batches = data.batches(16, **options)
         return batches, DataLoader(batches, batch_size=None, num_workers=workers) if workers else batches
 
-    complete = [places([batch]) for batch in start()[1]]
+    complete = [places([batch]) for batch in start(first)[1]]
     assert sorted(place for batch in complete for place in batch) == [item[:2] for item in expected()]
     for used in (3, len(complete)) if workers else range(len(complete) + 1):
-        batches, loader = start()
+        batches, loader = start(first)
         for _ in zip(range(used), loader, strict=False):
             pass
         state = json.loads(json.dumps(batches.state_dict(used) if workers or used == 0 else batches.state_dict()))
-        batches, loader = start()
+        batches, loader = start(other)
         batches.load_state_dict(state)
         assert [places([batch]) for batch in loader] == complete[used:]
         if used == 3:  # the state holds for one iteration

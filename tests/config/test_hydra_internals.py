@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -180,9 +181,31 @@ def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
 def test_composition_equals_that_of_hydra(overrides: list[str]) -> None:
     given = ["+exp=mnist_hooks", "model=mlp", *overrides]
     loaders = [kind(create_config_search_path(str(conf_folder()))) for kind in (ConfigLoaderImpl, FieldLoader)]
-    theirs, ours = (loader.load_configuration("config", given, RunMode.RUN) for loader in loaders)
-    assert text_of(ours) == text_of(theirs)
-    assert [*nodes_of(ours)] == [*nodes_of(theirs)]
+    theirs, ours, again = (loader.load_configuration("config", given, RunMode.RUN) for loader in (*loaders, loaders[1]))
+    assert text_of(ours) == text_of(again) == text_of(theirs)
+    assert [*nodes_of(ours)] == [*nodes_of(again)] == [*nodes_of(theirs)]
+
+
+def test_files_are_parsed_once_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed_files = []
+    load = OmegaConf.load
+    monkeypatch.setattr(OmegaConf, "load", lambda file: parsed_files.append(Path(file.name)) or load(file))
+    setup_globals()
+
+    def compose(*overrides: str) -> tuple[int, int]:
+        loader = FieldLoader(create_config_search_path(str(tmp_path)))
+        config = loader.load_configuration("config", [*overrides], RunMode.RUN)
+        return config.seed, config.model.width
+
+    model = tmp_path / "model" / "mine.yaml"
+    model.parent.mkdir()
+    model.write_text("width: 1")
+    (tmp_path / "config.yaml").write_text("defaults: [model: mine, _self_]\nseed: 0")
+    assert [compose(), compose("seed=5"), compose("model.width=7")] == [(0, 1), (5, 1), (0, 7)]
+    assert sorted(file for file in parsed_files if file.is_relative_to(tmp_path)) == [tmp_path / "config.yaml", model]
+    model.write_text("width: 2")
+    os.utime(model, ns=(0, 0))
+    assert compose() == (0, 2)
 
 
 def test_plugins_may_be_imported_again() -> None:
