@@ -379,17 +379,9 @@ def _copy_values(
             continue
         count += 1
         with files.errors_reported(raw.file(i)):
-            features = parts[call]
-            array = raw.array(i).reshape(len(destination), *features.shape[1:])
-            start = int(destination[0]) if len(destination) else 0
-            if np.array_equal(destination, np.arange(start, start + len(destination))):
-                features[start : start + len(destination)] = array
-            elif (destination < 0).any():
-                features[destination[destination >= 0]] = array[destination >= 0]
-            else:
-                features[destination] = array
+            raw.copy(i, parts[call], destination)
             copied += 1
-            unreleased += array.nbytes
+            unreleased += len(destination) * parts[call][:1].nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
             raw.release()
