@@ -35,9 +35,10 @@ import instrument
 HOOKS = {"f": {"layers": ".", "kind": "forward", "action": "record", "stats": "none", "tensors": True}}
 
 
-def write(folder: Path, values: torch.Tensor, batch: int) -> None:
-    """Record the values in shuffled batches."""
+def write(folder: Path, values: torch.Tensor, batch: int, *, shuffled: bool = True) -> None:
+    """Record the values in batches."""
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
+    order = order if shuffled else torch.arange(len(values))
     model = nn.Identity()
     with instrument.attach(model, HOOKS, out=folder) as probe:
         for ids in order.split(batch):
@@ -82,6 +83,7 @@ READERS: dict[str, Callable[[Path], Iterable[np.ndarray]]] = {
     "np.load": lambda folder: [np.load(folder / "X.npy")],
     "tensors": lambda folder: instrument.load(folder / "run").tensors(layer="")["values"],
     "features": lambda folder: [instrument.load(folder / "run").features(".").X],
+    "features, recorded in order": lambda folder: [instrument.load(folder / "ordered").features(".").X],
 }
 
 
@@ -189,6 +191,7 @@ def main() -> None:
                 shutil.rmtree(folder)
             written.append([taken[action] for action in WRITERS.values()])
         write(Path(name) / "run", values, args.batch)
+        write(Path(name) / "ordered", values, args.batch, shuffled=False)
         np.save(Path(name) / "X.npy", values.numpy())
         command = [sys.executable, "-W", "ignore", __file__, "--read", name, "--rounds", str(args.rounds)]
         done = subprocess.run([*command, *["--cold"] * args.cold], capture_output=True, text=True, check=True)

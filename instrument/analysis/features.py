@@ -264,7 +264,12 @@ def batches_of(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
 ) -> Iterator[TensorOfBatch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
-    groups = samples.groupby(BATCH, sort=False).indices
+    keys = samples[BATCH].to_numpy()
+    starts = np.flatnonzero((keys != np.roll(keys, 1, 0)).any(1) | (np.arange(len(keys)) == 0))
+    groups = {
+        (*key,): group
+        for key, group in zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
+    }
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
@@ -283,7 +288,7 @@ def batches_of(
             )
             fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
-        yield TensorOfBatch(key, shape, source, np.asarray(group)[positions])
+        yield TensorOfBatch(key, shape, source, group[positions])
     if len(unknown) == len(rows):
         fix = "call probe.batch(ids=ids, targets=targets) before each forward pass"
         raise ConfigError(Problem("samples", "the ids of the samples of these tensors are unknown", fix=fix))
@@ -316,7 +321,7 @@ def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tup
             fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
             raise ConfigError(Problem("step", message, selection.step, shown(known), fix=fix))
     first = ids[~is_repeated]
-    first = first if are_names else first.astype(np.int64).sort_values()
+    first = first if are_names else first.astype(np.int64).iloc[np.argsort(first.to_numpy(np.int64))]
     return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
 
 
@@ -379,17 +384,9 @@ def _copy_values(
             continue
         count += 1
         with files.errors_reported(raw.file(i)):
-            features = parts[call]
-            array = raw.array(i).reshape(len(destination), *features.shape[1:])
-            start = int(destination[0]) if len(destination) else 0
-            if np.array_equal(destination, np.arange(start, start + len(destination))):
-                features[start : start + len(destination)] = array
-            elif (destination < 0).any():
-                features[destination[destination >= 0]] = array[destination >= 0]
-            else:
-                features[destination] = array
+            raw.copy(i, parts[call], destination)
             copied += 1
-            unreleased += array.nbytes
+            unreleased += len(destination) * parts[call][:1].nbytes
         if unreleased > RELEASE_BYTES:
             pa.default_memory_pool().release_unused()
             raw.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..storage.blocks import BlockReader, Bytes, Place
+from ..storage.blocks import BlockReader, Bytes, Place, copy_rows
 from ..storage.remote_files import arrow_files
 from ..storage.remote_folder import arrow_name
 from ..storage.run_files import RunFiles, row_groups
@@ -117,6 +117,19 @@ class RawTensors:
             return whole[start:stop] if shape else whole
         content, shape = self._bytes(i, start, stop)
         return array_of(None, content.data, shape, dtype)
+
+    def copy(self, i: int, rows: np.ndarray[Any, Any], indices: np.ndarray[Any, Any]) -> None:
+        """Copy the entries of dimension 0 of a tensor to rows of an array, except for those with a negative index.
+
+        Raises:
+            DamagedFileError, TypeError: See `array`.
+        """
+        rank, dtype, _, place = self._cells[i]
+        copy = partial(copy_rows, rows=rows, indices=indices)
+        if place.block is not None and dtype == rows.dtype.name:
+            self._blocks.read(rank, place, checksum=copy)
+        else:
+            copy(np.ascontiguousarray(self.array(i), rows.dtype).reshape(-1).view(np.uint8))
 
     def tensor(self, i: int, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a tensor, or entries of dimension 0, in the recorded dtype; int8 with scales as float32.

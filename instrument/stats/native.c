@@ -19,6 +19,11 @@
    which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
    a new reference.
 
+   copy_rows(source, bytes, bytes of a row, destination, bytes between two rows of it, indices, sums) -> None
+
+   Copies the rows of the source to rows of the destination by their int64 indices, except for negative ones. In the same
+   read, it writes the sum of the 64-bit words of each whole page of the source to `sums`, modulo 2^64.
+
    add_launcher returns false if no driver is connected, or if there are 256 launchers already, and raises ValueError for invalid
    numbers. A histogram ignores elements outside the range and NaN. If low equals high, all elements are in the first bin. */
 
@@ -29,6 +34,7 @@
 #define AHEAD 1024 /* elements that are prefetched */
 #define TURNS 4    /* arrays of counts, used in turn: incrementing one count twice in a row would stall */
 #define MAX_BINS 65536
+#define PAGE 4096  /* bytes of the source of `copy_rows` with a sum each */
 #define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
 
 enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
@@ -422,6 +428,67 @@ static PyObject *bits(PyObject *self, PyObject *args) {
     sum = bits_of((const char *)(uintptr_t)address, (size_t)size, (size_t)item, 0);
     Py_END_ALLOW_THREADS
     return PyLong_FromUnsignedLongLong(sum);
+}
+
+FOR_EACH_PROCESSOR
+static uint64_t sum_of_page(const char *memory) {
+    uint64_t sum = 0, words[8];
+    for (size_t i = 0; i < PAGE; i += sizeof words) {
+        PREFETCH(memory + i + PAGE);
+        memcpy(words, memory + i, sizeof words);
+        for (int k = 0; k < 8; k++)
+            sum += words[k];
+    }
+    return sum;
+}
+
+/* Copies past the cache if possible: the memory does not have to be read before it is written. */
+static void copy_past_cache(char *to, const char *from, size_t size) {
+#ifdef HAS_VECTORS
+    if (((uintptr_t)to | size) % sizeof(__m128i) == 0) {
+        for (size_t i = 0; i < size; i += sizeof(__m128i))
+            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        return;
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+static PyObject *copy_rows(PyObject *self, PyObject *args) {
+    unsigned long long source, destination, rows, totals;
+    Py_ssize_t bytes, row, stride;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnnKnKK", &source, &bytes, &row, &destination, &stride, &rows, &totals))
+        return NULL;
+    if (bytes < 0 || row < 1 || bytes % row) {
+        PyErr_SetString(PyExc_ValueError, "the number of bytes has to be a multiple of the bytes of a row");
+        return NULL;
+    }
+    const char *from = (const char *)(uintptr_t)source, *end = from + bytes;
+    const int64_t *index = (const int64_t *)(uintptr_t)rows;
+    uint64_t *sums = (uint64_t *)(uintptr_t)totals;
+    size_t left = (size_t)row; /* bytes of the current row */
+    Py_BEGIN_ALLOW_THREADS
+    while (from < end) {
+        size_t size = (size_t)(end - from) < PAGE ? (size_t)(end - from) : PAGE, part;
+        if (size == PAGE)
+            *sums++ = sum_of_page(from);
+        for (; size; size -= part, from += part) {
+            part = size < left ? size : left;
+            if (*index >= 0)
+                copy_past_cache((char *)(uintptr_t)destination + *index * stride + (row - (Py_ssize_t)left), from, part);
+            left -= part;
+            if (!left) {
+                left = (size_t)row;
+                index++;
+            }
+        }
+    }
+#ifdef HAS_VECTORS
+    _mm_sfence();
+#endif
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
 }
 
 /* Adds the sum of bits to `sum_of_bits`, and what is lost to `cast`, unless they are NULL. With a cast, and for 16-bit elements, which are
@@ -1346,6 +1413,8 @@ static PyMethodDef methods[] = {
     {"sums", sums, METH_VARARGS,
      "sums(address, count, kind, further[, cast: (length, inner, scale, numbers, errors, mantissa, least, largest, block, scales)]) -> bytes or None"},
     {"bits", bits, METH_VARARGS, "bits(address, bytes, bytes of an element) -> int"},
+    {"copy_rows", copy_rows, METH_VARARGS,
+     "copy_rows(source, bytes, bytes of a row, destination, bytes between two rows, indices, sums) -> None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };

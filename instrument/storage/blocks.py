@@ -13,6 +13,7 @@ import mmap
 import os
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from ctypes import CDLL, c_int64
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,6 +25,12 @@ from .checksums import DamagedFileError
 from .parts import Part
 from .remote_files import remote_errors
 from .remote_folder import is_address
+
+try:
+    from ..stats import native
+# Installed without a C compiler.
+except ImportError:
+    native = None  # type: ignore[assignment]
 
 BLOCK_BYTES = 256 * 2**20  # The size at which a block file ends, at the end of a step.
 ALIGNMENT = 64
@@ -56,6 +63,23 @@ def checksum_of(content: Bytes) -> int:
     end = content.nbytes // PAGE * PAGE
     sums = content[:end].view("<u8").reshape(-1, PAGE // 8).sum(axis=1)
     return zlib.crc32(content[end:].data, zlib.crc32(sums.data))
+
+
+def copy_rows(content: Bytes, rows: np.ndarray[Any, Any], indices: np.ndarray[Any, np.dtype[np.int64]]) -> int:
+    """Copy the bytes of the rows of a tensor to rows of an array, except for negative indices. Return their checksum.
+
+    The kernel reads the bytes once, and writes past the cache. It takes two thirds of the time of NumPy for rows of 8 KB, and a fourth
+    for rows of 64 bytes.
+    """
+    values = content.view(rows.dtype).reshape(len(indices), *rows.shape[1:])
+    if native is None or not content.nbytes:
+        kept = indices >= 0
+        rows[indices[kept]] = values[kept]
+        return checksum_of(content)
+    sums = np.empty(content.nbytes // PAGE, np.uint64)
+    source, target = (content.ctypes.data, content.nbytes, values.strides[0]), (rows.ctypes.data, rows.strides[0])
+    native.copy_rows(*source, *target, indices.ctypes.data, sums.ctypes.data)
+    return zlib.crc32(content[len(sums) * PAGE :].data, zlib.crc32(sums.data))
 
 
 def binary_of(content: Bytes) -> pa.Array:
@@ -115,10 +139,20 @@ class BlockReader:
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "_maps": OrderedDict()}
 
-    def read(self, rank: int, place: Place, start: int = 0, end: int | None = None, *, verified: bool = False) -> Bytes:
+    def read(
+        self,
+        rank: int,
+        place: Place,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        verified: bool = False,
+        checksum: Callable[[Bytes], int] = checksum_of,
+    ) -> Bytes:
         """Return the bytes of a tensor, or some of them, as a view of the file. Changes of the view do not reach the file.
 
         Args:
+            checksum: A function that returns `checksum_of` the bytes, and may copy them meanwhile.
             verified: Whether they are known to match the checksum. Otherwise all bytes are compared with it, but not some of them.
 
         Raises:
@@ -129,7 +163,7 @@ class BlockReader:
         content = self._bytes(rank, place.block, place.offset + start, place.offset + end)
         if len(content) < end - start:
             raise DamagedFileError(f"block-{Part(rank, place.block).name}.raw ends before byte {place.offset + end:,}")
-        if end - start == place.size and not verified and checksum_of(content) != place.checksum:
+        if end - start == place.size and not verified and checksum(content) != place.checksum:
             where = f"bytes {place.offset:,} to {place.offset + place.size:,}"
             raise DamagedFileError(f"{where} of block-{Part(rank, place.block).name}.raw do not match their checksum")
         return content

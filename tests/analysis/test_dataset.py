@@ -92,6 +92,16 @@ def places(batches: Any) -> list[tuple[int, int]]:
     return [pair for batch in batches for pair in zip(batch["id"].tolist(), batch["position"].tolist(), strict=True)]
 
 
+def test_windows_begin_at_addresses_that_make_copies_fast(run: Run) -> None:
+    for count in (0, 1, 5):
+        memory = run.dataset("up", flatten="tokens").empty(count)
+        assert {name: (each.dtype, each.shape) for name, each in memory.items()} == {
+            "x.up": (torch.float32, (count, 6)),
+            "token": (torch.int64, (count,)),
+        }
+        assert all(each.data_ptr() % 64 == 0 for each in memory.values() if count)
+
+
 def test_dataset_has_unpadded_tokens(run: Run) -> None:
     data = run.dataset(layers=["up", "embed"], flatten="tokens", special_tokens=[START], with_targets=True)
     items = expected(special=(START,))

@@ -355,7 +355,7 @@ def test_features_of_a_gpu_equal_a_hand_written_hook() -> None:
 
 def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run")
-    monkeypatch.setattr(RawTensors, "array", lambda *_: np.load(tmp_path / "missing.npy"))
+    monkeypatch.setattr(RawTensors, "copy", lambda *_: np.load(tmp_path / "missing.npy"))
     with pytest.raises(InstrumentError, match="6 of 6 tensors cannot be read"):
         run.features("avgpool")
 

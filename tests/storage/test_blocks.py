@@ -119,6 +119,27 @@ def test_checksum_of_pages_depends_on_each_bit_and_their_order(tmp_path: Path) -
     assert row["checksum"] not in [blocks.checksum_of(np.frombuffer(each, np.uint8)) for each in changed]
 
 
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (7, 0), (1,), (300, 1), (999, 3), (130, 16), (65, 63), (9, 2, 1024), (3, 5000)]
+)
+def test_rows_are_copied_and_summed_in_one_read(
+    shape: tuple[int, ...], *, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_kernel:
+        monkeypatch.setattr(blocks, "native", None)
+    random = np.random.default_rng(0)
+    values = random.standard_normal(shape, np.float32)
+    indices = random.permutation(len(values) + 2)[: len(values)]
+    indices[1::3] = -1
+    rows = np.zeros((len(values) + 2, 2, *shape[1:]), np.float32)
+    expected = rows.copy()
+    expected[indices[indices >= 0], 1] = values[indices >= 0]
+    content = values.reshape(-1).view(np.uint8)
+    assert blocks.copy_rows(content, rows[:, 1], indices) == blocks.checksum_of(content)
+    assert np.array_equal(rows, expected)
+
+
 def test_option_of_the_sink_takes_precedence(tmp_path: Path) -> None:
     for tensors in ("list", "bytes"):
         sink = ParquetSink(tmp_path / tensors, tensors=tensors)  # type: ignore[arg-type]
