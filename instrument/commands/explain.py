@@ -392,7 +392,7 @@ def _depth(content: Any, path: Sequence[str]) -> int:
 
 
 def _record(kind: str, role: str = "", **fields: Any) -> str:
-    """Return a record hook of a kind."""
+    """Return an example of a record hook, as YAML. Further fields are passed to the hook."""
     spec = {"layers": "**", "kind": kind, "role": role, "functions": "softmax", "action": "record", **fields}
     unused = (not role) * ["role"] + (kind == "collective") * ["layers"]
     unused += ["functions"] * (kind not in ("function", "function_grad"))

@@ -751,7 +751,7 @@ def _on_gpu(gpu: int | None) -> AbstractContextManager[Any]:
 
 
 def _current_stream(gpu: int | None) -> int:
-    """Return the current stream of a GPU."""
+    """Return the handle of the current stream of a GPU; 0 for None, the CPU."""
     return 0 if gpu is None else int(driver.active.get_current_stream(gpu))
 
 

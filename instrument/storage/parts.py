@@ -297,7 +297,7 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches into row groups."""
+    """Group batches until a group has `max_rows` rows or `ROW_GROUP_BYTES` bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
