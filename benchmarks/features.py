@@ -36,7 +36,7 @@ HOOKS = {"f": {"layers": ".", "kind": "forward", "action": "record", "stats": "n
 
 
 def write(folder: Path, values: torch.Tensor, batch: int, *, shuffled: bool = True) -> None:
-    """Record the values in batches."""
+    """Record the values in batches, shuffled or in the order of the dataset."""
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
     order = order if shuffled else torch.arange(len(values))
     model = nn.Identity()

@@ -164,9 +164,9 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def composes_fast() -> Iterator[None]:
-    """Let a command compose its configuration once, and read the choices of groups only for files that refer to them.
+    """Let a command compose its configuration once, and copy the choices of groups only for files that refer to them.
 
-    Hydra composes another configuration, only to read `hydra.mode`. It copies all choices for each file. Together, this takes
+    Hydra composes the configuration a second time to read `hydra.mode`, and copies all choices for each file. Both together take
     half of the time of a refused command.
     """
     from hydra._internal import defaults_list

@@ -141,15 +141,15 @@ def test_lines_of_the_torchtitan_page_record_its_trainer(
         exec(blocks[1], given)
     made = given["llama3_debugmodel"]()
     assert made.training.disable_cuda_graphs is True
-    trainer, bare = made.owner(made), TitanTrainer(config())
+    trainer, baseline = made.owner(made), TitanTrainer(config())
     trainer.train()
-    bare.train()
-    assert trainer.losses == bare.losses
-    assert all(map(torch.equal, trainer.model_parts[0].parameters(), bare.model_parts[0].parameters()))
+    baseline.train()
+    assert trainer.losses == baseline.losses
+    assert all(map(torch.equal, trainer.model_parts[0].parameters(), baseline.model_parts[0].parameters()))
     run = instrument.load("runs/titan")
     assert (run.coverage["fired"] == run.coverage["expected"]).all()
     assert run.metrics["step"].tolist() == [9, 10, 11]
-    assert run.metrics["loss"].tolist() == pytest.approx(bare.losses, rel=1e-6)
+    assert run.metrics["loss"].tolist() == pytest.approx(baseline.losses, rel=1e-6)
     rows = run.stats.query("hook == 'residual_stream'")  # every 10 steps
     found = {(row.step, row.micro_step, row.layer.rpartition("layers.")[2]) for row in rows.itertuples()}
     assert found == {(10, micro, str(number)) for micro in range(2) for number in range(LAYERS)}

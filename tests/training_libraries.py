@@ -1,4 +1,4 @@
-"""Stand-ins for the models of Megatron-LM and torchtitan, and torchtitan's trainer: their names, calls and outputs, in a small size.
+"""Stand-ins for the models of Megatron-LM and torchtitan, and for torchtitan's trainer: their names, calls and outputs, in a small size.
 
 They follow the public source code: `megatron/core/models/gpt/gpt_model.py`, and `torchtitan/models/common/` and `torchtitan/trainer.py` of
 torchtitan 0.3.0.

@@ -657,7 +657,10 @@ def _permutation(size: int, *seed: int) -> Array:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory in huge pages, for which NumPy asks and PyTorch does not, at an address that makes copies fast."""
+    """Return uninitialized memory that is aligned for copies past the cache.
+
+    NumPy requests huge pages for it. PyTorch does not.
+    """
     size = prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

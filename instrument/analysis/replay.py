@@ -28,7 +28,7 @@ def replay(
 
     Args:
         sink: The sink. It is not closed.
-        tables: The tables, without `tensors`.
+        tables: The names of the tables. `tensors` is not supported, because no sink of a replay writes tensors.
     """
     streams = [
         _entries(files, table, one, since)

@@ -126,9 +126,10 @@ class RunTables:
 
     @property
     def runs(self) -> pd.DataFrame:
-        """One row per run: `run` (the folder), `status`, `seed`, the overrides and the last metrics.
+        """One row per run: `run` (the folder), `status`, `seed`, the overrides and the metrics.
 
-        The metrics, such as `loss`, are those of the last evaluation. A run without evaluations has none.
+        The metrics, such as `loss`, are those of the last evaluation. A training without evaluations has none. In `mode: forward`,
+        they are the means over all batches.
 
         An override with a mapping that differs between the runs has a column for each field that differs. If the objective of
         the sweep is a number from a table, the column `objective` has it. Columns have the types of

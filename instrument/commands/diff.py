@@ -95,7 +95,7 @@ def _renamed(entries: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
-    """Return a range of steps."""
+    """Parse a range of steps, such as `0:100`. A missing bound is None."""
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
         raise ConfigError(Problem("--steps", "must be a range such as 0:100", text))

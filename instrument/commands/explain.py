@@ -1,4 +1,4 @@
-"""`instrument explain KEY`: what a configuration key, kind, action, statistic, rule, table, column or error means.
+"""`instrument explain KEY`: what a configuration key, kind, action, statistic, rule, table, column, error or Python name means.
 
 KEY is a key such as `train.steps` or `hooks.mine.every`, its last part, or a name such as `forward`, `clip`, `l2`, `dead_units`,
 `stats.numel`, `run.findings`, `attach` or `ConfigError`. Without a KEY, all names are listed.
@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explain(key: str, known: Iterable[Entry]) -> list[Entry]:
     """Return the entries of a key or a name; raise a `ConfigError` if there are none.
 
-    Names of Python are read only if nothing else has the name: they take seconds.
+    Python names are read only if nothing else has the name, because importing the package takes seconds.
     """
     wanted = re.sub(r"^(hooks|apply|rules)\.[^.]+(?=\.)", r"\1.NAME", key)
     wanted = re.sub(r"^sweep\.", "run.", wanted)
@@ -305,7 +305,7 @@ def entries() -> Iterator[Entry]:
 
 
 def python_entries() -> Iterator[Entry]:
-    """Yield the functions and classes of the package, and the attributes of a run, a sweep and a probe."""
+    """Yield the functions and classes of the package, and the attributes of `Run` (a run or a sweep) and of `AttachedProbe`."""
     package = import_module("instrument")
     for module in (package, package.plot, package.interpret, package.report):
         for name in module.__all__:
@@ -324,7 +324,7 @@ def _python_entry(key: str, what: str, value: Any) -> Entry:
     text = re.split(r"\n\n(?=[A-Z][a-z]+:\n)", inspect.getdoc(value) or "")[0]
     meaning = " ".join(each for each in text.split("\n\n") if not each.startswith("    "))
     signature = ""
-    with suppress(ValueError):  # errors and typed dictionaries have none
+    with suppress(ValueError):  # Python knows no signature of some classes, such as typed dictionaries.
         signature = str(inspect.signature(value)) if callable(value) else ""
     return Entry(key, what, " ".join(meaning.split()), signature)
 
@@ -392,7 +392,7 @@ def _depth(content: Any, path: Sequence[str]) -> int:
 
 
 def _record(kind: str, role: str = "", **fields: Any) -> str:
-    """Return a record hook of a kind."""
+    """Return an example of a record hook, as YAML. Further fields are passed to the hook."""
     spec = {"layers": "**", "kind": kind, "role": role, "functions": "softmax", "action": "record", **fields}
     unused = (not role) * ["role"] + (kind == "collective") * ["layers"]
     unused += ["functions"] * (kind not in ("function", "function_grad"))

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool) -> int:
-    """Print what rules found in a run, and other warnings about it. Return the exit code."""
+    """Print the findings of the rules, and other warnings about the run. Return the exit code."""
     if as_json:
         print_json([*fired, *_others(run)])
         return FIRED if fired else 0

@@ -59,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
-    """Print the ranges of a reference, with the margin: as text at its first, middle and last phase of training, as JSON at all."""
+    """Print the ranges of a reference, with the margin.
+
+    The text has the first, middle and last phase of training, the JSON all phases.
+    """
     if as_json:
         print_json({**reference.about, "statistics": reference.statistics, "ranges": list(_ranges(reference, layer))})
         return
@@ -75,7 +78,7 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
 
 
 def _ranges(reference: Reference, layer: str | None) -> Iterator[dict[str, Any]]:
-    """Yield the ranges of each location and statistic: one for each phase of training, which starts at `step`."""
+    """Yield the ranges of each location and statistic, one for each phase of training. A phase starts at its `step`."""
     lows, highs = reference.limits(reference.statistics, 1.0)
     for key, at in reference.index.items():
         location = dict(zip(KEY, key, strict=True))
@@ -89,7 +92,7 @@ def _ranges(reference: Reference, layer: str | None) -> Iterator[dict[str, Any]]
 
 
 def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int:
-    """Print where a run leaves a reference, and return the exit code."""
+    """Print the locations at which a run leaves a reference, and return the exit code."""
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
     recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}

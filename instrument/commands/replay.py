@@ -162,7 +162,7 @@ def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: Rep
 
 
 def _write(certificate: ReplayCertificate, folder: Path) -> str:
-    """Write the certificate, and the plot of a counterfactual if matplotlib is installed. Return the content of the certificate."""
+    """Write the certificate, and the plot of a counterfactual if matplotlib is installed. Return the JSON of the certificate."""
     content = {**asdict(certificate), "holds": certificate.holds}
     for difference in (content["difference"], content["effect"]):
         for name in ("recorded", "replayed") if difference else ():

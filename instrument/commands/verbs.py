@@ -42,7 +42,7 @@ VERBS = {
         "reference": "compare a run with healthy runs",
         "diff": "find the first difference between two runs",
         "replay": "repeat steps of a run with other hooks",
-        "explain": "say what a configuration key, kind, statistic, rule, column or error means",
+        "explain": "say what a configuration key, kind, statistic, rule, column, error or Python name means",
     },
     "Files and sweeps": {
         "sweep": "list the jobs of a sweep, and run unfinished ones (--rerun)",

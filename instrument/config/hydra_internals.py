@@ -42,7 +42,7 @@ BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
 _parsed: dict[tuple[str, str, int], bytes] = {}
-"""The pickled contents of files, by folder, path in it and time of the last change."""
+"""The pickled contents of files, by folder, path in the folder, and time of the last change."""
 _merged: dict[bytes, bytes] = {}
 """Pickled configurations before the overrides, by the pickled contents of their files."""
 
@@ -54,7 +54,7 @@ class TaskRepository(ConfigRepository):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TaskRepository:
-        return copy.copy(self)  # Hydra changes only the attributes of the copy; the sources refer to all of its schemas
+        return copy.copy(self)  # Hydra changes only the attributes of the copy. A deep copy would copy all schemas.
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
@@ -111,9 +111,10 @@ class FieldLoader(ConfigLoaderImpl):
     def _merge(
         self, defaults: list[ResultDefault], results: list[ConfigResult | None], repo: IConfigRepository
     ) -> DictConfig:
+        """Merge the files of a defaults list. A process merges each version of the files once."""
         try:
             files = pickle.dumps((defaults, results))
-        except pickle.PicklingError:  # the schema of a launcher that was imported again
+        except pickle.PicklingError:  # A launcher was imported again, so the class of its schema is another one.
             return super()._compose_config_from_defaults_list(defaults, repo)
         if files not in _merged:
             _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))

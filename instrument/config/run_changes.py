@@ -169,7 +169,7 @@ def _with(text: str, request: Request) -> Request:
 
 
 def _value(key: str, written: str) -> Any:
-    """Return the value of a change."""
+    """Parse the YAML of a value."""
     try:
         return yaml.safe_load(written)
     except YAML_ERRORS:

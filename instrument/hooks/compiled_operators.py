@@ -182,7 +182,7 @@ class Stage(NamedTuple):
 
 
 class _Change(torch.autograd.Function):
-    """`change` with its gradient."""
+    """The operator `change` as a differentiable function."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:

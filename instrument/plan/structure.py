@@ -183,7 +183,7 @@ class _Structure:
         return self.by_name[layer.name.rpartition(".")[0]]
 
     def _siblings(self, layer: Layer) -> list[Layer]:
-        """Return a layer and its siblings."""
+        """Return the children of the parent of a layer, which include the layer."""
         return self.children[self._parent(layer).name]
 
     def _alike(self, layer: Layer) -> list[Layer]:

@@ -51,7 +51,7 @@ def measure_on_device(
 ) -> DeviceSums:
     """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`.
 
-    A kernel also computes the cast and the bits, in the same read.
+    A kernel also computes the cast and the bits, usually in the same read; see `measure_by_kernel`.
     """
     sums = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]

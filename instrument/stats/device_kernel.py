@@ -351,8 +351,8 @@ def _store_lost(partials, lost, programs):
 
 # Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
 # shift, of their squares, and of magnitudes (float64). If `block` is not 0, also what the cast of `_measure_cast` loses, per block of
-# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64). Last, the sum of bits (int64), if the
-# blocks of each tile are consecutive.
+# a tile: underflows and overflows (int32), and sums of squared errors and of squares (float64). Last, the sum of bits (int64), which is
+# valid only if the blocks of each tile are consecutive.
 @triton.jit
 def _of_finite_elements(  # noqa: PLR0915, PLR0917
     elements,
@@ -628,18 +628,20 @@ def measure_by_kernel(
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
         results: float64 [9], or [11] with bits, contiguous, on the device. They are written to it.
         cast: A cast to compute in the same read. It receives what is lost.
-        with_bits: Whether to compute the sum of bits; see `instrument.stats.fingerprint`. With a cast whose blocks are not consecutive, or
-            smaller at the end of a row, a second launch reads the elements again.
+        with_bits: Whether to compute the sum of bits; see `instrument.stats.fingerprint`. If the blocks of the cast are not consecutive,
+            or are smaller at the end of a row, a second launch reads the elements again.
 
     Returns:
         The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit; then
         the lower and the upper 32 bits of the sum of bits. Without a finite element, the extremes are infinite.
     """
-    is_apart = cast is not None and cast.form.block and (cast.inner > 1 or cast.length % cast.form.block)
-    if cast is None or (with_bits and is_apart):
+    reads_twice = (
+        with_bits and cast is not None and cast.form.block and (cast.inner > 1 or cast.length % cast.form.block)
+    )
+    if cast is None or reads_twice:
         _launch(flat, results, None, with_bits=with_bits)
     if cast is not None:
-        _launch_cast(flat, results, cast, with_bits=with_bits and not is_apart)
+        _launch_cast(flat, results, cast, with_bits=with_bits and not reads_twice)
     return results
 
 
@@ -749,7 +751,7 @@ def _on_gpu(gpu: int | None) -> AbstractContextManager[Any]:
 
 
 def _current_stream(gpu: int | None) -> int:
-    """Return the current stream of a GPU."""
+    """Return the handle of the current stream of a GPU; 0 for None, the CPU."""
     return 0 if gpu is None else int(driver.active.get_current_stream(gpu))
 
 

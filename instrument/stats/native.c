@@ -289,7 +289,8 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
     return sum;
 }
 
-/* The sums of a tensor. WITH bits, and without a shift, the same read gives the sum over its whole tiles; the other sums stay bit-identical. */
+/* The sums of a tensor, for GROUP lanes at a time, whose sums fit in the registers. WITH bits, and without a shift, the same read gives the
+   sum over its whole tiles; the other sums stay bit-identical. */
 #define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, GROUP, WITH, TAG)                                   \
     PROCESSOR                                                                                                         \
     static void FUNCTION(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits) {\

@@ -283,7 +283,7 @@ def _sorted_by(rows: pa.Table, names: Iterable[str]) -> pa.Table:
 def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows.
 
-    `nbytes` of a batch takes 30 times as long as its total buffer size, which includes padding.
+    Sizes are those of the buffers, including padding, because `nbytes` of a batch takes much longer to compute.
     """
     small_batches: list[pa.RecordBatch] = []
     for batch in batches:
@@ -297,7 +297,7 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
 
 
 def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches into row groups."""
+    """Group batches until a group has `max_rows` rows or `ROW_GROUP_BYTES` bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:

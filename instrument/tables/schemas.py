@@ -213,7 +213,7 @@ _ARROW = {"int64": "int64", "float64": "double"}
 
 
 def _of_statistics(names: Iterable[str]) -> tuple[Column, ...]:
-    """Return the columns of statistics."""
+    """Return the columns of a table that have these statistics."""
     return tuple(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in map(STATISTICS.__getitem__, names))
 
 

@@ -92,7 +92,7 @@ def places(batches: Any) -> list[tuple[int, int]]:
     return [pair for batch in batches for pair in zip(batch["id"].tolist(), batch["position"].tolist(), strict=True)]
 
 
-def test_windows_begin_at_addresses_that_make_copies_fast(run: Run) -> None:
+def test_memory_of_windows_is_aligned(run: Run) -> None:
     for count in (0, 1, 5):
         memory = run.dataset("up", flatten="tokens").empty(count)
         assert {name: (each.dtype, each.shape) for name, each in memory.items()} == {

@@ -92,7 +92,7 @@ def test_name_with_several_meanings(capsys: pytest.CaptureFixture[str]) -> None:
     assert yaml.safe_load(found[1]["example"])["hooks"]["mine"]["stats"] == ["l2"]
 
 
-def test_names_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_names_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     found = {key: json.loads(explained(capsys, key, "--json")) for key in ("findings", "sweep.runs", "probe.end_step")}
     assert [each["key"] for (each,) in found.values()] == ["run.findings", "run.runs", "probe.end_step"]
     assert "One row per finding. The columns are `what`, `where`, `step`" in found["findings"][0]["meaning"]
