@@ -3,7 +3,7 @@ in the order in which they were recorded.
 
 Writing is compared with batches that are collected, put into the order of the dataset and written by one `np.save`, and with an
 `np.save` of each batch. Reading the recorded tensors, and the features in the order of the dataset, is compared with `np.load` of that
-order. All elements are summed.
+order; the features also with files of each batch, which NumPy loads and puts into that order. All elements are summed.
 
 python benchmarks/features.py [--samples 50000] [--width 2048] [--batch 256] [--rounds 3] [--cold]
 
@@ -79,12 +79,30 @@ def memory(field: str) -> float:
     return int(line.split()[1]) / 1024
 
 
+def load_sorted(folder: Path) -> np.ndarray:
+    """Load the batches of `save_each` into an array in the order of the dataset."""
+    batches = [np.load(folder / f"{step}.npy", mmap_mode="r") for step in range(len(os.listdir(folder)))]
+    order = torch.randperm(sum(map(len, batches)), generator=torch.Generator().manual_seed(0)).numpy()
+    array, start = np.empty((len(order), batches[0].shape[1]), np.float32), 0
+    for batch in batches:
+        array[order[start : start + len(batch)]] = batch
+        start += len(batch)
+    return array
+
+
 READERS: dict[str, Callable[[Path], Iterable[np.ndarray]]] = {
     "np.load": lambda folder: [np.load(folder / "X.npy")],
+    "np.load of each batch, sorted": lambda folder: [load_sorted(folder / "each")],
     "tensors": lambda folder: instrument.load(folder / "run").tensors(layer="")["values"],
     "features": lambda folder: [instrument.load(folder / "run").features(".").X],
     "features, recorded in order": lambda folder: [instrument.load(folder / "ordered").features(".").X],
 }
+COMPARED = (
+    ("tensors", "np.load"),
+    ("features", "np.load of each batch, sorted"),
+    ("features", "np.load"),
+    ("features, recorded in order", "np.load"),
+)
 
 
 def read(folder: Path, rounds: int, *, cold: bool) -> None:
@@ -193,6 +211,7 @@ def main() -> None:
         write(Path(name) / "run", values, args.batch)
         write(Path(name) / "ordered", values, args.batch, shuffled=False)
         np.save(Path(name) / "X.npy", values.numpy())
+        save_each(Path(name) / "each", values, args.batch)
         command = [sys.executable, "-W", "ignore", __file__, "--read", name, "--rounds", str(args.rounds)]
         done = subprocess.run([*command, *["--cold"] * args.cold], capture_output=True, text=True, check=True)
     was_read = [[*map(float, line.split())] for line in done.stdout.splitlines()[-args.rounds :]]
@@ -201,9 +220,9 @@ def main() -> None:
     *savers, _ = WRITERS
     for at, label in enumerate(savers):
         print(_row(f"recorded, {label}", size, [(row[at], row[-1]) for row in written]))
-    for at, label in enumerate(READERS):
-        if at:
-            print(_row(f"{label}, np.load", size, [(row[0], row[at]) for row in was_read]))
+    names = [*READERS]
+    for label, numpy in COMPARED:
+        print(_row(f"{label}, {numpy}", size, [(row[names.index(numpy)], row[names.index(label)]) for row in was_read]))
     print(f"\nadditional memory of `features`: {statistics.median(row[-1] for row in was_read):,.0f} MB\n")
     print("| `run.dataset` | MB/s | relative to the recorded order: lowest | median | highest |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:
