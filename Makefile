@@ -21,7 +21,7 @@ demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale 
 test: $(DEV_STAMP)  ## run the tests, without slow ones
 	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
-test-all: $(DEV_STAMP) .engines  ## run all tests, including slow ones
+test-all: $(DEV_STAMP) .engines .torchtitan  ## run all tests, including slow ones
 	$(PYTEST) --dist worksteal -m ""
 
 bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storage, growth and distributed runs
@@ -82,7 +82,7 @@ site: docs  ## build the documentation site in site/
 	@echo "site        site/index.html"
 
 clean:  ## remove the environment, caches and builds, but not runs
-	rm -rf .venv .peers .engines .release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .peers .engines .torchtitan .release build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv:
@@ -104,4 +104,11 @@ $(DEV_STAMP): pyproject.toml constraints.txt | .venv
 .engines: tests/engines.txt
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# torchtitan on top of .venv, with the older datasets that it requires.
+.torchtitan: tests/torchtitan.txt | $(DEV_STAMP)
+	$(BIN)/python -m venv $@
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; $(BIN)/python -c "$$purelib" > "$$($@/bin/python -c "$$purelib")/shared.pth"
+	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -r $<
 	@touch $@

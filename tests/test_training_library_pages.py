@@ -1,20 +1,29 @@
-"""docs/guides/megatron.md and torchtitan.md: their lines run with the models, loops, names and calls of these libraries."""
+"""docs/guides/megatron.md and torchtitan.md: their lines run with the models, loops, names and calls of these libraries.
+
+A slow test runs the lines of torchtitan.md with torchtitan.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from tracker_files import read_tensorboard
 from training_libraries import LAYERS, VOCABULARY, FP32Optimizer, GPTModel, MegatronDDP, TitanTrainer, Transformer
+from waiting import TIMEOUT
 
 import instrument
 from instrument.fields.field_types import StructureName
@@ -22,6 +31,7 @@ from instrument.plan.modules import Layers
 from instrument.plan.structure import find_structure
 
 GUIDES = REPOSITORY / "docs" / "guides"
+TITAN = REPOSITORY / ".torchtitan" / "bin" / "python"  # created by `make test-all`
 STEPS = 3
 NAMED = {
     "hidden": {
@@ -154,3 +164,58 @@ def test_lines_of_the_torchtitan_page_record_its_trainer(
     found = {(row.step, row.micro_step, row.layer.rpartition("layers.")[2]) for row in rows.itertuples()}
     assert found == {(10, micro, str(number)) for micro in range(2) for number in range(LAYERS)}
     assert ("residual_changes" in set(run.stats["hook"])) == (not is_compiled)
+
+
+def train_with_titan(folder: Path, arguments: str, name: str, steps: int) -> list[float]:
+    """Run torchtitan in two processes in a folder, with a checkpoint after each training, and return the logged losses."""
+    options = {
+        "dump_folder": name, "debug.seed": 0, "metrics.enable_tensorboard": "", "checkpoint.enable": "",
+        "training.steps": steps, "lr_scheduler.total_steps": STEPS, "training.seq_len": 64,
+        "training.local_batch_size": 2, "training.global_batch_size": 8, "training.mixed_precision_param": "float32",
+    }  # fmt: skip
+    arguments += "".join(f" --{option} {value}" for option, value in options.items())
+    launcher = [TITAN, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "titan_on_cpu"]
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "HF_HOME": str(folder / "cache")}
+    done = subprocess.run(
+        [*launcher, *arguments.split()],
+        cwd=folder,
+        env={**os.environ, **paths, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    newest = max((folder / name / "tb").rglob("events*"), key=lambda file: file.stat().st_mtime_ns)
+    return [loss for _, loss in read_tensorboard(newest)["scalars"]["loss_metrics/global_avg_loss"]]
+
+
+@pytest.mark.slow
+def test_lines_of_the_torchtitan_page_run_with_torchtitan(tmp_path: Path) -> None:
+    if not TITAN.exists():
+        pytest.skip("requires the environment .torchtitan of `make test-all`")
+    text = (GUIDES / "torchtitan.md").read_text()
+    (tmp_path / "my_run.py").write_text(page("torchtitan")[0][0])
+    tokenizer, data = (tmp_path / "tests" / "assets" / name for name in ("tokenizer", "c4_test"))
+    tokenizer.mkdir(parents=True)
+    data.mkdir()
+    (tokenizer / "vocab.json").write_text(json.dumps({chr(number): number for number in range(33, 127)}))
+    (tokenizer / "merges.txt").touch()
+    (data / "page.json").write_text("\n".join(json.dumps({"text": line}) for line in text.splitlines() if line))
+
+    (printed,) = re.findall("^torchrun --nproc_per_node 8 -m torchtitan.train (.*)$", text, re.M)
+    losses = train_with_titan(tmp_path, printed.replace("my_run", "llama3"), "bare", STEPS)
+    assert len(losses) == STEPS
+    recorded = []
+    for name, steps in (("start", [0, 1]), ("continued", [2])):
+        assert train_with_titan(tmp_path, printed, "hooks", steps[-1] + 1) == [losses[step] for step in steps]
+        run = instrument.load((tmp_path / "runs").rename(tmp_path / name) / "titan")
+        assert (run.coverage["fired"] == run.coverage["expected"]).all()
+        ranks = run.metrics.pivot(index="step", columns="rank", values="loss").astype(np.float32)
+        assert ranks.index.tolist() == steps
+        recorded += (ranks[0] + ranks[1]).tolist()
+        if name == "start":
+            assert set(run.coverage.query("expected > 0")["hook"]) == {*run.coverage["hook"]}
+            rows = run.stats.query("hook == 'residual_stream'")
+            assert rows.groupby(["rank", "micro_step", "layer"]).size().tolist() == [1] * 2 * 2 * 6
+    assert recorded == losses
