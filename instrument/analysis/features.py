@@ -6,6 +6,7 @@ Each tensor is read in the order of the files and copied to its final place.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -29,6 +30,7 @@ Shape = tuple[int, ...]
 Numbers = int | Collection[int] | None
 MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
+THREADS = 2  # that copy tensors of block files; one thread does not use the whole speed of the memory
 BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 INDEX = [*BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
@@ -377,20 +379,25 @@ def _copy_values(
 ) -> None:
     """Copy each tensor to the part of its call, to the indices of its batch in `destinations`; entries with index -1 are left out."""
     rows = rows.sort_values("tensor")  # as they are in the files
-    count = copied = unreleased = 0
-    for *batch, call, i in rows[[*BATCH, "call", "tensor"]].itertuples(index=False, name=None):
-        destination = destinations.get(tuple(batch))
-        if destination is None:
-            continue
-        count += 1
+    known = [
+        (i, parts[call], destination)
+        for *batch, call, i in rows[[*BATCH, "call", "tensor"]].itertuples(index=False, name=None)
+        if (destination := destinations.get(tuple(batch))) is not None
+    ]
+
+    def copy(i: int, part: Array, destination: Array) -> bool:
         with files.errors_reported(raw.file(i)):
-            raw.copy(i, parts[call], destination)
-            copied += 1
-            unreleased += len(destination) * parts[call][:1].nbytes
-        if unreleased > RELEASE_BYTES:
+            raw.copy(i, part, destination)
+            return True
+        return False
+
+    largest = max((len(destination) * part[:1].nbytes for _, part, destination in known), default=0)
+    size, copied = max(RELEASE_BYTES // max(largest, 1), 1), 0
+    with ThreadPoolExecutor(THREADS if raw.is_in_blocks else 1) as pool:
+        for start in range(0, len(known), size):
+            copied += sum(pool.map(copy, *zip(*known[start : start + size], strict=True)))
             pa.default_memory_pool().release_unused()
             raw.release()
-            unreleased = 0
-    if copied < count:
+    if copied < len(known):
         problems = "; ".join(files.problems) or "the files were removed"
-        raise InstrumentError(f"{count - copied} of {count} tensors cannot be read: {problems}")
+        raise InstrumentError(f"{len(known) - copied} of {len(known)} tensors cannot be read: {problems}")
