@@ -291,7 +291,7 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 
 /* The sums of a tensor, for GROUP lanes at a time, whose sums fit in the registers. WITH bits, and without a shift, the same read gives the
    sum over its whole tiles; the other sums stay bit-identical. */
-#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, GROUP, WITH, TAG)                                   \
+#define SUMS_OF(FUNCTION, PROCESSOR, NAME, ELEMENT, VALUE, READ, COUNT, GROUP, WITH, TAG)                             \
     PROCESSOR                                                                                                         \
     static void FUNCTION(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits) {\
         for (size_t start = first; start < end; start += CHUNK) {                                                     \
@@ -372,11 +372,11 @@ static uint64_t bits_of(const char *memory, size_t size, size_t item, size_t til
 
 typedef void Kernel(const void *memory, size_t first, size_t end, double shift, int with_l1, Moments *m, uint64_t *bits);
 
-#define KERNELS(TAG, PROCESSOR, COUNT, GROUP)                                                                                \
-    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 0, TAG)                           \
-    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 0, TAG)                            \
-    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 1, TAG)                      \
-    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 1, TAG)                       \
+#define KERNELS(TAG, PROCESSOR, COUNT, GROUP)                                                                         \
+    SUMS_OF(float32_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 0, TAG)                    \
+    SUMS_OF(float64_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 0, TAG)                     \
+    SUMS_OF(float32_bits_##TAG, PROCESSOR, of_float32, float, float, AS_IT_IS, uint32_t, LANES, 1, TAG)               \
+    SUMS_OF(float64_bits_##TAG, PROCESSOR, of_float64, double, double, AS_IT_IS, COUNT, GROUP, 1, TAG)                \
     static Kernel *const kernels_##TAG[2][2] = {{float32_##TAG, float64_##TAG}, {float32_bits_##TAG, float64_bits_##TAG}};
 
 KERNELS(plain, , uint32_t, LANES)
