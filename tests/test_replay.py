@@ -170,8 +170,10 @@ def test_hook_set_means_the_same_in_a_replay_and_a_run(place: Path, tmp_path: Pa
     run = [*SMALL, "+exp=own", "train.steps=1"]
     assert run_in(tmp_path, *run, "hooks=more", "hydra.run.dir=both").code == 0
     assert run_in(tmp_path, *run, "hydra.run.dir=run").code == 0
-    answer = replay_in(tmp_path, "run", "hooks=more", "hydra.run.dir=again", "--json").expect(0)
+    shown = "+hooks.shown={layers: layers.1, kind: forward, action: print}"
+    answer = replay_in(tmp_path, "run", "hooks=more", shown, "hydra.run.dir=again", "--json").expect(0)
     assert json.loads(answer.out) == certificate_of(tmp_path / "again")
+    assert "shown  step 0  layers.1  output" in answer.err
     tables = [instrument.load(tmp_path / name).stats.query("phase == 'train'") for name in ("both", "again")]
     assert set(tables[0]["hook"]) == {"seen", "more"}
     first, second = (table.sort_values(["hook", "layer", "path"], ignore_index=True) for table in tables)

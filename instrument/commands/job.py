@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,8 +245,9 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
         from ..training.terminal import Terminal
 
     with process_state(seed=config.seed, deterministic=config.deterministic):
-        experiment = prepare(config)
-        forecast = dry_run(experiment)
+        with redirect_stdout(sys.stderr if config.plan == "json" else sys.stdout):  # of the model
+            experiment = prepare(config)
+            forecast = dry_run(experiment)
         if config.plan == "json":
             print_json(plan_data(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps))
         else:

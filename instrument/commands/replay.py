@@ -20,10 +20,10 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from omegaconf import DictConfig
 
@@ -85,21 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
     window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
     store_config(run, args.overrides)
-    original = sys.argv
+    original, output = sys.argv, sys.stdout
 
     def job(config: DictConfig) -> None:
         sys.argv = original  # for the entry `command` of run.json
-        _replay(config, run, window, args)
+        _replay(config, run, window, args, output)
 
     sys.argv = [original[0], *args.overrides]
     try:
-        command(job, CONFIG_NAME)
+        with redirect_stdout(sys.stderr if args.json else output):  # of the run, its hooks and its model
+            command(job, CONFIG_NAME)
     finally:
         sys.argv = original
     return 0
 
 
-def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.Namespace) -> None:
+def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.Namespace, output: TextIO) -> None:
     """Repeat the steps, print the certificate, and write it to the folder of the job."""
     with report_errors() as job:
         parsed, raw = read_config(config)
@@ -122,8 +123,6 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
             operators=args.ops,
         )
         terminal = Terminal(quiet=parsed.quiet)
-        if args.json:
-            terminal.silence()
         error: Exception | None = None
         try:
             replayed = _config(parsed, run, hooks, source)
@@ -143,10 +142,10 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
         if is_rank_zero():
             certificate = certify_replay(run.folder, job.folder, changes_evaluation=hooks.changes_evaluation)
             content = _write(certificate, job.folder)
-            if hooks.left_out and not terminal.quiet:
+            if hooks.left_out and not parsed.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
             summary = _summary(certificate, source, shown_path(job.folder), has_failed=error is not None)
-            print(content if args.json else summary)
+            print(content if args.json else summary, file=output)
             if error is None and not certificate.holds:
                 raise SystemExit(1)
         if error is not None:

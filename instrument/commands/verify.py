@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,7 +54,8 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
             from instrument.training.verification.comparison import verify
 
         processes = process_group()
-        certificate = verify(parsed, processes)
+        with redirect_stdout(sys.stderr if as_json else sys.stdout):  # of the model
+            certificate = verify(parsed, processes)
         if is_rank_zero():
             path = Path(job.folder) / "certificate.json"
             content = json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2)

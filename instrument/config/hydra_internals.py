@@ -41,8 +41,8 @@ from .name_clashes import SECTIONS, check_names
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
-_parsed: dict[tuple[str, str, int], bytes] = {}
-"""The pickled contents of files, by folder, path in the folder, and time of the last change."""
+_parsed: dict[tuple[str, str], tuple[bytes, bytes]] = {}
+"""The bytes of files and their pickled contents, by folder and path in the folder."""
 _merged: dict[bytes, bytes] = {}
 """Pickled configurations before the overrides, by the pickled contents of their files."""
 
@@ -67,11 +67,11 @@ class TaskRepository(ConfigRepository):
         if source is None or source.scheme() not in ("file", "pkg"):
             return super().load_config(config_path)
         is_file = source.scheme() == "file"
-        changed = Path(source.path, source._normalize_file_name(config_path)).stat().st_mtime_ns if is_file else 0
-        key = (source.path, config_path, changed)
-        if key not in _parsed:
-            _parsed[key] = pickle.dumps(super().load_config(config_path))
-        loaded: ConfigResult = pickle.loads(_parsed[key])
+        written = Path(source.path, source._normalize_file_name(config_path)).read_bytes() if is_file else b""
+        key = (source.path, config_path)
+        if key not in _parsed or _parsed[key][0] != written:
+            _parsed[key] = written, pickle.dumps(super().load_config(config_path))
+        loaded: ConfigResult = pickle.loads(_parsed[key][1])
         return loaded
 
 
@@ -114,7 +114,11 @@ class FieldLoader(ConfigLoaderImpl):
         """Merge the files of a defaults list. A process merges each version of the files once."""
         try:
             files = pickle.dumps((defaults, results))
-        except pickle.PicklingError:  # A launcher was imported again, so the class of its schema is another one.
+        except (
+            pickle.PicklingError,
+            AttributeError,
+            TypeError,
+        ):  # a schema that was imported again, or is a local class
             return super()._compose_config_from_defaults_list(defaults, repo)
         if files not in _merged:
             _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))

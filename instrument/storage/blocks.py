@@ -71,7 +71,9 @@ def copy_rows(content: Bytes, rows: np.ndarray[Any, Any], indices: np.ndarray[An
     The kernel reads the bytes once, and writes past the cache.
     """
     values = content.view(rows.dtype).reshape(len(indices), *rows.shape[1:])
-    if native is None or not content.nbytes:
+    indices = np.ascontiguousarray(indices, np.int64)
+    is_safe = rows.flags.writeable and rows[:1].flags.c_contiguous and indices.max(initial=-1) < len(rows)
+    if native is None or not content.nbytes or not is_safe:
         kept = indices >= 0
         rows[indices[kept]] = values[kept]
         return checksum_of(content)

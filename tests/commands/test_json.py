@@ -99,12 +99,15 @@ def test_plan_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_re
     monkeypatch.setattr("sys.argv", ["instrument", "plan", "--json", "+exp=a"])
     verbs.run_verb()
     assert sys.argv == ["instrument", "plan=json", "+exp=a"]
-    planned = read(run_in(tmp_path, *MODEL, "train.steps=4", "plan=json").expect(0))
+    printing = "from instrument.training.models import MLP\n\n\ndef make(**given):\n    print('made')\n    return MLP(**given)\n"
+    (tmp_path / "printing.py").write_text(printing)
+    model = (*MODEL, "model._target_=printing.make")
+    planned = read(run_in(tmp_path, *model, "train.steps=4", "plan=json").expect(0))
     (hook,) = planned["hooks"]
     assert hook["at"] == [".", "layers", *(f"layers.{at}" for at in ("0", "0.0", "0.1", "1", "1.0", "1.1", "2"))]
     assert planned["rows"] == hook["rows"] == len(hook["at"])  # every 10 steps
     assert hook["tables"] == ["stats"]
-    verified = read(_run_in(tmp_path, "instrument.commands.verify", [*MODEL, "train.steps=2", "--json"]).expect(0))
+    verified = read(_run_in(tmp_path, "instrument.commands.verify", [*model, "train.steps=2", "--json"]).expect(0))
     assert (verified["holds"], verified["steps"], verified["hooks"]) == (True, 2, ["activations"])
 
 

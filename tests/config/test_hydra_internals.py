@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from hydra._internal.core_plugins import basic_launcher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
@@ -203,9 +206,22 @@ def test_files_are_parsed_once_until_they_change(tmp_path: Path, monkeypatch: py
     (tmp_path / "config.yaml").write_text("defaults: [model: mine, _self_]\nseed: 0")
     assert [compose(), compose("seed=5"), compose("model.width=7")] == [(0, 1), (5, 1), (0, 7)]
     assert sorted(file for file in parsed_files if file.is_relative_to(tmp_path)) == [tmp_path / "config.yaml", model]
+    before = model.stat()
     model.write_text("width: 2")
-    os.utime(model, ns=(0, 0))
+    os.utime(
+        model, ns=(before.st_atime_ns, before.st_mtime_ns)
+    )  # as a copy that preserves the time, or within its resolution
     assert compose() == (0, 2)
+
+
+def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass
+    class Model:
+        width: int = 3
+
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
+    ConfigStore.instance().store(name="local", group="model", node=Model)
+    assert composed("model=local")[1].model == Model()
 
 
 def test_plugins_may_be_imported_again() -> None:

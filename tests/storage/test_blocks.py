@@ -140,6 +140,17 @@ def test_rows_are_copied_and_summed_in_one_read(
     assert np.array_equal(rows, expected)
 
 
+def test_rows_are_copied_only_into_the_array() -> None:
+    content, rows = np.arange(4, dtype=np.float32).view(np.uint8), np.zeros((2, 4), np.float32)
+    blocks.copy_rows(content, rows[:, ::2], np.array([1, 0], np.int32))
+    assert rows.tolist() == [[2, 0, 3, 0], [0, 0, 1, 0]]
+    with pytest.raises(IndexError):
+        blocks.copy_rows(content, rows[:, :2], np.array([0, 2]))
+    rows.setflags(write=False)
+    with pytest.raises(ValueError, match="read-only"):
+        blocks.copy_rows(content, rows[:, :2], np.array([0, 1]))
+
+
 def test_option_of_the_sink_takes_precedence(tmp_path: Path) -> None:
     for tensors in ("list", "bytes"):
         sink = ParquetSink(tmp_path / tensors, tensors=tensors)  # type: ignore[arg-type]
