@@ -20,6 +20,7 @@ import pyarrow.dataset as ds
 
 from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..storage.blocks import READING_THREADS
 from ..storage.run_files import RunFiles
 from ..tables.kinds import KINDS
 from .frames import array_of, is_known, plain_labels
@@ -30,7 +31,6 @@ Shape = tuple[int, ...]
 Numbers = int | Collection[int] | None
 MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
-THREADS = 2  # that copy tensors of block files; one thread does not use the whole speed of the memory
 BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
 INDEX = [*BATCH, "epoch", "hook", "kind", "role", "phase", "path", "call"]
@@ -393,7 +393,7 @@ def _copy_values(
 
     largest = max((len(destination) * part[:1].nbytes for _, part, destination in known), default=0)
     size, copied = max(RELEASE_BYTES // max(largest, 1), 1), 0
-    with ThreadPoolExecutor(THREADS if raw.is_in_blocks else 1) as pool:
+    with ThreadPoolExecutor(READING_THREADS if raw.is_in_blocks else 1) as pool:
         for start in range(0, len(known), size):
             copied += sum(pool.map(copy, *zip(*known[start : start + size], strict=True)))
             pa.default_memory_pool().release_unused()

@@ -33,6 +33,7 @@ except ImportError:
     native = None  # type: ignore[assignment]
 
 BLOCK_BYTES = 256 * 2**20  # The size at which a block file ends, at the end of a step.
+READING_THREADS = 2  # One thread does not use the whole speed of the memory, and waits for the disk.
 ALIGNMENT = 64
 PAGE = 4096
 ALLOCATED_BYTES = 16 * 2**20  # The disk space after the end of a block file; at most as much as the file has.

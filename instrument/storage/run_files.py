@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from ..errors import InstrumentWarning
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import STATISTICS
-from .blocks import BlockReader, Place, binary_of
+from .blocks import READING_THREADS, BlockReader, Bytes, Place, binary_of
 from .checksums import REMEDY
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
@@ -287,21 +288,24 @@ class RunFiles:
                 chunks.append(pa.array(small, pa.large_binary()))
                 small.clear()
 
-        for index, (rank, *cells) in enumerate(
-            zip(*(rows[name].to_pylist() for name in ("rank", *Place._fields)), strict=True)
-        ):
+        def read(rank: int, *cells: Any) -> Bytes | OSError | None:
             place = Place(*cells)
-            is_readable.append(True)
-            if place.block is None:
+            try:
+                return None if place.block is None else self.blocks.read(rank, place)
+            except OSError as error:
+                return error
+
+        columns = [rows[name].to_pylist() for name in ("rank", *Place._fields)]
+        with ThreadPoolExecutor(READING_THREADS) as pool:
+            contents = [*pool.map(read, *columns)]
+        for index, content in enumerate(contents):
+            is_readable.append(not isinstance(content, OSError))
+            if content is None:
                 small.append(rows["data"][index].as_py())
                 continue
-            try:
-                content = self.blocks.read(rank, place)
-            except OSError as error:
-                is_readable[-1] = False
-                self._problem(
-                    Part(rank, place.block).block(self.folder), f"cannot be read: {first_line(error)}; {REMEDY}"
-                )
+            if isinstance(content, OSError):
+                file = Part(columns[0][index], columns[1][index]).block(self.folder)
+                self._problem(file, f"cannot be read: {first_line(content)}; {REMEDY}")
                 small.append(None)
                 continue
             if content.nbytes <= SMALL_TENSOR:
