@@ -117,12 +117,12 @@ def _keys_named(name: str, config: Any, prefix: str = "") -> list[str]:
 
 
 def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> Problem | None:
-    """Report a group option that is not a string, such as `model=3`. The error of Hydra does not name the group."""
+    """Report a group option that is neither a string nor a mapping, such as `model=3`. The error of Hydra does not name the group."""
     settings = [override for override in overrides if "=" in override]
     for override in OverridesParser.create().parse_overrides(settings):
         value, options = override.value(), _options(override.key_or_group, folders)
         names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
-        if options and not all(isinstance(name, str | QuotedString) for name in names):
+        if options and not all(isinstance(name, str | QuotedString | dict) for name in names):
             group = override.key_or_group
             message = f"must name one of the config files in conf/{group}"
             return Problem(group, message, given=str(override.input_line), allowed=options)

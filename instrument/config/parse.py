@@ -206,7 +206,13 @@ def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
     elif isinstance(raw, Mapping | None):
         items = (raw or {}).items()
     else:
-        raise ConfigError(Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw))
+        fix = (
+            f"select the set on the command line, {section}={raw}, or in the defaults list"
+            if isinstance(raw, str)
+            else ""
+        )
+        message = "must be a mapping from names to specs, or a list of specs"
+        raise ConfigError(Problem(section, message, given=raw, fix=fix))
     for name, value in items:
         if value is not None:
             yield str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value

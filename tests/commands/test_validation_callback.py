@@ -62,8 +62,9 @@ def test_custom_launcher_is_reported_by_its_name(cli: Cli, monkeypatch: pytest.M
     assert "    given    ours\n" in answer.err
 
 
-def test_swept_groups_are_no_error_of_another_override(cli: Cli) -> None:
-    answer = cli("-m", "model=mlp,'lenet'", "apply=null").expect(2)
+@pytest.mark.parametrize("model", ["mlp,'lenet'", "{_target_: torch.nn.Identity}"])
+def test_valid_groups_are_no_error_of_another_override(cli: Cli, model: str) -> None:
+    answer = cli("-m", f"model={model}", "apply=null").expect(2)
     assert answer.err.startswith("\napply: must name one of the config files")
 
 

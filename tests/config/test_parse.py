@@ -413,6 +413,13 @@ def test_section_of_wrong_type_is_refused(parse: Any, raw: Any) -> None:
     assert problem.given == raw
 
 
+def test_set_as_the_value_of_a_section_is_told_how_to_select_it() -> None:
+    with pytest.raises(
+        ConfigError, match="select the set on the command line, hooks=gradients, or in the defaults list"
+    ):
+        parse_hooks("gradients")
+
+
 @pytest.mark.parametrize("spec", ["record", 3, ["record"], False])
 def test_spec_of_wrong_type_is_refused(spec: Any) -> None:
     problem = problem_in(parse_hooks, {"mine": spec})
