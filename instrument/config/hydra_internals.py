@@ -114,11 +114,8 @@ class FieldLoader(ConfigLoaderImpl):
         """Merge the files of a defaults list. A process merges each version of the files once."""
         try:
             files = pickle.dumps((defaults, results))
-        except (
-            pickle.PicklingError,
-            AttributeError,
-            TypeError,
-        ):  # a schema that was imported again, or is a local class
+        # The class of a schema was imported again, or is local.
+        except (pickle.PicklingError, AttributeError, TypeError):
             return super()._compose_config_from_defaults_list(defaults, repo)
         if files not in _merged:
             _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))

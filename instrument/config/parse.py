@@ -206,11 +206,8 @@ def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
     elif isinstance(raw, Mapping | None):
         items = (raw or {}).items()
     else:
-        fix = (
-            f"select the set on the command line, {section}={raw}, or in the defaults list"
-            if isinstance(raw, str)
-            else ""
-        )
+        select = f"select the set on the command line, {section}={raw}, or in the defaults list"
+        fix = select if isinstance(raw, str) else ""
         message = "must be a mapping from names to specs, or a list of specs"
         raise ConfigError(Problem(section, message, given=raw, fix=fix))
     for name, value in items:
