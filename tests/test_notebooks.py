@@ -38,7 +38,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
 def test_notebook_runs_and_shows_its_result(name: str, kernel: KernelManager) -> None:
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     book.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
-    client = NotebookClient(book, km=kernel, startup_timeout=TIMEOUT)
+    client = NotebookClient(book, km=kernel, startup_timeout=TIMEOUT, coalesce_streams=True)
     client.execute()
     client.kc.stop_channels()  # an open client logs when it is collected, in the middle of any later test
     outputs = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
