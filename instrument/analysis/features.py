@@ -6,7 +6,6 @@ Each tensor is read in the order of the files and copied to its final place.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -20,7 +19,7 @@ import pyarrow.dataset as ds
 
 from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..storage.blocks import READING_THREADS
+from ..storage.blocks import READING_THREADS, read_in_threads
 from ..storage.run_files import RunFiles
 from ..tables.kinds import KINDS
 from .frames import array_of, is_known, plain_labels
@@ -393,11 +392,10 @@ def _copy_values(
 
     largest = max((len(destination) * part[:1].nbytes for _, part, destination in known), default=0)
     size, copied = max(RELEASE_BYTES // max(largest, 1), 1), 0
-    with ThreadPoolExecutor(READING_THREADS if raw.is_in_blocks else 1) as pool:
-        for start in range(0, len(known), size):
-            copied += sum(pool.map(copy, *zip(*known[start : start + size], strict=True)))
-            pa.default_memory_pool().release_unused()
-            raw.release()
+    for start in range(0, len(known), size):
+        copied += sum(read_in_threads(copy, known[start : start + size], READING_THREADS if raw.is_in_blocks else 1))
+        pa.default_memory_pool().release_unused()
+        raw.release()
     if copied < len(known):
         problems = "; ".join(files.problems) or "the files were removed"
         raise InstrumentError(f"{len(known) - copied} of {len(known)} tensors cannot be read: {problems}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..config.record import names_of_custom_statistics
-from ..storage.blocks import Place
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM
 from ..tables.statistics import REMAINDERS
@@ -56,7 +56,7 @@ def with_arrays(frame: pd.DataFrame) -> pd.DataFrame:
         values=pd.Series([array_of(*cell) for cell in cells], dtype=object),
         shape=pd.Series([tuple(shape) for shape in frame["shape"]], dtype=object),
         source_shape=pd.Series([tuple(shape) for shape in frame["source_shape"]], dtype=object),
-    ).drop(columns=["data", *Place._fields])
+    ).drop(columns="data")
 
 
 def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index: int) -> None:
@@ -207,9 +207,9 @@ def _buffers_of(chunk: pa.Array) -> Iterator[pa.Buffer | None]:
     """Yield the cells of an array of large_binary as views. A scalar of Arrow would be a copy."""
     _, ends, content = chunk.buffers()
     offsets = np.frombuffer(ends, np.int64)[chunk.offset :].tolist() if len(chunk) else []
-    for index, is_valid in enumerate(chunk.is_valid().to_pylist()):
-        start, end = offsets[index : index + 2]
-        yield (content.slice(start, end - start) if end > start else pa.py_buffer(b"")) if is_valid else None
+    is_valid = chunk.is_valid().to_pylist() if chunk.null_count else [True] * len(chunk)
+    for present, (start, end) in zip(is_valid, pairwise(offsets), strict=False):  # there may be later offsets
+        yield (content.slice(start, end - start) if end > start else pa.py_buffer(b"")) if present else None
 
 
 def is_known(dtype: str) -> bool:

@@ -281,7 +281,7 @@ class RunTables:
             stored = files.read(table, condition=condition)
             rows = with_custom_columns(stored, custom)
             data = [*cells_of("data", rows.column("data"))] if table == "tensors" else None
-            frame = to_frame(rows if data is None else rows.drop_columns("data"))
+            frame = to_frame(rows if data is None else rows.drop_columns(["data", *Place._fields]))
             if table == "stats":
                 set_exact_integers(frame, stored)
                 shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]

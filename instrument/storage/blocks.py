@@ -13,10 +13,11 @@ import mmap
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, c_int64
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,7 @@ PAGE = 4096
 ALLOCATED_BYTES = 16 * 2**20  # The disk space after the end of a block file; at most as much as the file has.
 MAPPED_FILES = 128  # The block files that one reader maps at the same time.
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+T = TypeVar("T")
 _fallocate = getattr(CDLL(None), "fallocate", None)  # a function of Linux
 _KEEP_SIZE = 1
 
@@ -82,6 +84,22 @@ def copy_rows(content: Bytes, rows: np.ndarray[Any, Any], indices: np.ndarray[An
     source, target = (content.ctypes.data, content.nbytes, values.strides[0]), (rows.ctypes.data, rows.strides[0])
     native.copy_rows(*source, *target, indices.ctypes.data, sums.ctypes.data)
     return zlib.crc32(content[len(sums) * PAGE :].data, zlib.crc32(sums.data))
+
+
+def read_in_threads(
+    read: Callable[..., T], calls: Sequence[tuple[Any, ...]], threads: int = READING_THREADS
+) -> list[T]:
+    """Return the results of calls of a function that reads tensors. Each thread takes the next call when it has ended one."""
+    results: dict[int, T] = {}
+    numbers = iter(range(len(calls)))
+
+    def read_next(_: int) -> None:
+        for number in numbers:
+            results[number] = read(*calls[number])
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read_next, range(threads)))
+    return [results[number] for number in range(len(calls))]
 
 
 def binary_of(content: Bytes) -> pa.Array:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice, pairwise
 from pathlib import Path
@@ -19,7 +18,7 @@ import pyarrow.parquet as pq
 from ..errors import InstrumentWarning
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import STATISTICS
-from .blocks import READING_THREADS, BlockReader, Bytes, Place, binary_of
+from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
 from .checksums import REMEDY
 from .journal_truncation_check import DAMAGED, truncation_problem
 from .lock import is_locked
@@ -296,9 +295,7 @@ class RunFiles:
                 return error
 
         columns = [rows[name].to_pylist() for name in ("rank", *Place._fields)]
-        with ThreadPoolExecutor(READING_THREADS) as pool:
-            contents = [*pool.map(read, *columns)]
-        for index, content in enumerate(contents):
+        for index, content in enumerate(read_in_threads(read, [*zip(*columns, strict=True)])):
             is_readable.append(not isinstance(content, OSError))
             if content is None:
                 small.append(rows["data"][index].as_py())
