@@ -28,6 +28,14 @@ from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
 from .schedule import Phase
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OTHER_WORDS = {
+    **dict.fromkeys(("activation", "output"), ("forward",)),
+    **dict.fromkeys(("grad", "gradient"), ("full_backward", "parameter_grad")),
+    **dict.fromkeys(("weight", "parameter", "update", "optimizer"), ("step_post",)),
+    **dict.fromkeys(("log", "save", "store", "capture"), ("record",)),
+    **dict.fromkeys(("ablate", "patch", "replace", "zero"), ("modify",)),
+}
+"""Kinds of hooks and actions, by other words for them in the singular."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -247,8 +255,14 @@ def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where:
         raise ConfigError(Problem(f"{where}.{key}", "is missing", allowed=allowed, similar=similar))
     if not isinstance(given, str) or given not in options:
         message = f"unknown {key}" if isinstance(given, str) else _not_a_string(given)
-        raise ConfigError(Problem(f"{where}.{key}", message, given, allowed, similar_names(str(given), options)))
+        raise ConfigError(Problem(f"{where}.{key}", message, given, allowed, _meant(str(given), options)))
     return given
+
+
+def _meant(given: str, options: Collection[str]) -> list[str]:
+    """Return the options that a word means, or else the most similar ones."""
+    meant = [name for name in _OTHER_WORDS.get(given.lower().rstrip("s"), ()) if name in options]
+    return meant or similar_names(given, options)
 
 
 def build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
@@ -295,8 +309,7 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
-        similar = similar_names(cause.name, cause.allowed)
-        return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, similar)
+        return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, _meant(cause.name, cause.allowed))
     given = None if isinstance(item["input"], Mapping) else item["input"]
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")

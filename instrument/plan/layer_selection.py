@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.field_types import STRUCTURES, Selection, StructureName
@@ -58,8 +58,11 @@ def _no_such_structure(selection: Selection, found: Mapping[StructureName, Seque
     return Problem(f"{where}.structure", looked_for, names, fix=fix)
 
 
-def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
+def no_such_layer(pattern: str, layers: Collection[Layer], where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
-    return Problem(where, "this pattern matches no module", given=pattern, allowed=shorten(names), similar=similar)
+    types = [layer.type for layer in layers if layer.type.lower() == plain.split(".")[0].lower()]
+    is_class = types and where.endswith(".layers")
+    fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
+    return Problem(where, "this pattern matches no module", pattern, shorten(names), similar, fix)

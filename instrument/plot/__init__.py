@@ -51,3 +51,7 @@ def __getattr__(name: str) -> Any:
         return PLOTS.find(name, __name__)
     except ConfigError as error:
         raise AttributeError(str(error)) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *PLOTS})

@@ -717,6 +717,21 @@ def test_spec_name_converted_by_yaml_is_refused(name: str) -> None:
     assert found.message.startswith("YAML reads this as ")
 
 
+@pytest.mark.parametrize(
+    ("field", "given", "meant"),
+    [
+        ("kind", "gradients", ["full_backward", "parameter_grad"]),
+        ("kind", "Activation", ["forward"]),
+        ("kind", "weight", ["step_post"]),
+        ("action", "log", ["record"]),
+        ("action", "ablate", ["modify"]),
+    ],
+)
+def test_other_words_for_a_kind_or_an_action_suggest_it(field: str, given: str, meant: list[str]) -> None:
+    problem = problem_in(parse_hooks, {"q": {"layers": "fc", "kind": "forward", "action": "record", field: given}})
+    assert (problem.where, problem.similar) == (f"hooks.q.{field}", meant)
+
+
 def test_unknown_fields_are_reported_with_missing_ones() -> None:
     found = problems_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
     assert [problem.where for problem in found] == ["hooks.q.kind", "hooks.q"]

@@ -93,3 +93,7 @@ def test_empty_selection_is_reported_with_the_nearest(
     if problem == "this pattern matches no module":
         assert "encoder.0.0" in found.allowed
         assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
+
+
+def test_the_name_of_a_class_as_layers_suggests_types() -> None:
+    assert problem_of(layers="conv2d.*").fix == "'layers' are names; to select by class, write 'types: Conv2d' instead"

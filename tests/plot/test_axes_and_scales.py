@@ -78,6 +78,7 @@ def test_plot_functions_are_listed() -> None:
         *("histogram_over_time", "importance", "layer_similarity", "logit_lens", "patching", "replay"),
     ]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
+    assert {*instrument.plot.__all__} <= {*dir(instrument.plot)}
 
 
 @given(st.text(alphabet="ab$_\\. ", max_size=100))
