@@ -95,7 +95,7 @@ NO_GRADIENT_AT_STEP = (
     "backward)"
 )
 FROZEN = "the parameter is frozen (requires_grad is False)"
-NO_STEP = "the optimizer made no step, or an optimizer that was not passed to the probe made it"
+NO_STEP = "the optimizer made no step before end_step, or an optimizer that was not passed to the probe made it"
 OTHER_STEP = "the optimizer that holds the parameter made no step, but another one did"
 SKIPPED_STEP = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
 NOT_OPTIMIZED = "the optimizer does not hold this parameter"
