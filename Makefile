@@ -8,6 +8,8 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -p xdist --numprocesses $(WORKERS)
 RUN_STAMP := .venv/.installed
 DEV_STAMP := .venv/.installed-dev
+# Python compiles a module at its first import, and stores the result. pip would compile all modules, of which a third are imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all bench bench-gpu bench-peers bench-scale release-check check format docs pictures site clean
@@ -89,15 +91,12 @@ clean:  ## remove the environment, caches and builds, but not runs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "instrument needs Python 3.11 or later; select it with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
-# pip compiles the modules of a package that it copies, but not those of an editable installation.
 $(RUN_STAMP): pyproject.toml constraints.txt | .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[run,report]'
-	@$(BIN)/python -m compileall -q instrument
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[run,report]'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@$(BIN)/python -m compileall -q instrument
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(RUN_STAMP)
 
 # Dask and Spark, which read run folders in a test. They have an environment without the packages of this project.
