@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.field_types import STRUCTURES, Selection, StructureName
@@ -58,7 +58,7 @@ def _no_such_structure(selection: Selection, found: Mapping[StructureName, Seque
     return Problem(f"{where}.structure", looked_for, names, fix=fix)
 
 
-def no_such_layer(pattern: str, layers: Collection[Layer], where: str) -> Problem:
+def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
     names = [name for layer in layers for name in layer.names if name]
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
