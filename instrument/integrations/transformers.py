@@ -4,17 +4,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
+from accelerate import Accelerator
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from ..hooks.optimizer_owners import parameter_ids
+from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..storage.run_folder import DiscardedRunError
-from .clipping import before_clipping
+from .observed_calls import CLIPPING, ObservedFunction
 from .trainer_callback import TrainerCallbackBase
+
+BACKWARD = ObservedFunction(Accelerator, "backward", "loss")
 
 
 class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignore[misc] # a class of transformers is Any
@@ -35,6 +40,8 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
 
     After an import of this module, `report_to="instrument"` adds the callback, with the hooks of `INSTRUMENT_HOOKS`.
 
+    The loss of a step in `metrics` is that of the Trainer: the sum over its micro-batches, each divided by their number.
+
     The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
     a checkpoint of the Trainer.
     """
@@ -51,6 +58,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
     _first_epoch = True
     _gradients_are_complete = False
     _clips = False
+    _loss: Tensor | None = None  # of the current step
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
@@ -63,7 +71,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
         self._attach(
             more["model"],
             clipped_by=f"max_grad_norm={args.max_grad_norm}" if self._clips else None,
-            around=before_clipping(self._before_clipping),
+            around=self._observed(),
             optimizer=optimizer,
             scaler=getattr(optimizer, "scaler", None),
             step=state.global_step,
@@ -71,6 +79,11 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
         )
         if restart is not None:
             self.probe.event("restarted", restart, severity="info")
+
+    @signal_safe_contextmanager
+    def _observed(self) -> Iterator[None]:
+        with CLIPPING.before(self._before_clipping), BACKWARD.before(self._before_backward):
+            yield
 
     def _discard(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Detach the hooks of a training that ended with an error, and return a message if the Trainer repeats it."""
@@ -92,11 +105,17 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin a step."""
+        self._loss = None
         self._watch.begin_step()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End a micro-step that is not the last one of its step."""
         self.probe.end_micro_step()
+
+    def _before_backward(self, losses: list[Tensor]) -> None:
+        """Add the loss of a micro-batch, which the Trainer passes to no callback."""
+        loss = losses[0].detach()
+        self._loss = loss if self._loss is None else self._loss + loss
 
     def _before_clipping(self, parameters: list[Tensor]) -> None:
         """End the gradients of a step before the Trainer clips them, for which it has no callback."""
@@ -124,7 +143,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
         """End the step. Other callbacks can evaluate the model when it has ended."""
         self._gradients_are_complete = False
         self._watch.end_step()
-        self.probe.end_step()
+        self.probe.end_step(loss=self._loss)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
         """Stop the training, or save a checkpoint, if a rule requests it."""

@@ -97,6 +97,18 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(
     assert not any(row["cause"] for row in callback.probe.coverage())
 
 
+@pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}])
+def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: Path) -> None:
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(96).view(16, 6) % 32]
+    logged = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 3}
+    with callback_of() as callback:
+        trainer = trainer_of(model_of(), tmp_path, [callback], train_dataset=data, **logged, **more)
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(set(losses)) == 3
+    assert callback.probe.sink.frame("metrics").loss.tolist() == pytest.approx(losses, rel=1e-6)
+
+
 def test_recording_keeps_weights_bit_identical(
     tmp_path: Path, recorded: tuple[nn.Module, TransformersCallback]
 ) -> None:

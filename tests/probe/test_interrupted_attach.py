@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.overrides import _get_current_function_mode_stack
 
 import instrument
-from instrument.integrations.clipping import before_clipping
+from instrument.integrations.observed_calls import CLIPPING
 from instrument.integrations.trainer_callback import TrainerCallbackBase
 from instrument.storage import journal, table_writer
 from instrument.storage.lock import is_locked
@@ -166,7 +166,7 @@ def test_interrupt_of_a_trainer_callback_at_any_line_leaves_no_hook(part: str, o
         callback = TrainerCallbackBase(RECORDED, rules=None)
         try:
             sys.settrace(trace if part == "attach" else None)
-            callback._attach(model, clipped_by=None, around=before_clipping(lambda _: None), optimizer=optimizer)
+            callback._attach(model, clipped_by=None, around=CLIPPING.before(lambda _: None), optimizer=optimizer)
             sys.settrace(trace if part == "detach" else None)
             callback._detach()
             sys.settrace(None)

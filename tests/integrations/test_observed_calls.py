@@ -1,4 +1,4 @@
-"""Functions that run before gradients are clipped."""
+"""Functions that run before calls of other libraries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import utils
 
-from instrument.integrations.clipping import before_clipping
+from instrument.integrations.observed_calls import CLIPPING
 
 
 def weight_of(gradient: float) -> nn.Parameter:
@@ -20,7 +20,7 @@ def weight_of(gradient: float) -> nn.Parameter:
 def test_function_sees_the_gradients_before_the_clip(form: str) -> None:
     weight, seen = weight_of(3.0), []
     parameters = {"tensor": weight, "list": [weight], "generator": (each for each in [weight])}[form]
-    with before_clipping(lambda found: seen.extend(each.grad.item() for each in found if each.grad is not None)):
+    with CLIPPING.before(lambda found: seen.extend(each.grad.item() for each in found if each.grad is not None)):
         norm = utils.clip_grad_norm_(parameters, max_norm=0.5, norm_type=2.0)
     assert (seen, norm.item()) == ([3.0], 3.0)
     assert weight.grad.item() == pytest.approx(0.5, rel=1e-5)
@@ -28,7 +28,7 @@ def test_function_sees_the_gradients_before_the_clip(form: str) -> None:
 
 def test_function_of_pytorch_is_restored_in_any_order() -> None:
     original, seen = utils.clip_grad_norm_, []
-    one, other = (before_clipping(lambda _, name=name: seen.append(name)) for name in ("one", "other"))
+    one, other = (CLIPPING.before(lambda _, name=name: seen.append(name)) for name in ("one", "other"))
     one.__enter__()
     other.__enter__()
     utils.clip_grad_norm_([weight_of(3.0)], 1.0)
