@@ -38,6 +38,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
     """
 
     _steps_done = 0
+    _loss: Tensor | None = None  # of the current step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
@@ -74,10 +75,14 @@ class LightningCallback(TrainerCallbackBase, Callback):
     ) -> None:
         """End the batch, and the step if an optimizer made a step in it."""
         self._watch.end_step()
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and self._loss is not None and pl_module.automatic_optimization:
+            loss = self._loss + loss  # Lightning has divided each by `accumulate_grad_batches`
+        self._loss = loss if isinstance(loss, Tensor) else None
         if trainer.global_step != self._steps_done:
             self._steps_done = trainer.global_step
-            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-            self.probe.end_step(loss=loss if isinstance(loss, Tensor) else None)
+            self.probe.end_step(loss=self._loss)
+            self._loss = None
             trainer.should_stop |= self.probe.should_stop
             if self.probe.should_checkpoint:
                 folder = Path(trainer.default_root_dir if self.out is None else self.out) / CHECKPOINTS

@@ -16,6 +16,7 @@ class Module(L.LightningModule):
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         self.fail_at = fail_at
+        self.losses: list[float] = []  # of each training batch
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)  # type: ignore[no-any-return]
@@ -23,7 +24,9 @@ class Module(L.LightningModule):
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index == self.fail_at:
             raise ValueError("a bug of the user's")
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
         self.net(batch[0])
