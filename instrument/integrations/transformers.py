@@ -40,7 +40,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
 
     After an import of this module, `report_to="instrument"` adds the callback, with the hooks of `INSTRUMENT_HOOKS`.
 
-    The loss of a step in `metrics` is that of the Trainer: the sum over its micro-batches, each divided by their number.
+    The table `metrics` has the loss of each step and of each evaluation that the Trainer logs.
 
     The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
     a checkpoint of the Trainer.
@@ -153,6 +153,11 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End the micro-step of an evaluation batch."""
         self._end_evaluation_batch()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **more: Any) -> None:
+        """Write the loss of an evaluation between two steps. Those of several data sets have other names, and are not written."""
+        if "eval_loss" in metrics and self._is_attached and self.probe.phase == "eval":
+            self.probe.write_metrics(seconds=metrics["eval_runtime"], loss=metrics["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""

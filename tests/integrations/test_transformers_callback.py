@@ -101,12 +101,18 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(
 def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in torch.arange(96).view(16, 6) % 32]
     logged = {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 3}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": data}
     with callback_of() as callback:
-        trainer = trainer_of(model_of(), tmp_path, [callback], train_dataset=data, **logged, **more)
+        trainer = trainer_of(model_of(), tmp_path, [callback], train_dataset=data, **logged, **evaluated, **more)
         trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(set(losses)) == 3
-    assert callback.probe.sink.frame("metrics").loss.tolist() == pytest.approx(losses, rel=1e-6)
+    losses, evaluated = (
+        [row[name] for row in trainer.state.log_history if name in row] for name in ("loss", "eval_loss")
+    )
+    assert (len(set(losses)), len(set(evaluated))) == (3, 2)
+    metrics = callback.probe.sink.frame("metrics")
+    assert metrics[metrics.phase == "train"].loss.tolist() == pytest.approx(losses, rel=1e-6)
+    rows = metrics[metrics.phase == "eval"]
+    assert (rows.step.tolist(), rows.loss.tolist()) == ([2, 3], pytest.approx(evaluated, rel=1e-6))
 
 
 def test_recording_keeps_weights_bit_identical(
@@ -297,7 +303,11 @@ def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path)
     trained = {step: number for (hook, step), number in seen.items() if hook == "train"}
     assert dict(stats[stats.hook == "gradient"].groupby("step").size()) == trained
     assert dict(stats[stats.hook == "step"].groupby("step").size()) == dict.fromkeys(trained, 1)
-    assert callback.probe.metrics[["step", "phase"]].values.tolist() == [[step, "train"] for step in trained]
+    steps = callback.probe.metrics.groupby("phase").step.unique().map(list)
+    assert steps["train"] == [*trained]
+    is_in_step = event in ("on_pre_optimizer_step", "on_substep_end") or (event == "on_step_begin" and not before)
+    logged = [row["step"] for row in trainer.state.log_history if "eval_loss" in row and not is_in_step]
+    assert steps.get("eval", []) == logged
     evaluations = stats[stats.hook == "eval"]
     assert not evaluations.duplicated(["step", "micro_step", "call"]).any()
     coverage = callback.probe.coverage()
