@@ -18,6 +18,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from ..errors import HookError
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
+from ..stats.cpu_kernel import is_connected
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
@@ -112,17 +113,20 @@ class ModuleHooks(SuspendableModuleHooks):
 
     def _compose_plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
         """Return what runs the calls that need no Python code; None if every call needs some."""
-        outputs, gradients = self.output, self.output_gradients.attached_hooks
-        recordings = [each.direct for each in (*outputs, *gradients) if isinstance(each.direct, Recording)]
+        gradients = self.output_gradients.attached_hooks
+        outputs = [each.direct for each in self.output if each.direct is not None]
+        recordings = [each.direct for each in gradients if isinstance(each.direct, Recording)]
         if (
             not (self.active and self.output_gradients.is_simple)
-            or len(recordings) < sum(map(len, places))
+            or len(outputs) + len(recordings) < sum(map(len, places))
             or self.calls.is_shared
+            or self.clock.timer is not None
+            or not is_connected
         ):
             return None
         finish = partial(finish_gradient, gradients, self.clock)
-        of_outputs, of_gradients = recordings[: len(outputs)], recordings[len(outputs) :]
-        return PlainCalls(self.clock, self.calls.indices, tuple(of_outputs), tuple(of_gradients), finish)
+        counts = tuple(self.output)
+        return PlainCalls(self.clock, self.calls.indices, tuple(outputs), counts, tuple(recordings), finish)
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -132,12 +136,12 @@ class ModuleHooks(SuspendableModuleHooks):
             return (
                 self.graph.trace_before(module, args, kwargs) if kwargs is not None and self.clock.in_graphs else None
             )
+        if self.graph.refusal and is_compiling() and not self.clock.closed:  # torch.export runs this code
+            raise HookError(self.graph.refusal)
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
         if self.clock.closed:
             return None
-        if self.graph.refusal and is_compiling():  # torch.export runs this code
-            raise HookError(self.graph.refusal)
         if self.unscheduled:
             self.count_unscheduled()
         if not self.active:
@@ -171,9 +175,12 @@ class ModuleHooks(SuspendableModuleHooks):
                 if output is not ... and self.clock.in_graphs
                 else None
             )
-        recorded = 0  # how many of the hooks on outputs are done
-        if self.plain_calls is not None and (recorded := self.plain_calls.leave(output)) < 0:
-            return None
+        done, new = 0, output  # how many of the hooks on outputs are done, and the output that they leave
+        if self.plain_calls is not None:
+            left = self.plain_calls.leave(output)
+            if type(left) is not tuple:
+                return left
+            done, new = left
         if self.clock.closed or not self.active or current_transform() is not None:
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
@@ -181,7 +188,8 @@ class ModuleHooks(SuspendableModuleHooks):
                 return self.after(module, args, kwargs, output)
         if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None
-        new = given = output if type(output) is Tensor else returned_value(output, args, kwargs)
+        given = output if type(output) is Tensor else returned_value(output, args, kwargs)
+        new = new if done else given
         if call.on_output is not None:
             call.on_output(given)
         if self.forward_input:
@@ -189,7 +197,7 @@ class ModuleHooks(SuspendableModuleHooks):
         # The caller reads the containers that it passed, also if the module returns them.
         in_place = (args, kwargs)
         if self.output:
-            new = self._act(self.output[recorded:], new, call, in_place)
+            new = self._act(self.output[done:], new, call, in_place)
         if self.changes and not call.is_recomputed:
             self._observe_change(call, join_arguments(args, kwargs), new)
         if self.output_gradients.attached_hooks:

@@ -1,5 +1,5 @@
-/* Runs the hooks of a module in C, if each of them records statistics of its output, which is one plain tensor, or of the gradient of
-   that output. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
+/* Runs the hooks of a module in C, if each of them acts on its output, which is one plain tensor, or records statistics of the gradient
+   of that output. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
    connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
@@ -28,16 +28,18 @@
    if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
    a key (path, firing, class of the module).
 
-   PlainCalls(clock, indices, outputs, gradients, finish)
+   PlainCalls(clock, indices, outputs, counts, gradients, finish)
 
-   `outputs` and `gradients` are tuples of recordings. `finish(done, call, backward, gradient)` is called for the recordings of a gradient
-   after the first `done` ones; it returns what the hook of the gradient returns.
+   `outputs` is a tuple of recordings, and of functions of the output, its path and the firing that return what replaces it, or None if it
+   is not plain. `counts` has the counts of each. `gradients` is a tuple of recordings. `finish(done, call, backward, gradient)` is called
+   for the recordings of a gradient after the first `done` ones; it returns what the hook of the gradient returns.
 
    enter() -> bool: begins a call before the module runs. False if hooks are inactive, because the clock is closed or a transform of
    torch.func runs the module; if the call needs Python code, because it runs in a backward pass, without gradients, or with hooks
    on saved tensors; or if a call is open, in this micro-step or in another thread.
-   leave(output) -> int: ends the call after the module has run. -1 if no Python code is needed. 0 if this thread has no open call, or if
-   hooks are inactive. Otherwise the call stays open, and the result is the number of recordings in `outputs` that have added a row. */
+   leave(output) -> what replaces the output, or None: ends the call after the module has run. If Python code is needed, the call stays
+   open, and the result is a tuple: the number of those in `outputs` that are done, and the output that they leave. The number is 0 if this
+   thread has no open call, or if hooks are inactive. */
 
 #include "../stats/native.h"
 #include <structmember.h>
@@ -283,6 +285,10 @@ static long long slot_of(Recording *self, PyObject *path, PyObject *firing) {
     return number;
 }
 
+static PyObject *firing_of_call(long long index) {
+    return PyObject_CallFunction(functions[FIRING], "LiOL", index, 0, Py_False, index);
+}
+
 /* Records the output of a call, or its first gradient; see `record`. */
 static int record_call(Recording *self, PyObject *tensor, long long index) {
     if (self->class != Py_TYPE(self->module) || index >= self->slots_by_call_length) {
@@ -301,7 +307,7 @@ static int record_call(Recording *self, PyObject *tensor, long long index) {
     }
     long long slot = self->slots_by_call[index];
     if (slot < 0) {
-        PyObject *firing = PyObject_CallFunction(functions[FIRING], "LiOL", index, 0, Py_False, index);
+        PyObject *firing = firing_of_call(index);
         slot = slot_of(self, no_path, firing);
         Py_XDECREF(firing);
         if (slot < 0)
@@ -355,10 +361,10 @@ static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof
 /* ---------------------------------------------------------------------------------------------------------------- calls */
 
 typedef struct {
-    PyObject_HEAD PyObject *clock, *indices, *outputs, *gradients, *finish;
+    PyObject_HEAD PyObject *clock, *indices, *outputs, *counts, *gradients, *finish;
 } PlainCalls;
 
-HOLDER(calls, 5)
+HOLDER(calls, 6)
 
 /* The hook of the gradient of one output. It refers to no tensor, so that the graph that holds it can be freed. */
 typedef struct {
@@ -369,21 +375,22 @@ typedef struct {
 
 HOLDER(gradient, 2)
 
-static int are_recordings(PyObject *tuple) {
+static int are_all(PyObject *tuple, PyTypeObject *class) {
     for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
-        if (Py_TYPE(PyTuple_GetItem(tuple, i)) != recording_type)
+        if (!PyObject_TypeCheck(PyTuple_GetItem(tuple, i), class))
             return 0;
     return 1;
 }
 
 static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *clock, *indices, *outputs, *gradients, *finish;
+    PyObject *clock, *indices, *outputs, *counts, *gradients, *finish;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O", &clock, indices_type, &indices, &PyTuple_Type, &outputs, &PyTuple_Type,
-                          &gradients, &finish))
+    if (!PyArg_ParseTuple(args, "OO!O!O!O!O", &clock, indices_type, &indices, &PyTuple_Type, &outputs, &PyTuple_Type,
+                          &counts, &PyTuple_Type, &gradients, &finish))
         return NULL;
-    if (!are_recordings(outputs) || !are_recordings(gradients) || !functions[0]) {
-        PyErr_SetString(PyExc_TypeError, functions[0] ? "outputs and gradients must be tuples of Recording"
+    if (PyTuple_Size(outputs) != PyTuple_Size(counts) || !are_all(counts, counts_type) ||
+        !are_all(gradients, recording_type) || !functions[0]) {
+        PyErr_SetString(PyExc_TypeError, functions[0] ? "outputs need FiringCounts, and gradients must be a tuple of Recording"
                                                       : "connect_torch was not called");
         return NULL;
     }
@@ -393,6 +400,7 @@ static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs
     self->clock = Py_NewRef(clock);
     self->indices = Py_NewRef(indices);
     self->outputs = Py_NewRef(outputs);
+    self->counts = Py_NewRef(counts);
     self->gradients = Py_NewRef(gradients);
     self->finish = Py_NewRef(finish);
     return (PyObject *)self;
@@ -497,40 +505,58 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
     return result < 0 ? -1 : 1;
 }
 
+/* Replaces the output of a call by what a function returns for it. 1 if it did, 0 if the output is not plain, -1 with an exception set. */
+static int change(PyObject *function, PyObject **output, long long index) {
+    PyObject *firing = firing_of_call(index);
+    PyObject *new = firing ? PyObject_CallFunctionObjArgs(function, *output, no_path, firing, NULL) : NULL;
+    Py_XDECREF(firing);
+    if (!new || new == Py_None) {
+        Py_XDECREF(new);
+        return new ? 0 : -1;
+    }
+    Py_DECREF(*output);
+    *output = new;
+    return 1;
+}
+
 static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
     CallIndices *indices = (CallIndices *)self->indices;
     const int inactive = are_hooks_inactive(self);
     if (inactive < 0)
         return NULL;
     if (inactive || !is_open_here(indices))
-        return PyLong_FromLong(0);
+        return Py_BuildValue("iO", 0, output);
     const Py_ssize_t outputs = PyTuple_Size(self->outputs), gradients = PyTuple_Size(self->gradients);
     const long long index = indices->open_index;
+    PyObject *new = Py_NewRef(output), *returned = NULL;
     Py_ssize_t done = 0;
     int result = 1;
     for (; done < outputs; done++) {
-        Recording *recording = (Recording *)PyTuple_GetItem(self->outputs, done);
-        result = record_call(recording, output, index);
+        PyObject *hook = PyTuple_GetItem(self->outputs, done);
+        FiringCounts *counts = (FiringCounts *)PyTuple_GetItem(self->counts, done);
+        result = Py_TYPE(hook) == recording_type ? record_call((Recording *)hook, new, index) : change(hook, &new, index);
         if (result != 1)
             break;
-        ((FiringCounts *)recording->counts)->opportunities++;
-        ((FiringCounts *)recording->counts)->firings++;
+        counts->opportunities++;
+        counts->firings++;
     }
     if (result == 1 && gradients)
-        result = register_gradient(self, output, index);
-    if (result < 0)
-        return NULL;
+        result = register_gradient(self, new, index);
     if (!result)
-        return PyLong_FromSsize_t(done);
-    for (Py_ssize_t i = 0; i < gradients; i++)
-        ((FiringCounts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
-    indices->is_open = 0;
-    return PyLong_FromLong(-1);
+        returned = Py_BuildValue("nO", done, new);
+    if (result == 1) {
+        for (Py_ssize_t i = 0; i < gradients; i++)
+            ((FiringCounts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
+        indices->is_open = 0;
+        returned = Py_NewRef(new == output ? Py_None : new);
+    }
+    Py_DECREF(new);
+    return returned;
 }
 
 static PyMethodDef calls_methods[] = {
     {"enter", (PyCFunction)calls_enter, METH_NOARGS, "enter() -> bool"},
-    {"leave", (PyCFunction)calls_leave, METH_O, "leave(output) -> int"},
+    {"leave", (PyCFunction)calls_leave, METH_O, "leave(output) -> tensor, tuple or None"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,6 +1,6 @@
-"""The C extension for calls of modules whose hooks only record (`plain_calls.c`), and Python fallbacks if it is not built.
+"""The C extension for calls of modules whose hooks have no stages (`plain_calls.c`), and Python fallbacks if it is not built.
 
-With the fallbacks, `instrument.hooks.direct` creates no `Recording`, and all calls run Python code.
+With the fallbacks, all calls run Python code.
 """
 
 from __future__ import annotations

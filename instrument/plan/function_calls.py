@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
@@ -68,7 +67,7 @@ class RunningModule:
     frame: FrameType
     observers: Mapping[str, Any]
     is_paused: bool = False
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
     compiled: set[Any] = field(default_factory=set)
     pause_reason: str | None = None
     has_switched_mode: bool = False
@@ -158,7 +157,7 @@ class FunctionMode(TorchFunctionMode):
                 if is_compiled:
                     running.compiled.add(observer)
                 elif not spec.own or running.frame is frame:
-                    number = running.counts[spec.name, name]
+                    number = running.counts.get((spec.name, name), 0)
                     running.counts[spec.name, name] = number + 1
                     owners.append(Owner(running, observer, f"{name}.{number}"))
                 break

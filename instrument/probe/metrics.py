@@ -18,7 +18,8 @@ from .recorder import Recorder
 
 USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*USER_METRICS, "seconds", "samples_per_second")
-_KNOWN = frozenset((*METRICS, "skipped"))
+_NO_VALUES: dict[str, Any] = dict.fromkeys((*METRICS, "skipped"))
+_KNOWN = _NO_VALUES.keys()
 _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
 
 
@@ -108,7 +109,7 @@ class Metrics:
         def read() -> dict[str, Any]:
             numbers = transfer.read()
             read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return {**dict.fromkeys((*METRICS, "skipped")), **read}
+            return _NO_VALUES | read
 
         row = read() if transfer.is_complete else PendingMetrics(read)
         if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:

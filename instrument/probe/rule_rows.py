@@ -59,12 +59,12 @@ class RuleRows:
         is_complete: bool,
     ) -> None:
         """Pass rows to the rules. Keep those of a step that is not complete until it is."""
-        if is_complete and stats is not None and len(metrics) == 1 and not (samples or relations or self._begun):
-            (step, phase, row), of_rows = metrics[0], stats.moment
-            if of_rows is not None and of_rows.step == step and of_rows.phase == phase:  # one complete step
-                layout, values = self._rules.layout(stats.sites, phase, _site), stats.values[0]
-                numbers = stats.layout.built_in, values
-                self._rules.update(StepRows(step, phase, layout, stats.column, row, numbers=numbers))
+        if is_complete and len(metrics) == 1 and not (samples or relations or self._begun):
+            step, phase, row = metrics[0]
+            if stats is None or (stats.moment is not None and stats.latest == (step, phase)):  # one complete step
+                sites, statistic, numbers = _statistics(stats, None)
+                layout = self._rules.layout(sites, phase, _site)
+                self._rules.update(StepRows(step, phase, layout, statistic, row, numbers=numbers))
                 return
         metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
         targets = _targets(samples) if samples else {}

@@ -69,8 +69,8 @@ class ScheduledHooks:
             self.clock.kept.clear()
         self.clock.phases.add(phase)
         self.clock.micro_step_index += 1
-        changed = phase != previous_phase or has_compiled() != self._has_compiled
-        self._has_compiled = has_compiled()
+        had_compiled, self._has_compiled = self._has_compiled, has_compiled()
+        changed = phase != previous_phase or self._has_compiled != had_compiled
         if update_all or not self._schedules:
             self._schedules = {name: spec.schedule for name, spec in self.specs.items()}
             # Without a budget, hooks are only sampled if a state with one was loaded.

@@ -80,14 +80,14 @@ class Layout:
         names: For each row, the requested statistics.
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
-        phases: The columns with the same phase in all rows, which are added when they are needed.
+        moment_columns: The columns of the latest moment that all rows have, and their values.
     """
 
     sites: list[Row]
     names: list[tuple[str, ...]]
     scaled: list[int]
     merged_slots: Keys | None = None
-    phases: dict[str, pa.Array] = field(default_factory=dict)
+    moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
 
     @cached_property
     def arrays(self) -> list[pa.Array]:
@@ -434,11 +434,13 @@ class SlabRows(StepColumns):
         if self.moment is None:
             yield from zip(*self.taken.moments_of_rows, strict=True)
             return
-        *numbers, phase = self.moment
-        yield from (NumberColumn(np.full(count, number)) for number in numbers)
-        if phase not in self.layout.phases:
-            self.layout.phases[phase] = pa.repeat(pa.scalar(phase, _IDENTITY_TYPES[_MOMENT - 1]), count)
-        yield self.layout.phases[phase]
+        known = self.layout.moment_columns
+        for index, value in enumerate(self.moment):
+            if known[index][0] != value:  # otherwise, the message has these cells already
+                is_label, dtype = isinstance(value, str), _IDENTITY_TYPES[index]
+                column = pa.repeat(pa.scalar(value, dtype), count) if is_label else NumberColumn(np.full(count, value))
+                known[index] = value, column
+            yield known[index][1]
 
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""

@@ -34,12 +34,12 @@ def is_compiled_module(module: object) -> bool:
 def compiler_entries() -> dict[int, bool]:
     """Return the `id` of the code objects that call compiled code, each with true; empty before the compiler is imported."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return {} if compiler is None else _entries(compiler._TorchDynamoContext.__call__.__code__)
+    return {} if compiler is None else _entries(compiler._TorchDynamoContext.__call__)
 
 
-@cache
-def _entries(code: CodeType) -> dict[int, bool]:
-    return {id(inner): True for inner in code.co_consts if isinstance(inner, CodeType)}
+@cache  # by the function: the hash of its code would be computed at each call
+def _entries(function: FunctionType) -> dict[int, bool]:
+    return {id(inner): True for inner in function.__code__.co_consts if isinstance(inner, CodeType)}
 
 
 @cache

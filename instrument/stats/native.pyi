@@ -78,12 +78,13 @@ class PlainCalls:
         self,
         clock: object,
         indices: CallIndices,
-        outputs: Sequence[Recording],
+        outputs: Sequence[Callable[[Tensor, str, Any], Tensor | None]],
+        counts: Sequence[FiringCounts],
         gradients: Sequence[Recording],
         finish: Callable[[int, int, int, Tensor], Tensor | None],
     ) -> None: ...
     def enter(self) -> bool: ...
-    def leave(self, output: object, /) -> int: ...
+    def leave(self, output: object, /) -> Tensor | tuple[int, Any] | None: ...
 
 class OutputGradientHook:
     @property

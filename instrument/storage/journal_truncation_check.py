@@ -13,7 +13,6 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 
 from ..tables.schemas import TABLES
@@ -23,6 +22,7 @@ ATTEMPTS = 3  # the number of attempts to read a file that is being written
 NAME = re.compile(r"rows\.(\d{4})")
 PAIR = struct.Struct("<2q")  # one per table, followed by a checksum
 CHECKSUM = struct.Struct("<I")
+_AT = {table: index * PAIR.size for index, table in enumerate(TABLES)}
 
 
 class RowCounts:
@@ -35,15 +35,16 @@ class RowCounts:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
+        self._pairs = bytearray(PAIR.size * len(TABLES))
 
-    def write(self, counts: Iterable[tuple[int, int]]) -> None:
-        """Write for each table, in the order of the tables, the number of its next part and the number of rows in its journal."""
+    def write(self, counts: Iterable[tuple[str, int, int]]) -> None:
+        """Write for some tables the number of the next part and the number of rows in the journal. Those of the others are unchanged."""
         if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        numbers = [*chain.from_iterable(counts)]
-        pairs = struct.pack(f"<{len(numbers)}q", *numbers)
-        os.pwrite(self._file, pairs + CHECKSUM.pack(zlib.crc32(pairs)), 0)
+        for table, part, rows in counts:
+            PAIR.pack_into(self._pairs, _AT[table], part, rows)
+        os.pwrite(self._file, self._pairs + CHECKSUM.pack(zlib.crc32(self._pairs)), 0)
 
     def remove(self) -> None:
         """Remove the file, since no journals are left."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -128,13 +128,14 @@ class ParquetSink:
         try:
             self._reserve_space()
             self._tensors.end_step(wait=wait)
-            for name in [name for name in self._writers if name in self._rows]:
+            names = [name for name in self._writers if name in self._rows]
+            for name in names:
                 self._writers[name].append(self._message(name, self._rows[name]))
-            self._count()
+            self._count([*names, "tensors"])
         except OSError as error:
             self._fail(error)
         else:
-            latest = (_latest_moment(self._rows[name][-1], at) for name, at in PHASE.items() if name in self._rows)
+            latest = [_latest_moment(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
             self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
             self._rows = {}
 
@@ -156,7 +157,7 @@ class ParquetSink:
         try:
             for writer in self._writers.values():
                 writer.finish_part()
-            self._count()
+            self._count(self._writers)
         except OSError as error:
             self._fail(error)
         return {name: writer.part.number for name, writer in self._writers.items()}
@@ -184,9 +185,10 @@ class ParquetSink:
                 writer.release()
             self._counts.release()
 
-    def _count(self) -> None:
-        """Write the number of rows in each journal to the row count file."""
-        self._counts.write((writer.part.number, writer.rows) for writer in self._writers.values())
+    def _count(self, tables: Iterable[str]) -> None:
+        """Write the number of rows in the journals of tables to the row count file."""
+        writers = [(name, self._writers[name]) for name in tables]
+        self._counts.write([(name, writer.part.number, writer.rows) for name, writer in writers])
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -20,7 +21,7 @@ from .sink_interface import Row
 Numbers = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class NumberColumn:
     """A column of numbers or booleans.
 
@@ -33,7 +34,7 @@ class NumberColumn:
     nulls: Numbers | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ListColumn:
     """A column of lists of integers.
 
@@ -115,7 +116,9 @@ class MessageTemplate:
 
     def message(self, count: int, columns: Sequence[Column]) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
-        if count != self._message.num_rows or not all(map(_replace, columns, self._columns, self._numbers)):
+        parts = zip(columns, self._columns, self._numbers, strict=False)
+        changed = [part for part in parts if part[0] is not part[1] and part[0] != part[1]]
+        if count != self._message.num_rows or not all(starmap(_replace, changed)):
             batch = as_record_batch(self.schema, columns)
             self._message = Message(count, bytearray(batch.serialize()))
             content = np.frombuffer(self._message.buffer, np.uint8)
@@ -146,9 +149,7 @@ def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
 
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
-    """Write the numbers of a column to the message. Return false if it differs in more than its numbers."""
-    if column is known:  # an array, or numbers that the message has already
-        return True
+    """Write the numbers of a changed column to the message. Return false if it differs in more than its numbers."""
     match column, known:
         case NumberColumn(), NumberColumn():
             if not _are_equal(column.nulls, known.nulls):
@@ -161,9 +162,7 @@ def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
                 return False
             numbers[:] = column.values
         case tuple(), tuple():
-            if numbers is None or column == known or isinstance(column[0], list):
-                return column == known
-            if None in column or None in known:
+            if numbers is None or isinstance(column[0], list) or None in column or None in known:
                 return False
             numbers[:] = column
         case _:

@@ -58,6 +58,7 @@ INTERVENTIONS: dict[str, Any] = {
     "halve": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "start": 1, "stop": 3},
     "reverse": {"layers": "last", "kind": "forward", "action": "scale", "factor": 2, "reverse": True, "start": 3},
 }
+RECORDED_AND_CLIPPED = {**SPECS, "tame": INTERVENTIONS["tame"]}
 GRADIENT: dict[str, Any] = {"layers": "**", "kind": "tensor", "role": "output"}
 GRADIENT_CHANGES: dict[str, Any] = {
     "tame_gradients": {**GRADIENT, "action": "clip", "min": -0.01, "max": 0.02},
@@ -592,18 +593,20 @@ class Branches(nn.Module):
         return self.recursive(checkpoint(self.checkpointed, x, use_reentrant=False))
 
 
-def test_plain_calls_create_no_call_objects() -> None:
+@pytest.mark.parametrize("names", [("outputs", "gradients"), ("outputs", "tame")])
+def test_plain_calls_create_no_call_objects(names: tuple[str, ...]) -> None:
     """`Calls.enter` runs only for calls that a backward pass may repeat, or without gradients, and every second call of a recursion."""
     entered: Counter[str] = Counter()
     model = Branches()
-    names = {module: name for name, module in model.named_modules()}
+    layers = {module: name for name, module in model.named_modules()}
 
     def enter(calls: ModuleCalls, group: Any, *given: Any, **options: Any) -> Call:
-        entered[names[group.module]] += 1
+        entered[layers[group.module]] += 1
         return original(calls, group, *given, **options)
 
     original = ModuleCalls.enter
-    specs = {name: {**SPECS[name], "layers": "**"} for name in ("outputs", "gradients")}
+    hooks = {**SPECS, **INTERVENTIONS}
+    specs = {name: {**hooks[name], "layers": "**"} for name in names}
     with mock.patch.object(ModuleCalls, "enter", enter), instrument.attach(model, specs) as probe:
         for _ in range(2):
             model(torch.randn(4, 6)).sum().backward()
@@ -617,10 +620,11 @@ def test_plain_calls_create_no_call_objects() -> None:
     assert indices == [0, 1]
 
 
-def test_recorded_model_is_freed() -> None:
+@pytest.mark.parametrize("names", [("outputs", "gradients"), ("outputs", "tame")])
+def test_model_of_plain_calls_is_freed(names: tuple[str, ...]) -> None:
     """The objects of plain calls and the hooks of a module refer to each other."""
-    model = nn.Linear(6, 3)
-    with instrument.attach(model, {name: SPECS[name] for name in ("outputs", "gradients")}) as probe:
+    model, hooks = nn.Linear(6, 3), {**SPECS, **INTERVENTIONS}
+    with instrument.attach(model, {name: hooks[name] for name in names}) as probe:
         model(torch.ones(4, 6)).sum().backward()
         probe.end_step()
     freed = weakref.ref(model)
@@ -656,8 +660,9 @@ def test_compiled_types_reject_other_objects() -> None:
         native.Recording({}, counts, None, {}, None, False, False, False)
     with pytest.raises(TypeError):
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        native.PlainCalls(None, counter, (1,), (), print)  # type: ignore[arg-type]
+    for outputs, several, gradients in (((print,), (), ()), ((print,), (counter,), ()), ((), (), (print,))):
+        with pytest.raises(TypeError):
+            native.PlainCalls(None, counter, outputs, several, gradients, print)  # type: ignore[arg-type]
     for given in ((counts,), [counts, counter]):
         with pytest.raises(TypeError, match="update_counts takes a list"):
             native.update_counts(given)  # type: ignore[arg-type]
@@ -673,7 +678,7 @@ def test_compiled_types_reject_other_objects() -> None:
     with pytest.raises(TypeError, match="have 2 numbers"):
         narrow(torch.ones(3), "", FIRST_CALL)
     with pytest.raises(AttributeError, match="closed"):
-        native.PlainCalls(None, counter, (), (), print).enter()
+        native.PlainCalls(None, counter, (), (), (), print).enter()
 
 
 def test_rows_are_the_same_without_the_c_extension(tmp_path: Path) -> None:
@@ -687,12 +692,12 @@ def test_rows_are_the_same_without_the_c_extension(tmp_path: Path) -> None:
         "import json, torch, test_direct\n"
         "assert test_direct.cpu_kernel.KERNEL == 'portable'\n"
         "torch.manual_seed(0)\n"
-        "print(json.dumps(test_direct.rows_of(test_direct.Branches(), test_direct.SPECS)['stats'], default=float))"
+        "print(json.dumps(test_direct.rows_of(test_direct.Branches(), test_direct.RECORDED_AND_CLIPPED)['stats'], default=float))"
     )
     done = Command(tmp_path, program, [], {"PYTHONPATH": os.pathsep.join(sys.path)}, "process").wait()
     assert done.returncode == 0, done.stderr
     torch.manual_seed(0)
-    expected = rows_of(Branches(), SPECS)["stats"]
+    expected = rows_of(Branches(), RECORDED_AND_CLIPPED)["stats"]
     found = json.loads(done.stdout)
     assert len(found) == len(expected) > 100
     for row, other in zip(expected, found, strict=True):
