@@ -60,8 +60,14 @@ def test_every_plot_has_an_example(examples: dict[str, Draw]) -> None:
     assert {*PLOTS} == {name for name in NAMES if name not in ("compare_runs", "compare_steps", "patching_attribution")}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        pytest.param(name, width, marks=() if width == min(WIDTHS) or name in QUICK else pytest.mark.slow)
+        for name in NAMES
+        for width in WIDTHS
+    ],
+)
 def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, width: float, tmp_path: Path) -> None:
     figure = figure_of(examples, drawn, name, width)
     assert figure.get_figwidth() == width
@@ -72,7 +78,7 @@ def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, wid
     assert compare_images(str(IMAGES / found.name), str(found), TOLERANCE) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_text_and_charts_fit_the_default_width(examples: dict[str, Draw], name: str) -> None:
     figure = examples[name]()
     assert figure.get_figwidth() <= 15.0
