@@ -424,6 +424,7 @@ def overlap(one: list[float], two: list[float]) -> bool:
     return min(one[2], two[2]) - max(one[0], two[0]) > 1 and min(one[3], two[3]) - max(one[1], two[1]) > 1
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("width", [1280, PHONE])
 @pytest.mark.parametrize("reported", ["reported_run", "reported_sweep"])
 def test_color_bars_and_tool_bars_overlap_nothing(
