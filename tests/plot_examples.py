@@ -241,7 +241,6 @@ DPI = 60
 
 def save_image(figure: Figure, file: Path) -> Path:
     """Save a figure with few colors, so that the file is small."""
-    figure.draw_without_rendering()
     stream = BytesIO()
     figure.savefig(stream, format="png", dpi=DPI)
     Image.open(stream).convert("RGB").quantize(32, dither=Image.Dither.NONE).convert("RGB").save(file, optimize=True)

@@ -41,6 +41,11 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
 def wrappers_of(model: nn.Module) -> list[DistributedDataParallel]:
     """Return the wrappers in a model, or otherwise around it: a loop that calls the model itself does not call its wrapper."""
     inside = [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
-    # With the base classes, since `isinstance` is slow for a class that is abstract.
-    wrappers = () if inside else (each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__)
-    return inside or [each for each in wrappers if getattr(each, "module", None) is model]
+    if inside:
+        return inside
+    classes: list[type] = [DistributedDataParallel]
+    for each in classes:
+        classes += each.__subclasses__()
+    # An object refers to its class. This is faster than a test of the class of each object of the process.
+    found = (each for each in gc.get_referrers(*classes) if type(each) in classes)
+    return [each for each in found if getattr(each, "module", None) is model]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import timm
 import torch
 import transformers
 from hook_runs import run_steps
@@ -30,6 +29,8 @@ def clip() -> nn.Module:
 
 
 def resnet() -> nn.Module:
+    import timm
+
     return timm.create_model(
         "resnet18", pretrained=False, features_only=True, feature_cls="hook", out_indices=[1], num_classes=2
     )

@@ -86,6 +86,7 @@ def recorded(model: nn.Module, hooks: Mapping[str, Any], ids: Any, **options: An
     return probe, output, new
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
     "options", [{}, {"do_sample": True}, {"use_cache": False}], ids=["greedy", "sample", "no_cache"]

@@ -113,7 +113,7 @@ def test_scale_without_finite_values_has_defaults() -> None:
     assert colours(np.full(3, np.nan)) == {"cmap": None, "vmin": 0.0, "vmax": 1.0}
 
 
-@pytest.mark.parametrize("examples", tiered([10, 100], [10]))
+@pytest.mark.parametrize("examples", tiered([4, 100], [4]))
 def test_step_labels_have_even_distances(examples: int) -> None:
     settings(max_examples=examples)(given(st.integers(1, 300), st.integers(1, 10**9))(check_steps))()
 

@@ -60,8 +60,14 @@ def test_every_plot_has_an_example(examples: dict[str, Draw]) -> None:
     assert {*PLOTS} == {name for name in NAMES if name not in ("compare_runs", "compare_steps", "patching_attribution")}
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        pytest.param(name, width, marks=() if width == min(WIDTHS) or name in QUICK else pytest.mark.slow)
+        for name in NAMES
+        for width in WIDTHS
+    ],
+)
 def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, width: float, tmp_path: Path) -> None:
     figure = figure_of(examples, drawn, name, width)
     assert figure.get_figwidth() == width
@@ -72,16 +78,16 @@ def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, wid
     assert compare_images(str(IMAGES / found.name), str(found), TOLERANCE) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_text_and_charts_fit_the_default_width(examples: dict[str, Draw], name: str) -> None:
     figure = examples[name]()
     assert figure.get_figwidth() <= 15.0
     assert faults_of(figure) == []
 
 
-def test_images_of_other_data_differ(examples: dict[str, Draw], tmp_path: Path) -> None:
+def test_images_of_other_data_differ(examples: Any, drawn: Any, tmp_path: Path) -> None:
     figure = heatmap(stats_of({"embedding": [1.0, 2.0]}), "l2", width=3.4)
-    figure.set_figheight(examples["heatmap"](width=3.4).get_figheight())
+    figure.set_figheight(figure_of(examples, drawn, "heatmap", 3.4).get_figheight())
     found = save_image(figure, tmp_path / "heatmap-3.4.png")
     assert "RMS" in (compare_images(str(IMAGES / found.name), str(found), TOLERANCE) or "")
 
@@ -260,8 +266,8 @@ def test_axis_of_rates_is_logarithmic(name: str, values: list[float], scale: str
     assert compare(metrics, x=name).axes[0].get_xscale() == scale
 
 
-def test_fewer_steps_and_positions_are_shown_in_a_narrow_figure(examples: dict[str, Draw]) -> None:
-    titles = [axes.get_title() for axes in examples["feature_maps"](width=3.4).axes]
+def test_fewer_steps_and_positions_are_shown_in_a_narrow_figure(examples: Any, drawn: Any) -> None:
+    titles = [axes.get_title() for axes in figure_of(examples, drawn, "feature_maps", 3.4).axes]
     assert [title for title in titles if title.startswith("image")] == ["image, step 0", "image, step 200"]
-    assert "of 11 positions" in examples["logit_lens"](width=3.4).axes[0].get_title()
+    assert "of 11 positions" in figure_of(examples, drawn, "logit_lens", 3.4).axes[0].get_title()
     assert "positions" not in examples["logit_lens"](width=7.0).axes[0].get_title()

@@ -424,8 +424,15 @@ def overlap(one: list[float], two: list[float]) -> bool:
     return min(one[2], two[2]) - max(one[0], two[0]) > 1 and min(one[3], two[3]) - max(one[1], two[1]) > 1
 
 
-@pytest.mark.parametrize("width", [1280, PHONE])
-@pytest.mark.parametrize("reported", ["reported_run", "reported_sweep"])
+@pytest.mark.parametrize(
+    ("reported", "width"),
+    [
+        ("reported_run", 1280),
+        ("reported_sweep", PHONE),
+        pytest.param("reported_run", PHONE, marks=pytest.mark.slow),
+        pytest.param("reported_sweep", 1280, marks=pytest.mark.slow),
+    ],
+)
 def test_color_bars_and_tool_bars_overlap_nothing(
     open_page: Open, request: pytest.FixtureRequest, reported: str, width: int
 ) -> None:

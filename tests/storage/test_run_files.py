@@ -404,16 +404,20 @@ def test_files_may_be_merged_whenever_they_are_listed(
     assert ask(instrument.load(folder)) == parts
 
 
+@pytest.fixture(scope="module")
+def large_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose part has 40,000 rows, so that it is not read with its footer."""
+    means = np.random.default_rng(0).random(40_000).tolist()
+    return write_steps(tmp_path_factory.mktemp("large") / "run", [{"stats": [{"mean": mean} for mean in means]}])
+
+
 @pytest.mark.parametrize("reads", [0, 1, 2])
 def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+    large_part: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
 ) -> None:
-    count = 40_000
-    means = np.random.default_rng(0).random(count).tolist()  # a part that is not read with its footer
-    folder = write_steps(tmp_path / "run", [{"stats": [{"mean": mean} for mean in means]}])
     files = MemoryFileSystem()
     address = f"memory://{tmp_path}/remote"
-    files.put(str(folder), address, recursive=True)
+    files.put(str(large_part), address, recursive=True)
     (part,) = files.find(f"{address}/stats")
     left = math.inf  # reads of the part before it is merged
     original, opened = RunFiles.table_files, MemoryFileSystem._open
@@ -454,7 +458,7 @@ def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
         MemoryFileSystem, "_open", lambda self, path, *more, **given: LazyFile(path, opened(self, path, *more, **given))
     )
     run = instrument.load(address)
-    assert len(run.stats) == count
+    assert len(run.stats) == 40_000
     assert run.problems == []
 
 
