@@ -144,9 +144,10 @@ class Slots:
         number = self._numbers.get(identity)
         if number is None:
             with self._lock:
-                number = self._numbers.setdefault(identity, len(self._identities))
+                number = self._numbers.get(identity, len(self._identities))
                 if number == len(self._identities):
-                    self._identities.append(identity)
+                    self._identities.append(identity)  # first, because other threads read the number without the lock
+                    self._numbers[identity] = number
         return number
 
     def layout(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Layout:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hook_runs import Calls, keep, record, scale
@@ -17,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import instrument
 from instrument.hooks.hook_group_interface import SuspendableModuleHooks
+from instrument.probe.slab_rows import Slots
 
 THREADS, CALLS = 6, 40
 RECORD = {"action": "record", "stats": "none", "tensors": True}
@@ -140,6 +142,18 @@ def test_counters_hold_while_steps_end(only_records: bool) -> None:
     assert set(counts) == {calls}
     assert len(probe.effects) == (0 if only_records else 2 * calls)
     assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(name, calls) for name in specs}
+
+
+def test_slot_has_its_identity_before_other_threads_get_its_number() -> None:
+    class Identities(list[Any]):
+        def append(self, identity: Any) -> None:
+            assert identity not in slots._numbers
+            super().append(identity)
+
+    slots = Slots()
+    slots._identities = Identities()
+    assert [slots.slot((name,)) for name in "aba"] == [0, 1, 0]
+    assert slots.layout(np.array([1, 0])).sites == [("b",), ("a",)]
 
 
 class BlockingModule(nn.Module):
