@@ -256,6 +256,7 @@ def test_schedules_switch_between_two_graphs() -> None:
     assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8]}
 
 
+@pytest.mark.slow
 def test_one_operator_records_an_output_and_one_its_gradient() -> None:
     found: Counter[str] = Counter()
 

@@ -481,6 +481,7 @@ def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenRepor
     assert small_report.page.evaluate("values => onAxis(values, 'linear')", values) == values
 
 
+@pytest.mark.slow
 def test_configuration_can_be_copied(full_report: OpenReport) -> None:
     full_report.page.click("#configuration summary")
     full_report.page.click("#copy")

@@ -186,6 +186,7 @@ def test_values_change_without_a_reload(training: Training, address: str, browse
     page.close()
 
 
+@pytest.mark.slow
 def test_opened_consequences_stay_open_in_an_update(address: str, browser: Browser) -> None:
     page, errors = open_address(browser, address)
     show = """() => setPart("findings", ["a", "b"].map((of) => `<details data-of="${of}"><summary>${of}</summary></details>`).join(""))"""

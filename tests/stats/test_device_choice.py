@@ -211,6 +211,7 @@ def test_kernel_for_casts_is_checked_before_the_first_one(calls: list[str], monk
     assert device_choice.measured_by()[f"{FLOAT32} casts"] == "Triton kernel"
 
 
+@pytest.mark.slow
 def test_sums_fingerprint_and_cast_come_from_one_launch(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.stats.measure.is_on_host", lambda flat: False)
     needs, cast_of = needs_of((*NAMES, "fingerprint")), partial(TensorCast.along, -1, FORMATS["mxfp4_e2m1"], 1.0)

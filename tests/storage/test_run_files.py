@@ -411,7 +411,7 @@ def large_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_steps(tmp_path_factory.mktemp("large") / "run", [{"stats": [{"mean": mean} for mean in means]}])
 
 
-@pytest.mark.parametrize("reads", [0, 1, 2])
+@pytest.mark.parametrize("reads", tiered([0, 1, 2], [1]))
 def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
     large_part: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
 ) -> None:

@@ -87,7 +87,7 @@ def test_dead_worker_is_reported_and_finished_jobs_are_kept(cli: Cli, monkeypatc
     assert "2 jobs in out: 1 killed, 1 missing" in answer.err
 
 
-@pytest.mark.parametrize("every", [0, 2], ids=["again", "resumed"])
+@pytest.mark.parametrize("every", tiered([0, 2], [2]))
 def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("stopping.py").write_text(
         "import os, signal\n\n\ndef stop(tensor, context):\n"

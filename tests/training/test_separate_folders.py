@@ -57,6 +57,7 @@ def test_separate_folders_are_refused_before_training(tmp_path: Path, more: str,
     assert not [*tmp_path.glob("rank*/runs/both"), *tmp_path.glob("there/*")]
 
 
+@pytest.mark.slow
 def test_failed_rank_of_another_machine_leaves_its_rows(tmp_path: Path, bucket: str) -> None:
     model = "{_target_: failing_model.FailingModel, rank: 1, how: kill, after: 5, passes: 2}"
     hook = "+hooks.seen={layers: '*', kind: forward, action: record}"
