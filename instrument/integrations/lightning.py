@@ -42,6 +42,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
+        self._loss = None
         self._steps_done = trainer.global_step  # of all optimizers together
         several = len(trainer.optimizers) > 1
         self._attach(
@@ -76,8 +77,9 @@ class LightningCallback(TrainerCallbackBase, Callback):
         """End the batch, and the step if an optimizer made a step in it."""
         self._watch.end_step()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, Tensor) and self._loss is not None and pl_module.automatic_optimization:
-            loss = self._loss + loss  # Lightning has divided each by `accumulate_grad_batches`
+        if self._loss is not None and pl_module.automatic_optimization:
+            # Lightning has divided each by `accumulate_grad_batches`. A batch without one is skipped.
+            loss = self._loss + loss if isinstance(loss, Tensor) else self._loss
         self._loss = loss if isinstance(loss, Tensor) else None
         if trainer.global_step != self._steps_done:
             self._steps_done = trainer.global_step

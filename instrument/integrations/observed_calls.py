@@ -23,22 +23,28 @@ class ObservedFunction:
     """
 
     def __init__(self, owner: Any, name: str, argument: str) -> None:
-        self._owner, self._name = owner, name
-        self._original = original = getattr(owner, name)
+        self._owner, self._name, self._argument = owner, name, argument
         self._listeners: list[Listener] = []
-        parameters = signature(original)
+        self._original = self._observed = getattr(owner, name)
+        self._parameters = signature(self._original)
+
+    def _observe(self) -> None:
+        """Replace the function, which other code may have replaced as well."""
+        self._original = original = getattr(self._owner, self._name)
+        self._listeners = listeners = list[Listener]()
 
         @wraps(original)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            call = parameters.bind(*args, **kwargs)
-            given = call.arguments[argument]
+            call = self._parameters.bind(*args, **kwargs)
+            given = call.arguments[self._argument]
             tensors = [given] if isinstance(given, Tensor) else list(given)
-            call.arguments[argument] = given if isinstance(given, Tensor) else tensors  # an iterator ends
-            for listener in tuple(self._listeners):
+            call.arguments[self._argument] = given if isinstance(given, Tensor) else tensors  # an iterator ends
+            for listener in tuple(listeners):
                 listener(tensors)
             return original(*call.args, **call.kwargs)
 
         self._observed = observed
+        setattr(self._owner, self._name, observed)
 
     @signal_safe_contextmanager
     def before(self, listener: Listener) -> Iterator[None]:
@@ -46,8 +52,9 @@ class ObservedFunction:
         try:
             try:
                 with uninterrupted():
+                    if not self._listeners:
+                        self._observe()
                     self._listeners.append(listener)
-                    setattr(self._owner, self._name, self._observed)
                 yield
             finally:
                 self._remove(listener)

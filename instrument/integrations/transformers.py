@@ -156,7 +156,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **more: Any) -> None:
         """Write the loss of an evaluation between two steps. Those of several data sets have other names, and are not written."""
-        if "eval_loss" in metrics and self._is_attached and self.probe.phase == "eval":
+        if {"eval_loss", "eval_runtime"} <= metrics.keys() and self._is_attached and self.probe.phase == "eval":
             self.probe.write_metrics(seconds=metrics["eval_runtime"], loss=metrics["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:

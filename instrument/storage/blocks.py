@@ -14,7 +14,7 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from ctypes import CDLL, c_int64
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -93,12 +93,18 @@ def read_in_threads(
     results: dict[int, T] = {}
     numbers = iter(range(len(calls)))
 
-    def read_next(_: int) -> None:
+    def read_next() -> None:
         for number in numbers:
             results[number] = read(*calls[number])
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read_next, range(threads)))
+        futures = [pool.submit(read_next) for _ in range(threads)]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:  # after an error or an interrupt, no thread begins another call
+            list(numbers)
+    for future in futures:
+        future.result()
     return [results[number] for number in range(len(calls))]
 
 

@@ -117,7 +117,7 @@ class MessageTemplate:
     def message(self, count: int, columns: Sequence[Column]) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
         parts = zip(columns, self._columns, self._numbers, strict=False)
-        changed = [part for part in parts if part[0] is not part[1] and part[0] != part[1]]
+        changed = [part for part in parts if part[0] is not part[1] and _differ(*part[:2])]
         if count != self._message.num_rows or not all(starmap(_replace, changed)):
             batch = as_record_batch(self.schema, columns)
             self._message = Message(count, bytearray(batch.serialize()))
@@ -146,6 +146,12 @@ def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
         case pa.Array():
             return column
     return pa.array(column, dtype)
+
+
+def _differ(column: Column, known: Column) -> bool:
+    """Return whether columns differ, also in the sign of a zero, which `!=` ignores."""
+    may_have_signs = isinstance(column, tuple) and not isinstance(column[0], int | str)
+    return column != known or (may_have_signs and repr(column) != repr(known))
 
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:

@@ -91,6 +91,20 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(recorded: tuple
     assert callback.probe.sink.frame("metrics").loss.tolist() == pytest.approx(losses, rel=1e-6)
 
 
+def test_loss_is_that_of_the_batches_of_the_step_that_have_one() -> None:
+    callback, module = callback_of(), module_of(fail_at=1)
+    with pytest.raises(ValueError, match="a bug"):
+        fit(module, callback, accumulate_grad_batches=2)
+    make_step = type(module).training_step
+    module.fail_at, module.losses = None, []
+    skipping = lambda self, batch, index: None if index in (3, 4) else make_step(self, batch, index)  # noqa: E731
+    module.__class__ = type("Skipping", (type(module),), {"training_step": skipping})
+    fit(module, callback, accumulate_grad_batches=2, limit_train_batches=6)
+    first, second, third, sixth = module.losses
+    expected = [(first + second) / 2, third / 2, sixth / 2]
+    assert callback.probe.sink.frame("metrics").loss.tolist() == pytest.approx(expected, rel=1e-6)
+
+
 def test_recording_keeps_weights_bit_identical(recorded: tuple[nn.Module, LightningCallback]) -> None:
     baseline = module_of()
     fit(baseline, None, accumulate_grad_batches=2, gradient_clip_val=0.01)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -37,3 +39,21 @@ def test_function_of_pytorch_is_restored_in_any_order() -> None:
     other.__exit__(None, None, None)
     assert utils.clip_grad_norm_ is original
     assert seen == ["one", "other", "other"]
+
+
+def test_patches_of_other_code_are_called_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, seen = utils.clip_grad_norm_, []
+
+    def patched(*given: Any, **options: Any) -> torch.Tensor:
+        seen.append("patch")
+        return original(*given, **options)
+
+    monkeypatch.setattr(utils, "clip_grad_norm_", patched)
+    with CLIPPING.before(lambda _: seen.append("one")):
+        utils.clip_grad_norm_([weight_of(3.0)], 1.0)
+        within = utils.clip_grad_norm_
+        monkeypatch.setattr(utils, "clip_grad_norm_", lambda parameters, norm: within(parameters, norm, 2.0))
+    with CLIPPING.before(lambda _: seen.append("other")):
+        utils.clip_grad_norm_([weight_of(3.0)], 1.0)
+    utils.clip_grad_norm_([weight_of(3.0)], 1.0)
+    assert seen == ["one", "patch", "other", "patch", "patch"]

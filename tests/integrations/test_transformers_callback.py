@@ -115,6 +115,22 @@ def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: P
     assert (rows.step.tolist(), rows.loss.tolist()) == ([2, 3], pytest.approx(evaluated, rel=1e-6))
 
 
+def test_custom_evaluation_may_pass_other_metrics(tmp_path: Path) -> None:
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(48).view(8, 6) % 32]
+    sets = {"train_dataset": data, "eval_dataset": data}
+    with callback_of() as callback:
+        trainer = trainer_of(model_of(), tmp_path, [callback], eval_strategy="steps", eval_steps=1, max_steps=2, **sets)
+
+        def evaluate(*_: object, **__: object) -> dict[str, float]:
+            trainer.evaluation_loop(trainer.get_eval_dataloader(), "")
+            trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, {"eval_loss": 1.0})
+            return {"eval_loss": 1.0}
+
+        trainer.evaluate = evaluate
+        trainer.train()
+    assert callback.probe.sink.frame("metrics").phase.tolist() == ["train", "train"]  # `seconds` is unknown
+
+
 def test_recording_keeps_weights_bit_identical(
     tmp_path: Path, recorded: tuple[nn.Module, TransformersCallback]
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -419,3 +420,18 @@ def test_removed_block_is_an_error_of_the_next_step(tmp_path: Path) -> None:
             sink.end_step()
             (block,) = block_files(tmp_path).values()
             block.unlink()
+
+
+def test_error_ends_the_reading_of_all_threads() -> None:
+    begun: list[int] = []
+
+    def read(number: int) -> None:
+        begun.append(number)
+        if number == 1:
+            raise OSError("a damaged file")
+        time.sleep(0.001)
+
+    with pytest.raises(OSError, match="a damaged file"):
+        blocks.read_in_threads(read, [(number,) for number in range(300)], 3)
+    assert len(begun) < 100
+    assert blocks.read_in_threads(abs, [(number,) for number in range(-300, 0)], 3) == [*range(300, 0, -1)]

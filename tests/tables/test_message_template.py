@@ -95,3 +95,11 @@ def test_columns_of_arrays_replace_only_what_differs() -> None:
         assert content(message, schema) == content(as_record_batch(schema, columns), schema) == expected
         buffers.append(message.buffer)
     assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, False, False, False]
+
+
+def test_sign_of_zero_is_replaced() -> None:
+    schema = pa.schema([("loss", pa.float32()), ("custom", pa.map_(pa.string(), pa.float64()))])
+    template = MessageTemplate(schema)
+    for zero in (0.0, -0.0, 0.0):
+        row = {"loss": zero, "custom": [("score", zero)]}
+        assert repr(content(template.message(1, [(zero,), ({"score": zero},)]), schema)) == repr([row])
