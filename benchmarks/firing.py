@@ -198,6 +198,30 @@ def cost_of_fingerprint(dtype: torch.dtype, elements: int, rounds: int) -> tuple
     return statistics.median(durations), statistics.median(ratios)
 
 
+def cost_of_recorded_fingerprint(dtype: torch.dtype, elements: int, rounds: int) -> float:
+    """Return the ratio of a step that records a tensor at 8 layers, with the end of the step, with fingerprints to the one without.
+
+    It is the median of all rounds, in which calls with and without fingerprints alternate.
+    """
+    tensor, calls, ratios = torch.randn(elements).to(dtype), max(2, min(40, 100_000 // elements)), []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        sides = []
+        for stats in (["default"], ["default", "fingerprint"]):
+            model = nn.Sequential(*(nn.Identity() for _ in range(8)))
+            hooks = {"outputs": {**RECORD, "stats": stats}}
+            sides.append((model, stack.enter_context(instrument.attach(model, hooks, out=f"{name}/{len(sides)}"))))
+        for number in range(rounds + 3):
+            times = {}
+            for index, (model, probe) in [*enumerate(sides)][:: -1 if number % 2 else 1]:
+                start = time.process_time()
+                for _ in range(calls):
+                    model(tensor)
+                    probe.end_step()
+                times[index] = time.process_time() - start
+            ratios.append(times[1] / times[0])
+    return statistics.median(ratios[3:])  # the first rounds prepare the hooks
+
+
 def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
 
@@ -281,11 +305,14 @@ def main() -> None:
     if options.only:
         return
     torch.set_num_threads(1)
-    print("\n| dtype | elements | default statistics, microseconds | ratio with fingerprint |\n|---|---|---|---|")
+    print(
+        "\n| dtype | elements | kernel for default statistics, microseconds | with fingerprint | recorded |\n|---|---|---|---|---|"
+    )
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for elements in (1 << 12, 1 << 18, 1_000_000, 10_000_000):
             duration, ratio = cost_of_fingerprint(dtype, elements, options.rounds)
-            print(f"| {dtype} | {elements:,} | {duration:.1f} | {ratio:.2f} |", flush=True)
+            recorded = cost_of_recorded_fingerprint(dtype, elements, 3 * options.rounds)
+            print(f"| {dtype} | {elements:,} | {duration:.1f} | {ratio:.2f} | {recorded:.2f} |", flush=True)
     print(f"\n| layers, {HOOKS} hooks each | microseconds per tensor | of these in end_step, per row |\n|---|---|---|")
     for layers in (20, 50, 100, 200):
         extra, end = growth(layers, rounds=options.rounds, steps=options.steps)
