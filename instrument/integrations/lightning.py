@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -33,12 +34,16 @@ class LightningCallback(TrainerCallbackBase, Callback):
     step is a training batch in which at least one optimizer made a step. Each backward pass is a micro-step of that
     step.
 
+    The table `metrics` has the loss of each step, and of each validation in which the module logs `val_loss`, as the mean that Lightning
+    computes over the batches.
+
     The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
     a checkpoint of the Trainer.
     """
 
     _steps_done = 0
     _loss: Tensor | None = None  # of the current step
+    _validation_began = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
@@ -90,6 +95,10 @@ class LightningCallback(TrainerCallbackBase, Callback):
                 folder = Path(trainer.default_root_dir if self.out is None else self.out) / CHECKPOINTS
                 trainer.save_checkpoint(folder / f"step-{self.probe.step:08d}.ckpt")
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the duration of a validation."""
+        self._validation_began = perf_counter()
+
     def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
         """Read the phase from the module: `validation_step` can call any part of it."""
         if self._is_attached:
@@ -98,6 +107,12 @@ class LightningCallback(TrainerCallbackBase, Callback):
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
         """End the micro-step of an evaluation batch."""
         self._end_evaluation_batch()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the loss of a validation between two steps."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None and self._is_attached and self.probe.phase == "eval":
+            self.probe.write_metrics(seconds=perf_counter() - self._validation_began, loss=loss)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""

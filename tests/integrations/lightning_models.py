@@ -35,6 +35,13 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Logging(Module):
+    """Module that logs the loss of a validation."""
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+
 class Gan(Module):
     """Module with manual optimization: the critic steps in every batch, the generator in every other batch."""
 

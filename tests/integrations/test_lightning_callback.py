@@ -68,7 +68,9 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
 @pytest.fixture(scope="module")
 def recorded() -> tuple[nn.Module, LightningCallback]:
     """A trained module, and the callback that recorded its training."""
-    module, callback = module_of(), callback_of()
+    from lightning_models import Logging
+
+    module, callback = Logging(), callback_of()
     fit(module, callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
     return module, callback
 
@@ -88,7 +90,13 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(recorded: tuple
     assert not any(row["cause"] for row in callback.probe.coverage())
     pairs = zip(recorded[0].losses[::2], recorded[0].losses[1::2], strict=True)
     losses = [(first + second) / 2 for first, second in pairs]
-    assert callback.probe.sink.frame("metrics").loss.tolist() == pytest.approx(losses, rel=1e-6)
+    with torch.no_grad():
+        inputs, targets = loaders()[1].dataset[:]
+        losses.append(nn.functional.cross_entropy(recorded[0](inputs), targets).item())
+    metrics = callback.probe.sink.frame("metrics")
+    assert metrics.phase.tolist() == [*["train"] * 4, "eval"]
+    assert metrics.loss.tolist() == pytest.approx(losses, rel=1e-6)
+    assert (metrics.seconds > 0).all()
 
 
 def test_loss_is_that_of_the_batches_of_the_step_that_have_one() -> None:
