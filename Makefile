@@ -23,7 +23,7 @@ demo: $(RUN_STAMP)  ## train a CNN on MNIST with hooks that record, clip, scale 
 test: $(DEV_STAMP)  ## run the tests, without slow ones
 	$(PYTEST) --dist loadscope --no-loadscope-reorder
 
-test-all: $(DEV_STAMP) .engines .torchtitan  ## run all tests, including slow ones
+test-all: $(DEV_STAMP) .engines/.installed .torchtitan/.installed  ## run all tests, including slow ones
 	$(PYTEST) --dist worksteal -m ""
 
 bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storage, growth and distributed runs
@@ -100,14 +100,14 @@ $(DEV_STAMP): pyproject.toml constraints.txt | .venv
 	@touch $@ $(RUN_STAMP)
 
 # Dask and Spark, which read run folders in a test. They have an environment without the packages of this project.
-.engines: tests/engines.txt
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+.engines/.installed: tests/engines.txt
+	$(PYTHON) -m venv .engines
+	.engines/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
 # torchtitan on top of .venv, with the older datasets that it requires.
-.torchtitan: tests/torchtitan.txt | $(DEV_STAMP)
-	$(BIN)/python -m venv $@
-	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; $(BIN)/python -c "$$purelib" > "$$($@/bin/python -c "$$purelib")/shared.pth"
-	$@/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -r $<
+.torchtitan/.installed: tests/torchtitan.txt | $(DEV_STAMP)
+	$(BIN)/python -m venv .torchtitan
+	purelib='import sysconfig; print(sysconfig.get_path("purelib"))'; $(BIN)/python -c "$$purelib" > "$$(.torchtitan/bin/python -c "$$purelib")/shared.pth"
+	.torchtitan/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -r $<
 	@touch $@

@@ -56,7 +56,8 @@ def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
         if not optimizers:
             if spec.definition.frequency == "step" or role.startswith("state."):
                 message = f"kind {spec.kind} with role {role} requires the optimizer"
-                problems.append(Problem(f"hooks.{name}.kind", message, fix="pass optimizer="))
+                fix = f'pass optimizer=, or remove the hook: "{name}": None'
+                problems.append(Problem(f"hooks.{name}.kind", message, fix=fix))
         elif role.startswith("state."):
             state_names = [optimizer_state_names(optimizer) for optimizer in optimizers]
             names = frozenset[str]().union(*(names for names in state_names if names is not None))

@@ -273,3 +273,15 @@ def test_transformer_set_in_the_command_line(cli: Callable[..., Answer]) -> None
     assert "self_attn MultiheadAttention  3,168 parameters  [16, 64, 32]  attention, attention_scores" in plan.out
     answer = cli("model=mnist_cnn", "data=digits", "hooks=transformer", "plan=true").expect(2)
     assert "hooks.attention.structure: no attention found" in answer.err
+
+
+def test_set_without_an_optimizer_names_the_hooks_to_remove() -> None:
+    model = NanoGPT()
+    with pytest.raises(instrument.ConfigError) as caught, instrument.attach(model, "transformer"):
+        pass
+    removed = {problem.where.split(".")[1]: None for problem in caught.value.problems}
+    assert list(removed) == ["norm_gains", "embeddings", "embedding_gradients"]
+    assert all(f'"{name}": None' in str(caught.value) for name in removed)
+    with instrument.attach(model, ["transformer", removed]) as probe:
+        loss_of(model)
+    assert "residual_stream" in set(probe.stats.hook)
