@@ -40,7 +40,8 @@ class ConstantPrediction(Relation):
             loss = _mean([call.result for call in pairs])
             variance = _mean([call.targets.detach().float().var(0).mean() for call in pairs])
             if variance > 0 and loss > 0:
-                yield Checked(True, variance / loss, f"the variance of the targets is {variance:.4g}")
+                text = f"the variance of the targets is {variance:.4g}"
+                yield Checked(True, variance / loss, text, path="mse_loss")
 
     def _check_classes(self, calls: Sequence[LossCall], classes: int) -> Iterator[Checked]:
         loss, uniform = _mean([call.result for call in calls]), math.log(classes)

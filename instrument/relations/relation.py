@@ -32,7 +32,7 @@ class Checked(NamedTuple):
         value: How much was compared, or how far the relation is violated.
         text: What was compared, how the relation is violated, or why it cannot be checked.
         layer: The name of the module; empty for the run as a whole.
-        path: The name of the parameter or buffer, or the location of a tensor; empty for the module as a whole.
+        path: The name of the parameter, the buffer or the loss function, or the location of a tensor; otherwise empty.
     """
 
     holds: bool | None

@@ -16,6 +16,7 @@ from .step_rows import StepRows
 PLATEAU = 0.05  # the largest relative difference between quarters of a loss that stays the same
 QUARTERS = 4
 RISE = 2.0  # how many times the first loss the last one before a loss that is not finite has to be
+DIVERGED = 20  # losses in succession
 
 
 class LossNotDecreasingRule(RuleBase):
@@ -30,6 +31,9 @@ class LossNotDecreasingRule(RuleBase):
     It also fires if the loss decreases to that of a constant prediction, and stays there: the last quarter is not lower than the
     one before, nor lower than the entropy of the classes, or the variance of the targets. Targets that do not belong to their
     inputs allow no lower loss (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "input-independent baseline").
+
+    It fires before the end of the window if 20 losses in succession are above twice the first loss, and above twice the entropy of the
+    classes: the network has become much worse than a constant prediction, for example since the learning rate is too high.
     """
 
     rule: Literal["loss_not_decreasing"]
@@ -39,7 +43,7 @@ class LossNotDecreasingRule(RuleBase):
 
 @RULES.register("loss_not_decreasing")
 class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
-    saved = ("sums", "count", "first", "last", "constant")
+    saved = ("sums", "count", "first", "last", "constant", "limit", "exceeded")
     relation = "constant_prediction"
     what = "loss not decreasing"
     stage = "learning"
@@ -55,6 +59,8 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         self._count = 0
         self._first = self._last = math.nan
         self._constant: float | None = None  # the loss of a constant prediction
+        self._limit = math.inf  # of losses that a training of a classifier does not keep
+        self._exceeded = 0  # losses in succession above the limit
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         loss = rows.metric("loss")
@@ -65,10 +71,20 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if not math.isfinite(loss):
             yield from self._check_rise(loss)
             return
+        self._add(loss)
         for row in rows.relations:
             if row.relation == self.relation and row.holds and row.value is not None:
                 self._constant = row.value * loss  # also for a loss that was scaled
-        self._add(loss)
+                if not row.path:  # the targets are classes; a loss of numbers grows with its targets
+                    self._limit = RISE * max(self._constant, self._first)
+        if self._exceeded == DIVERGED:
+            self._count = self.spec.window
+            text = (
+                f"{loss:.4g}, {self._first:.4g} at first, {self._constant:.4g} for a constant prediction; {DIVERGED} losses "
+                "in succession are above twice both"
+            )
+            yield Firing(text, loss, self._limit, what="diverging loss")
+            return
         if self._count < self.spec.window or loss < 0:
             return
         means = [total / count for total, count in zip(self._sums, self._counts(), strict=True)]
@@ -97,6 +113,7 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             self._count = self.spec.window
             return
         self._first, self._last = loss if math.isnan(self._first) else self._first, loss
+        self._exceeded = self._exceeded + 1 if loss > self._limit else 0
         quarter = (QUARTERS * (self._count + 1) - 1) // self.spec.window
         self._sums[quarter] += loss
         self._count += 1
@@ -109,10 +126,11 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
     def bounds(self) -> Bounds | list[Bounds] | None:
-        bounds = Bounds("loss")
         left = self.spec.window - self._count
+        if left <= 0:
+            return Bounds("loss")
         # The last step of the window decides.
-        return [bounds._replace(steps=left - 1), Bounds(RELATIONS, high=0)] if left > 0 else bounds
+        return [Bounds("loss", high=self._limit, steps=left - 1), Bounds(RELATIONS, high=0)]
 
     def remember(self, steps: QuietSteps) -> None:
         for loss in steps.losses:

@@ -512,7 +512,7 @@ for _table in (
             """
             relation | label | | name of the relation, which is that of its rule, such as tied_weights
             layer | label | | name of the module; empty for the root or the run as a whole
-            path | label | | name of a parameter or buffer in its module, or location of a tensor; otherwise empty
+            path | label | | name of a parameter or buffer in its module, of a loss function, or location of a tensor; otherwise empty
             holds | bool | | whether it holds; null if it could not be checked
             value | double | the relation's own | how much was compared, or how far the relation is violated; null without a number
             text | string | | what was compared, how the relation is violated, or why it could not be checked

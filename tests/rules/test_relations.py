@@ -792,6 +792,34 @@ def test_loss_of_a_constant_prediction_is_reported(scale: float, is_learned: boo
         assert "as of a constant prediction" in text
 
 
+@pytest.mark.parametrize(
+    ("low", "are_classes", "step"), [((), True, 10 + 19), ((15,), True, 16 + 19), ((), False, None)]
+)
+def test_loss_that_stays_above_a_constant_prediction_is_reported(
+    low: tuple[int, ...], are_classes: bool, step: int | None
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 4, bias=False)
+    weights = model.weight.detach().clone()
+    loss_function = F.cross_entropy if are_classes else F.mse_loss
+    losses = []
+    with warnings.catch_warnings(action="ignore"), instrument.attach(model, {}) as probe:
+        for number in range(60):
+            model.weight.data = weights * (1.0 if number < 10 or number in low else 1e3)
+            y = torch.randint(4, (128,)) if are_classes else torch.randn(128, 4)
+            loss = loss_function(model(torch.randn(128, 5)), y)
+            loss.backward()
+            losses.append(loss.item())
+            probe.end_step(loss=loss)
+    assert (np.array(losses) > 2 * max(losses[0], np.log(4))).tolist() == [
+        number >= 10 and number not in low for number in range(60)
+    ]
+    events = probe.events[probe.events["rule"] == "loss_not_decreasing"].to_dict("records")
+    assert [(event["step"], event["value"]) for event in events] == ([] if step is None else [(step, losses[step])])
+    assert all(event["message"].startswith("diverging loss: ") for event in events)
+    assert all(event["threshold"] == pytest.approx(2 * max(losses[0], np.log(4)), rel=0.02) for event in events)
+
+
 def test_loss_of_a_constant_number_is_the_variance_of_the_targets() -> None:
     model = nn.Linear(5, 1)
     x, y = torch.randn(64, 5), 3 * torch.randn(64, 1)
