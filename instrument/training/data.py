@@ -65,7 +65,8 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     except DatasetMissingError as missing:
         if config.fallback is None:
             raise _missing_dataset(target, missing) from None
-        fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
+        name = target.target.rpartition(".")[2]
+        fallback = f"{name} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
         try:
             loaded = [load_split(target, which.split, where) for where, which in slices.items()]

@@ -371,7 +371,7 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
         for path in new_folders:
             with suppress(OSError):  # not created, or not empty
                 path.rmdir()
-        cause = " ".join(str(error).split()).rstrip(":")
+        cause = " ".join(str(error).split()).rpartition("got: ")[2].rstrip(":")  # of the last address
         raise DatasetMissingError(f"{reason}, and the download failed: {cause}") from None
     finally:
         socket.setdefaulttimeout(timeout)

@@ -126,14 +126,14 @@ class FailingDownload:
         if not download:
             raise RuntimeError("Dataset not found")
         (root / "MNIST" / "raw").mkdir(parents=True)
-        raise RuntimeError("Error downloading images.gz:\nno route to host")
+        raise RuntimeError(
+            "Error downloading images.gz:\nTried http://a/, got:\ntimeout\nTried http://b/, got:\nno route to host\n"
+        )
 
 
 def test_failed_download_leaves_no_folder_and_names_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchvision.datasets.MNIST", FailingDownload)
     for root in (tmp_path / "data", tmp_path):
-        with pytest.raises(
-            DatasetMissingError, match=r"download failed: Error downloading images.gz: no route to host$"
-        ):
+        with pytest.raises(DatasetMissingError, match=r"download failed: no route to host$"):
             mnist("train", str(root))
         assert list(tmp_path.iterdir()) == []
