@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,20 +39,8 @@ from .name_clashes import SECTIONS, check_names
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
-_parsed: dict[tuple[str, str], tuple[bytes, bytes]] = {}
-"""The bytes of files and their pickled contents, by folder and path in the folder."""
-_merged: dict[bytes, bytes] = {}
-"""Pickled configurations before the overrides, by the pickled contents of their files."""
-
-
 class TaskRepository(ConfigRepository):
-    """The configuration files, and the tasks of installed packages as options of the group `task`.
-
-    A process parses each version of a file once: Hydra composes twice for a command, and once for each job of a sweep.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TaskRepository:
-        return copy.copy(self)  # Hydra changes only the attributes of the copy. A deep copy would copy all schemas.
+    """The configuration files, and the tasks of installed packages as options of the group `task`."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
@@ -64,15 +50,7 @@ class TaskRepository(ConfigRepository):
             task = TASKS[name]
             target = OmegaConf.create({"_target_": f"{task.__module__}.{task.__qualname__}"})
             return ConfigResult("instrument.tasks", config_path, target, {"package": None}, [])
-        if source is None or source.scheme() not in ("file", "pkg"):
-            return super().load_config(config_path)
-        is_file = source.scheme() == "file"
-        written = Path(source.path, source._normalize_file_name(config_path)).read_bytes() if is_file else b""
-        key = (source.path, config_path)
-        if key not in _parsed or _parsed[key][0] != written:
-            _parsed[key] = written, pickle.dumps(super().load_config(config_path))
-        loaded: ConfigResult = pickle.loads(_parsed[key][1])
-        return loaded
+        return super().load_config(config_path)
 
 
 class FieldLoader(ConfigLoaderImpl):
@@ -95,7 +73,7 @@ class FieldLoader(ConfigLoaderImpl):
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         results = [repo.load_config(default.config_path or "") for default in defaults]
         check_names(defaults, [result for result in results if result is not None])
-        config = self._merge(defaults, results, repo)
+        config = super()._compose_config_from_defaults_list(defaults, repo)
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
@@ -106,20 +84,6 @@ class FieldLoader(ConfigLoaderImpl):
             elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
                 override.type = OverrideType.FORCE_ADD
             exists[key] = override.type != OverrideType.DEL and value is not None
-        return config
-
-    def _merge(
-        self, defaults: list[ResultDefault], results: list[ConfigResult | None], repo: IConfigRepository
-    ) -> DictConfig:
-        """Merge the files of a defaults list. A process merges each version of the files once."""
-        try:
-            files = pickle.dumps((defaults, results))
-        # The class of a schema was imported again, or is local.
-        except (pickle.PicklingError, AttributeError, TypeError):
-            return super()._compose_config_from_defaults_list(defaults, repo)
-        if files not in _merged:
-            _merged[files] = pickle.dumps(super()._compose_config_from_defaults_list(defaults, repo))
-        config: DictConfig = pickle.loads(_merged[files])
         return config
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -187,31 +186,6 @@ def test_composition_equals_that_of_hydra(overrides: list[str]) -> None:
     theirs, ours, again = (loader.load_configuration("config", given, RunMode.RUN) for loader in (*loaders, loaders[1]))
     assert text_of(ours) == text_of(again) == text_of(theirs)
     assert [*nodes_of(ours)] == [*nodes_of(again)] == [*nodes_of(theirs)]
-
-
-def test_files_are_parsed_once_until_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed_files = []
-    load = OmegaConf.load
-    monkeypatch.setattr(OmegaConf, "load", lambda file: parsed_files.append(Path(file.name)) or load(file))
-    setup_globals()
-
-    def compose(*overrides: str) -> tuple[int, int]:
-        loader = FieldLoader(create_config_search_path(str(tmp_path)))
-        config = loader.load_configuration("config", [*overrides], RunMode.RUN)
-        return config.seed, config.model.width
-
-    model = tmp_path / "model" / "mine.yaml"
-    model.parent.mkdir()
-    model.write_text("width: 1")
-    (tmp_path / "config.yaml").write_text("defaults: [model: mine, _self_]\nseed: 0")
-    assert [compose(), compose("seed=5"), compose("model.width=7")] == [(0, 1), (5, 1), (0, 7)]
-    assert sorted(file for file in parsed_files if file.is_relative_to(tmp_path)) == [tmp_path / "config.yaml", model]
-    before = model.stat()
-    model.write_text("width: 2")
-    os.utime(
-        model, ns=(before.st_atime_ns, before.st_mtime_ns)
-    )  # as a copy that preserves the time, or within its resolution
-    assert compose() == (0, 2)
 
 
 def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
