@@ -381,8 +381,6 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer, *tensors: Tenso
 
 def hook_configuration() -> dict[str, dict[str, Any]]:
     records = record_everything(nn.BatchNorm1d(4))
-    for kind in ("full_backward", "full_backward_pre"):
-        records[f"via_{kind}"] = {"layers": "2", "kind": kind, "via": "module", "action": "record"}
     records["scale"] = {"layers": "0", "kind": "parameter_grad", "action": "scale", "factor": 0.5}
     return records
 

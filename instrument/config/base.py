@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -141,9 +141,6 @@ class HookBase(Selection):
     )
     ranks: Annotated[tuple[Index, ...], Field(min_length=1)] | None = Field(
         None, description="For kind collective: act only in the processes with these ranks."
-    )
-    via: Literal["tensor", "module"] = Field(
-        "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
     )
     prepend: bool = Field(False, description="Run before all hooks that the module already has.")
     always_call: bool = Field(False, description="For forward: also run if the module's forward raises an error.")
@@ -333,8 +330,6 @@ class HookBase(Selection):
         if not kind.of_functions and (self.own or (self.functions and kind.name != "collective")):
             raise ValueError(f"'functions' and 'own' require kind function or function_grad, not {kind.name}")
         self._validate_collective()
-        if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
-            raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
         if self.prepend and (kind.family != "module" or kind.of_functions):
             raise ValueError(
                 f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"

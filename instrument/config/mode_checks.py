@@ -64,8 +64,6 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
         return None
     if spec.definition.of_functions:
         return Obstacle("kind", "compiled code calls no functions", "hook the modules instead")
-    if spec.via == "module":
-        return Obstacle("via", "the compiler cannot trace PyTorch's module hooks on gradients", "remove 'via'")
     if (spec.kind, spec.tensor_role) == ("tensor", "input"):
         fix = "use 'kind: full_backward' with 'role: grad_input', the contribution of the module"
         return Obstacle("role", "the gradient of an input is complete only outside of the module", fix)

@@ -69,20 +69,10 @@ def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
     return new
 
 
-class ModuleCallHooks(InertWhenCopied):
-    """Base of hooks that see the calls of one module."""
+class SuspendableModuleHooks(InertWhenCopied):
+    """Base of hooks that see the calls of one module.
 
-    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, note_inputs: bool = True) -> None:
-        super().__init__(attached_hooks, calls.clock)
-        self.module = attached_hooks[0].site.layer.module
-        self.calls = calls
-        self.calls.add_group(note_inputs=note_inputs)
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
-
-
-class SuspendableModuleHooks(ModuleCallHooks):
-    """Base of hooks that are suspended if no site is scheduled, in each phase after the first call of the module.
+    They are suspended if no site is scheduled, in each phase after the first call of the module.
 
     Attributes:
         unscheduled: The sites that are not scheduled. Empty after the next call of the module.
@@ -91,7 +81,12 @@ class SuspendableModuleHooks(ModuleCallHooks):
     def __init__(
         self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, suspend: bool, note_inputs: bool = True
     ) -> None:
-        super().__init__(attached_hooks, calls, note_inputs=note_inputs)
+        super().__init__(attached_hooks, calls.clock)
+        self.module = attached_hooks[0].site.layer.module
+        self.calls = calls
+        self.calls.add_group(note_inputs=note_inputs)
+        for attached in attached_hooks:
+            attached.module_calls = self.calls
         self._lock = threading.RLock()
         self.active = False
         self.unscheduled: list[AttachedHook] = []

@@ -23,13 +23,12 @@ from .module_hooks import ModuleHooks
 from .optimizer import StepHooks
 from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
-from .via_module_backward import ModuleBackwardHooks
 
 GroupType = type[Any]
 """A class of a `HookGroup`. Each has another constructor."""
 
 Location = tuple[GroupType, int, bool, bool, bool]
-_ON_MODULES = (ModuleHooks, FunctionHooks, ModuleBackwardHooks, StateDictHooks)  # TorchScript does not support them
+_ON_MODULES = (ModuleHooks, FunctionHooks, StateDictHooks)  # TorchScript does not support them
 
 
 def group_sites(
@@ -68,8 +67,6 @@ def group_sites(
             yield ModuleHooks(sites, calls[module], suspend=suspend, **options)
         elif group_type is FunctionHooks:
             yield FunctionHooks(sites, calls[module], threads, suspend=suspend)
-        elif group_type is ModuleBackwardHooks:
-            yield ModuleBackwardHooks(sites, calls[module], prepend=prepend)
         elif group_type in (BoundaryHooks, StepHooks, OptimizerStateDictHooks):
             for optimizer in optimizers:
                 yield group_type(optimizer, optimizers, sites, clock, steps_by_loop=steps_by_loop)
@@ -109,8 +106,6 @@ def _location(attached: AttachedHook) -> tuple[GroupType, int, bool, bool]:
     match spec.definition.family:
         case "module" if spec.definition.of_functions:
             return FunctionHooks, module, False, False
-        case "module" if spec.via == "module":
-            return ModuleBackwardHooks, module, spec.prepend, False
         case "module":
             return ModuleHooks, module, spec.prepend, spec.always_call
         case "parameter" if spec.kind == "parameter_grad":

@@ -21,12 +21,11 @@ from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..config.rules import RuleBase
 from ..config.schedule import Phase
-from ..errors import AlreadyAttachedError, HookError
+from ..errors import AlreadyAttachedError
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
-from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..relations.relation_set import RelationSet
@@ -220,8 +219,6 @@ class Probe(OwnedByProcess):
                         self._finish(exc)
                 finally:
                     self.sink.close()
-        if isinstance(exc, RuntimeError) and IN_PLACE_ERROR in str(exc):
-            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     def detach(self) -> None:
         """Remove all hooks before the end of the block. Nothing is recorded from then on."""

@@ -40,10 +40,6 @@ NO_CHANGE = (
 REPLACED_INPUT = (
     "a forward pre-hook that ran after those of instrument replaced the input: attach the hooks after it is registered"
 )
-NOT_SEEN_BY_PYTORCH = (
-    "PyTorch's own hook sees only tensors that are positional arguments, and outputs that are a tensor or a tuple of tensors: without "
-    "via: module, keyword arguments and nested values are recorded too"
-)
 NO_GRAPH = (
     "the tensor requires no gradient: it is data, is detached, has integer or bool values, or depends on frozen parameters "
     "only"
@@ -81,10 +77,7 @@ PARTLY_COMPILED = (
     "not seen"
 )
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
-REPEATED_ARGUMENT = (
-    "the module got one tensor as several arguments, and their separate gradients are unknown: {}; via: module records them with "
-    "PyTorch's hook, which gives the module separate tensors"
-)
+REPEATED_ARGUMENT = "the module got one tensor as several arguments, and their separate gradients are unknown: {}"
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "

@@ -214,7 +214,6 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"kind": "step_post", "phase": "eval"}, "", "phase eval"),
     (RECORD, {"role": "inputs"}, "", "has no role 'inputs'; its roles are output, input"),
     (RECORD, {"kind": "step_post", "role": "state."}, "", "has no role 'state.'"),
-    (RECORD, {"via": "module"}, "", "requires kind full_backward"),
     (RECORD, {"params": "weight"}, "", "'params' requires a kind with parameters"),
     (RECORD, {"kind": "parameter_grad", "path": "0"}, "", "use 'params'"),
     (RECORD, {"path": "a..b"}, "path", "empty segment"),

@@ -475,7 +475,6 @@ REFUSED = {
     "kept": (record("forward", "0", keep_as="kept"), "keep_as", "remove 'keep_as'"),
     "total": (record("tensor", "0", role="input"), "role", "role: grad_input"),
     "function": (record("function", "0", functions="linear"), "kind", "hook the modules instead"),
-    "module": (record("full_backward", "0", role="grad_output", via="module"), "via", "remove 'via'"),
 }
 
 

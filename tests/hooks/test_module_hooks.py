@@ -80,8 +80,6 @@ def chain() -> nn.Sequential:
         (scale("full_backward_pre", 3.0, "1"), 70, (3 * 5 * 7, 3 * 14)),
         (scale("full_backward_pre", 3.0, "0"), 70, (3 * 5 * 7, 14)),
         (scale("full_backward", 3.0, "1"), 70, (3 * 5 * 7, 14)),
-        (scale("full_backward", 3.0, "1", via="module"), 70, (3 * 5 * 7, 14)),
-        (scale("full_backward_pre", 3.0, "1", via="module"), 70, (3 * 5 * 7, 3 * 14)),
         (scale("tensor", 3.0, "0"), 70, (3 * 5 * 7, 14)),
         (scale("tensor", 3.0, "1", role="input"), 70, (3 * 5 * 7, 14)),
         ({"layers": "1", "kind": "full_backward", "action": "clip", "value": 2.0}, 70, (2 * 7, 14)),
@@ -292,7 +290,6 @@ def test_backward_calls_match_the_forward_calls() -> None:
         wanted[call] = hidden
     hidden.sum().backward()
     specs = {"out": keep("forward", "shared"), "grad": keep("full_backward_pre", "shared")}
-    specs["module"] = keep("full_backward_pre", "shared", via="module")
     _, probe = run_step(model, specs, x, loss=torch.sum)
     rows = probe.sink.records("tensors")
     assert [(row["hook"], row["call"]) for row in rows if row["hook"] == "out"] == [("out", i) for i in range(3)]

@@ -100,7 +100,6 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
         "output": record("forward", stats=["mean"]),
         "half": scale("forward", 0.5),
         "function": record("function", functions="linear", stats=["mean"]),
-        "module": record("full_backward", role="grad_output", via="module", stats=["mean"]),
     }
     with instrument.attach(model, specs) as probe:
 
@@ -115,7 +114,6 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     assert len(means) == THREADS * CALLS
     assert (means.output == 2 * means.input).all()
     assert (means.function == 2 * means.input).all()
-    assert (means.module == means.input).all()
 
 
 @pytest.mark.parametrize("only_records", [False, True])
@@ -290,13 +288,10 @@ def test_gradients_of_batches_in_flight_belong_to_their_calls(kind: str, ends_mi
     assert all(row["fired"] == row["expected"] == 4 for row in probe.coverage())
 
 
-@pytest.mark.parametrize("via", ["tensor", "module"])
-def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
+def test_interleaved_passes_of_one_leaf_are_separated() -> None:
     """The same leaf is in flight twice. The factor of each call is its gradient."""
     model, leaf = Calls(lambda x: x * model.factor), torch.ones(3, requires_grad=True)
-    specs = {"flow": keep("full_backward", via=via)}
-    if via == "tensor":
-        specs["total"] = scale("tensor", 10.0, role="input")
+    specs = {"flow": keep("full_backward"), "total": scale("tensor", 10.0, role="input")}
     with instrument.attach(model, specs) as probe:
         losses = []
         for factor in (2.0, 3.0, 5.0):
@@ -307,16 +302,13 @@ def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
         probe.end_step()
     seen = [(row["call"], row["values"].tolist()) for row in probe.sink.records("tensors")]
     assert seen == [(1, [3.0] * 3), (0, [2.0] * 3), (2, [5.0] * 3)]
-    assert leaf.grad.tolist() == [10.0 if via == "module" else 100.0] * 3
+    assert leaf.grad.tolist() == [100.0] * 3
     assert all(row["fired"] == row["expected"] == 3 for row in probe.coverage())
 
 
-@pytest.mark.parametrize("via", ["tensor", "module"])
-def test_repeated_passes_of_one_leaf_belong_to_their_calls(via: str) -> None:
+def test_repeated_passes_of_one_leaf_belong_to_their_calls() -> None:
     model, leaf = Calls(lambda x, factor: x * factor), torch.ones(3, requires_grad=True)
-    specs = {"flow": keep("full_backward", via=via)}
-    if via == "tensor":
-        specs["total"] = keep("tensor", role="input")
+    specs = {"flow": keep("full_backward"), "total": keep("tensor", role="input")}
     with instrument.attach(model, specs, rules=None) as probe:
         losses = [model(leaf, 2.0).sum()]
         losses[0].backward(retain_graph=True)
@@ -335,7 +327,6 @@ def test_repeated_pass_in_a_later_step_is_not_missed() -> None:
     model, leaf = Calls(lambda x, factor: x * factor), torch.ones(3, requires_grad=True)
     specs = {
         "flow": record("full_backward"),
-        "module": record("full_backward", via="module"),
         "out": record("full_backward", role="grad_output"),
         "total": record("tensor", role="input"),
     }

@@ -275,22 +275,20 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
 @VARIANTS
 def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) -> None:
     locations = [*LOCATIONS, ("forward", "input")]
-    records = {f"{kind}_{role}": record(kind, "block.*", role=role) for kind, role in locations}
-    own = {"module": record("full_backward", "block.*", via="module")}
-    for specs, activation in ((records, nn.ELU(inplace=True)), (own, nn.Tanh())):
-        model = Segments(checkpointed(reentrant), activation)
-        baseline = copy.deepcopy(model)
-        batch = torch.randn(4, 5, requires_grad=True)
-        baseline(batch).sum().backward()
-        _, probe = run_step(model, specs, batch, loss=torch.sum)
-        assert_equal(gradients(model), gradients(baseline))
-        groups = dict([*probe.sink.frame("stats").groupby(["hook", "layer"])])
-        assert groups.keys() == {(hook, layer) for hook in specs for layer in ("block.0", "block.1")}
-        for (hook, _), rows in groups.items():
-            assert sorted(rows.call) == list(range(CALLS))
-            assert rows.recompute.sum() == (CALLS - 1 if reentrant and not hook.startswith("forward") else 0)
-        assert not probe.warnings
-        assert counts(probe) == [(CALLS, CALLS)] * len(groups)
+    specs = {f"{kind}_{role}": record(kind, "block.*", role=role) for kind, role in locations}
+    model = Segments(checkpointed(reentrant), nn.ELU(inplace=True))
+    baseline = copy.deepcopy(model)
+    batch = torch.randn(4, 5, requires_grad=True)
+    baseline(batch).sum().backward()
+    _, probe = run_step(model, specs, batch, loss=torch.sum)
+    assert_equal(gradients(model), gradients(baseline))
+    groups = dict([*probe.sink.frame("stats").groupby(["hook", "layer"])])
+    assert groups.keys() == {(hook, layer) for hook in specs for layer in ("block.0", "block.1")}
+    for (hook, _), rows in groups.items():
+        assert sorted(rows.call) == list(range(CALLS))
+        assert rows.recompute.sum() == (CALLS - 1 if reentrant and not hook.startswith("forward") else 0)
+    assert not probe.warnings
+    assert counts(probe) == [(CALLS, CALLS)] * len(groups)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,6 @@ def test_training_on_the_meta_device_continues(action: dict[str, Any]) -> None:
         *("parameter_grad_micro", "post_accumulate_grad", "step_pre", "step_post", "state_dict_post", "loss"),
     )
     hooks = {kind: {"layers": "." if kind == "loss" else "2", "kind": kind, **action} for kind in kinds}
-    hooks["pytorchs"] = {"layers": "2", "kind": "full_backward", "via": "module", **action}
     with instrument.attach(model, hooks, optimizer=optimizer) as probe:
         loss = probe.loss(model(torch.empty(5, 3, device="meta")).sum())
         loss.backward()

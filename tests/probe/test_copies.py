@@ -20,7 +20,6 @@ from instrument.errors import HookError
 HOOKS = {
     "seen": {"layers": "**", "kind": "forward", "action": "record"},
     "scaled": {"layers": "0", "kind": "forward_pre", "action": "scale", "factor": 3.0},
-    "flow": {"layers": "**", "kind": "full_backward", "via": "module", "action": "record"},
     "own": {"layers": "**", "kind": "full_backward", "action": "record"},
     "functions": {"layers": "1", "kind": "function", "functions": "relu", "action": "record"},
     "sums": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"},
@@ -81,7 +80,6 @@ SCALE = {"layers": "0", "action": "scale", "factor": 2.0}
 EXPORTED: dict[str, dict[str, Any]] = {
     "forward": {"kind": "forward"},
     "gradient": {"kind": "full_backward"},
-    "module": {"kind": "full_backward", "via": "module"},
     "function": {"kind": "function", "functions": "*"},
 }
 

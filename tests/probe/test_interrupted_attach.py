@@ -31,7 +31,6 @@ HOOKS: dict[str, Any] = {
     "seen": {**RECORD, "every": 2},
     "scaled": {**RECORD, "action": "scale", "factor": 0.5},
     "flow": {**RECORD, "kind": "full_backward"},
-    "theirs": {**RECORD, "kind": "full_backward", "layers": "0", "via": "module"},
     "micro": {**RECORD, "kind": "parameter_grad_micro"},
     "used": {**RECORD, "kind": "parameter_grad"},
     "step": {**RECORD, "kind": "step_post", "role": "update"},

@@ -14,7 +14,6 @@ import instrument
 FAMILIES: dict[str, dict[str, Any]] = {
     "seen": {"layers": "*", "kind": "forward", "action": "record"},
     "own": {"layers": "*", "kind": "full_backward", "action": "record"},
-    "theirs": {"layers": "0", "kind": "full_backward", "via": "module", "action": "record"},
     "micro": {"layers": "*", "kind": "parameter_grad_micro", "action": "record"},
     "sums": {"layers": "*", "kind": "post_accumulate_grad", "action": "record"},
     "used": {"layers": "*", "kind": "parameter_grad", "action": "record"},

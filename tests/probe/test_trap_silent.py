@@ -210,9 +210,6 @@ SILENT = {
     ),
     "under no_grad": Silent(hook("without_graph", "full_backward_pre"), reasons.NO_GRAD),
     "a forward pass under no_grad": Silent(hook("used", "tensor"), reasons.NO_GRAD, step=forward_only),
-    "module hooks under no_grad": Silent(
-        hook("used", "full_backward", via="module", role="grad_output"), reasons.NO_GRAD, step=forward_only
-    ),
     "a forward pass under inference_mode": Silent(
         hook("used", "full_backward"), reasons.INFERENCE, step=forward_in_inference_mode
     ),
