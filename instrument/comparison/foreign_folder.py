@@ -2,14 +2,12 @@
 
 Formats: safetensors, `.pt` (a tensor, or nested dictionaries of tensors), `.npz` and `.npy`. The names are read by the first of these
 that applies: `names.yaml` in the folder, those of msprobe (`dump.json` and `dump_tensor_data/*.pt`, https://gitcode.com/Ascend/msprobe),
-those of `instrument.dump`, and otherwise the name itself is the layer, and the tensor its output. Dumps of msprobe with the task
-`statistics` have no tensors: the maximum, the minimum, the mean and the l2 norm in their `dump.json` are rows of the table `stats`.
+those of `instrument.dump`, and otherwise the name itself is the layer, and the tensor its output.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,7 +51,6 @@ _OF_MSPROBE = re.compile(
     r"(?:(?:Module|Cell)\.(?:module\.)*(?P<layer>.+?)\.(?P<type>\w+)|(?P<api>[A-Z]\w+\.\w+)\.(?P<number>\d+))"
     r"\.(?P<pass>forward|backward|parameters_grad)(?:\.(?P<call>\d+))?\.?(?P<what>input|output|parameters)?\.?(?P<path>.*)"
 )
-_STATISTICS = {"Max": "max", "Min": "min", "Mean": "mean", "Norm": "l2"}  # of msprobe
 _ROLE_OF_MSPROBE = {"forward input": "input", "forward output": "output", "forward parameters": "param"}
 _ROLE_OF_MSPROBE |= {"parameters_grad None": "param_grad"}
 _ROLE_OF_MSPROBE |= {"backward input": "grad_output", "backward output": "grad_input"}  # of the backward pass
@@ -82,7 +79,6 @@ class Entry(NamedTuple):
 
     Attributes:
         dims: The names of its first dimensions, if known.
-        statistics: Its statistics, if the folder has these in place of its values.
     """
 
     layer: str
@@ -93,7 +89,6 @@ class Entry(NamedTuple):
     call: int = 0
     module_type: str = ""
     dims: tuple[str, ...] = ()
-    statistics: dict[str, float] | None = None
 
     @property
     def name(self) -> tuple[str, str, str, int]:
@@ -134,12 +129,8 @@ class ForeignFolder(RunFiles):
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
     ) -> Iterator[pa.RecordBatch]:
-        """Read the rows of a table; only `tensors` and `stats` have any."""
-        if name == "stats":
-            rows = [self._row(entry) | entry.statistics for entry in self.entries if entry.statistics is not None]
-            plain = pa.RecordBatch.from_pylist(rows, TABLES[name].plain_schema)
-            yield from ds.dataset(as_table(TABLES[name], [plain])).to_table(list(columns), condition).to_batches()
-        entries = [entry for entry in self.entries if entry.statistics is None and name == "tensors"]
+        """Read the rows of a table; only `tensors` has any."""
+        entries = self.entries if name == "tensors" else []
         places = pa.table({key: [getattr(entry, key) for entry in entries] for key in ("step", "layer")})
         places = places.append_column("index", pa.array(range(len(entries)), pa.int64()))
         for index in ds.dataset(places).to_table(filter=condition)["index"].to_pylist() if entries else []:
@@ -157,7 +148,7 @@ class ForeignFolder(RunFiles):
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
     def _row(self, entry: Entry) -> dict[str, Any]:
-        """Return the columns that `tensors` and `stats` have in common."""
+        """Return the columns about the location of a tensor."""
         place = {name: getattr(entry, name) for name in ("step", "layer", "module_type", "role", "path", "call")}
         place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
         zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)
@@ -203,8 +194,7 @@ def read_folder(path: str | Path) -> ForeignFolder:
     result = ForeignFolder(folder)
     found: dict[tuple[Any, ...], tuple[Any, Entry, str]] = {}
     for number, file in enumerate(sorted(_files(folder), key=lambda file: _natural(str(file)))):
-        statistics = dict(_statistics_of_msprobe(file)) if file.name == REPORT else {}
-        about, tensors = ({}, dict.fromkeys(statistics, Tensor)) if file.name == REPORT else _contents(file, folder)
+        about, tensors = _contents(file, folder)
         result.torch = about.get("torch")
         result.skipped |= about.get("skipped", {})
         source = str(file.relative_to(folder))
@@ -218,7 +208,7 @@ def read_folder(path: str | Path) -> ForeignFolder:
             if fields["role"] == "batch":
                 result.ids.setdefault(step, {})[fields["path"]] = tensors[name]()
                 continue
-            entry = Entry(load=Reader(tensors[name]), step=step, statistics=statistics.get(name), **fields)
+            entry = Entry(load=Reader(tensors[name]), step=step, **fields)
             if (key := (*entry.name, step)) in found:
                 twice = f"{entry.label} in {found[key][2]} and {source}"
                 fix = f"pass a folder with one of them, or write {NAMES_FILE}"
@@ -234,8 +224,7 @@ def read_folder(path: str | Path) -> ForeignFolder:
 def _files(folder: Path) -> Iterator[Path]:
     for file in folder.rglob("*"):
         parts = file.relative_to(folder).parts
-        is_read = file.suffix in SUFFIXES or file.name == REPORT
-        if is_read and FLOAT64 not in parts and not any(part.startswith(".") for part in parts):
+        if file.suffix in SUFFIXES and FLOAT64 not in parts and not any(part.startswith(".") for part in parts):
             yield file
 
 
@@ -329,29 +318,6 @@ def _of_msprobe(order: Mapping[str, int], name: str) -> dict[str, Any] | None:
     place = {"layer": match["layer"] or match["api"], "role": role, "path": match["path"].removeprefix("kwargs.")}
     number = int(match["number"] or match["call"] or 0)
     return {**place, "call": number, "module_type": match["type"] or "", "position": position}
-
-
-def _statistics_of_msprobe(file: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the name and the statistics of each tensor of `dump.json`, in files with the task `statistics`."""
-    report = read_source(file)
-    for call, sides in (report.get("data") or {}).items() if report.get("task") == "statistics" else ():
-        for side, values in sides.items():
-            name = f"{call}.{side.removesuffix('_args').removesuffix('_kwargs')}"
-            for path, one in _dictionaries(values, ""):
-                known = {_STATISTICS[key]: float(one[key]) for key in _STATISTICS if one.get(key) is not None}
-                if {"max", "min", "l2"} <= known.keys():
-                    known["abs_max"] = max(abs(known["max"]), abs(known["min"]))
-                    known["rms"] = known["l2"] / max(math.prod(one["shape"]), 1) ** 0.5
-                    yield f"{name}{'' if 'parameters_grad' in call else path}", known
-
-
-def _dictionaries(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the dictionaries with the field `type` inside lists and other dictionaries, each with the path to it."""
-    if isinstance(value, Mapping) and "type" in value:
-        yield path, value
-    elif isinstance(value, Mapping | list):
-        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _dictionaries(each, f"{path}.{key}")
 
 
 def _of_names_file(file: Path) -> Meaning:
