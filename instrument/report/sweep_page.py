@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,7 +27,7 @@ from ..tables.statistics import ALL
 from .charts import metric_curves
 from .numbers import rounded
 from .panels import SWEEP_PANELS, panels
-from .sweep_effects import effects, pairs
+from .sweep_effects import effects
 
 METRICS = ("loss", "accuracy")
 MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
@@ -115,7 +115,7 @@ def page(
     rates = [key for key in keys if is_rate(key, [row.overrides.get(key) for row in rows])]
     students = rounded(stdtrit(np.arange(1, len(rows)), (1 + CONFIDENCE) / 2))  # of means over 2, 3, ... runs
     numbers = {"runs": runs, "overrides": keys, "rates": rates, "students": students, "curves": curves}
-    return words, {**numbers, "series": [], "pairs": [], "ends": {}}
+    return words, {**numbers, "series": [], "ends": {}}
 
 
 def _number(value: float) -> float | str:
@@ -140,7 +140,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "panels": panels(run, SWEEP_PANELS),
     }
     layers = _layers_of_all([row.summaries for row in rows])
-    charts = {"series": layers, "pairs": [asdict(pair) for pair in pairs(run)], "ends": SUMMARIES}
+    charts = {"series": layers, "ends": SUMMARIES}
     return words | more, numbers | charts
 
 

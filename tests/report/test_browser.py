@@ -529,4 +529,3 @@ def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_
             len([trace for trace in report.plot("layers-chart") if any(trace["x"])])
             == reported_sweep.stats["run"].nunique()
         )
-        assert [trace["name"] for trace in report.plot("effects-chart")] == ["seed = 1", "seed = 2"]

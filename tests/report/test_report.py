@@ -33,6 +33,7 @@ from instrument.report import Report, make
 from instrument.report.charts import charts
 from instrument.report.live_run import LiveRun
 from instrument.report.numbers import rounded
+from instrument.report.sweep_effects import pairs
 from instrument.report.sweep_page import content
 from instrument.rules.step_rows import location_name
 from instrument.storage.run_search import NoRunError
@@ -317,21 +318,21 @@ def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run, sweep_ht
 def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
     reported_sweep: instrument.Run, sweep_html: str
 ) -> None:
-    pairs = data_of(sweep_html)["pairs"]
+    found = [pair for pair in pairs(reported_sweep) if pair.hook == "tame"]
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
-    assert {pair["hook"] for pair in pairs} == {"tame"}
-    assert sorted(pair["seed"] for pair in pairs) == [1, 2]
+    assert sorted(pair.seed for pair in found) == [1, 2]
     losses = [info["metrics"].get("loss") for info in reported_sweep.infos]
     differences = []
-    for pair in pairs:
-        assert {pair["treated"], pair["control"]} <= set(done)
-        assert reported_sweep.infos[pair["control"]]["overrides"]["hooks.tame"] is None
-        assert reported_sweep.infos[pair["treated"]]["overrides"]["hooks.tame"]["norm"] == 0.01
-        assert all(reported_sweep.infos[pair[which]]["seed"] == pair["seed"] for which in ("treated", "control"))
-        differences.append(losses[pair["treated"]] - losses[pair["control"]])
+    for pair in found:
+        treated, control = reported_sweep.infos[pair.treated], reported_sweep.infos[pair.control]
+        assert {pair.treated, pair.control} <= set(done)
+        assert control["overrides"]["hooks.tame"] is None
+        assert treated["overrides"]["hooks.tame"]["norm"] == 0.01
+        assert treated["seed"] == control["seed"] == pair.seed
+        differences.append(losses[pair.treated] - losses[pair.control])
     assert f"{np.mean(differences):+.4g}" in sweep_html
     assert all(f"{difference:+.4g}" in sweep_html for difference in differences)
-    same = [losses[pair["treated"]] for pair in pairs], [losses[pair["control"]] for pair in pairs]
+    same = [losses[pair.treated] for pair in found], [losses[pair.control] for pair in found]
     interval = scipy.stats.ttest_rel(*same).confidence_interval()
     assert f"{interval.low:+.4g} to {interval.high:+.4g}" in sweep_html
 

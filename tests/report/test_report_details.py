@@ -22,7 +22,6 @@ from instrument.report.charts import metric_curves
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}
-CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.1}
 
 
 def set_nan_at(at: int) -> Callable[[int, nn.Module], None]:
@@ -156,14 +155,6 @@ def open_html(browser: Any, html: str, file: Path) -> Any:
     page.wait_for_selector("html[data-drawn=yes]")
     assert errors == []
     return page
-
-
-@pytest.mark.slow
-def test_pairs_without_common_data_give_no_error(browser: Any, page_file: Path, tmp_path: Path) -> None:
-    train(tmp_path / "s" / "a", deep(3), {"tame": CLIP})
-    train(tmp_path / "s" / "b", deep(3), {"seen": {**ACTS, "stats": ["mean"]}})
-    page = open_html(browser, make(tmp_path / "s").html, page_file)
-    assert page.evaluate("document.getElementById('effects-controls').hidden")
 
 
 @pytest.mark.slow

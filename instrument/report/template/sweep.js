@@ -29,14 +29,6 @@ SWEEP.push((report) => {
   drawOn(["layers-series", "layers-statistic", "layers-end", "layers-colour"], () => drawLayers(report));
 });
 
-SWEEP.push((report) => {
-  const comparable = report.series.map((series, i) => [i, series.label]).filter(([i]) => sizesOf(report.series[i]).length);
-  if (!report.pairs.length || !comparable.length) return void hide("effects-controls");
-  fillSelect("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
-  fillSelect("effects-series", comparable);
-  drawOn(["effects-hook", "effects-series", "effects-statistic"], () => drawPairs(report));
-});
-
 const MANY = 12; // maximum number of levels in a legend or on an axis
 
 function colourBy(report, id) {
@@ -215,31 +207,4 @@ function drawLayers(report) {
     yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
   setText("layers-note", omittedValuesNote(values, type) + (series.left_out.length ? `Omitted to limit the size of this page: ${series.left_out.join(", ")}.` : ""));
-}
-
-/** The statistics of a series that can be compared as a ratio. */
-function sizesOf(series) {
-  return Object.keys(series.statistics).filter((name) => ["l2", "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "l1"].includes(name));
-}
-
-/** Draw the ratio of a statistic with and without the intervention by layer, one line per pair of runs. */
-function drawPairs(report) {
-  const hook = document.getElementById("effects-hook").value;
-  const series = report.series[Number(document.getElementById("effects-series").value)];
-  const statistic = fillSelect("effects-statistic", sizesOf(series));
-  const values = series.statistics[statistic].last;
-  const height = heightOf(series.locations) + 40;
-  const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);
-  const differing = report.overrides.filter((key) => new Set(chosen.map((pair) => report.runs[pair.control].overrides[key])).size > 1);
-  const labelOf = (pair) => plain(differing.map((key) => `${key} = ${short(String(report.runs[pair.control].overrides[key]))}`).join(", ") || `seed ${pair.seed}`);
-  const traces = chosen.map((pair, i) => ({
-    x: series.locations.map((_, at) => (values[pair.control][at] && values[pair.treated][at] !== null ? values[pair.treated][at] / values[pair.control][at] : null)),
-    y: series.locations.map(plain), mode: "lines+markers", name: labelOf(pair), line: { color: report.colours[i % report.colours.length] },
-    hovertemplate: `${labelOf(pair)}<br>%{y}<br>%{x:.4g} times<extra></extra>`,
-  }));
-  const shapes = [{ type: "line", xref: "x", yref: "paper", x0: 1, x1: 1, y0: 0, y1: 1, line: { color: colour("muted"), dash: "dot", width: 1 } }];
-  plot("effects-chart", traces, {
-    height, shapes, xaxis: { title: { text: plain(`${statistic} at the last step, with ${chosen[0].hook} / without`) }, type: "log", exponentformat: "e", nticks: 8 },
-    yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
-  });
 }
