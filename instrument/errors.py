@@ -143,7 +143,7 @@ class HookResultError(HookError):
 
 
 class SinkError(InstrumentError):
-    """Rows can no longer be written, for example because the disk is full. The message says which rows are saved."""
+    """Rows can no longer be written, for example because the disk is full. The message says which steps were written."""
 
 
 class RankError(InstrumentError):

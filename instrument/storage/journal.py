@@ -81,18 +81,6 @@ class Journal:
         if stat.st_size != self.size:
             raise OSError(f"{self.path} was changed by another process while it was being written")
 
-    def is_intact(self) -> bool:
-        """Return whether the file exists with all the data that was written.
-
-        Raises:
-            OSError: The folder cannot be read.
-        """
-        try:
-            stat = os.stat(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return os.path.samestat(stat, os.fstat(self._file.fileno())) and stat.st_size >= self.size
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()

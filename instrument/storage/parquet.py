@@ -25,7 +25,6 @@ from ..tables.sink_interface import Row
 from ..values.dtensor import own_rank
 from .journal_truncation_check import RowCounts
 from .parts import JOURNALS, disk_reserve_file, row_counts_of
-from .recovery import has_moved
 from .row_batches import as_batch
 from .table_writer import TableWriter
 from .tensors import TensorWriter
@@ -205,7 +204,7 @@ class ParquetSink:
             self._has_reserve = True
 
     def _describe_saved(self) -> str:
-        """Describe which of the written files exist, for error messages."""
+        """Describe which steps were written, for error messages."""
         try:
             stat = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -214,15 +213,7 @@ class ParquetSink:
             return f"cannot check which rows are saved: {error.strerror}"
         if self._folder_stat is not None and not os.path.samestat(stat, self._folder_stat):
             return "the folder was replaced by another one: nothing of this run is saved"
-        if self._step is None:
-            return "nothing is saved"
-        try:
-            parts = not has_moved(self.folder)
-            lost = [name for name, writer in self._writers.items() if not writer.is_intact(parts=parts)]
-        except OSError as error:
-            return f"cannot check which rows are saved: {error.strerror}"
-        steps = f"steps up to {self._step} are saved"
-        return f"{steps}, but files of {', '.join(lost)} are missing" if lost else steps
+        return "nothing is saved" if self._step is None else f"steps up to {self._step} were written"
 
     def _fail(self, error: OSError) -> None:
         """Stop writing after an error, and report it. It is also recorded as an event if possible."""

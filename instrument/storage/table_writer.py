@@ -13,7 +13,7 @@ from ..tables.message_template import Message
 from ..tables.schemas import Table
 from ..values.dtensor import own_rank
 from .journal import Journal
-from .parts import Part, convert_journal, new_part, part_files
+from .parts import Part, convert_journal, new_part
 
 
 class TableWriter:
@@ -35,18 +35,6 @@ class TableWriter:
         self.fsync = fsync
         self.part = Part(own_rank(), first)
         self.journal: Journal | None = None
-
-    def is_intact(self, *, parts: bool) -> bool:
-        """Return whether the journal, and the parts unless they are moved elsewhere, still exist with their sizes.
-
-        Raises:
-            OSError: The folder cannot be read.
-        """
-        if self.journal is not None and not self.journal.is_intact():
-            return False
-        there = list(part_files(self.folder, self.table.name)) if parts else []
-        own = [part for part in there if part.rank == self.part.rank]
-        return not parts or sum(part.end - part.number for part in own) >= self.part.number
 
     @property
     def rows(self) -> int:

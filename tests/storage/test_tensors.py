@@ -103,7 +103,7 @@ def test_error_in_the_writer_thread_is_raised_in_the_loop(
     with monkeypatch.context() as patch:
         patch.setattr(sink._writers["tensors"], "append", lambda batch: fail(sink._writers["tensors"], batch))
         sink.keep(tensor_key(), [3], torch.ones(3))
-        with pytest.raises(SinkError, match=r"(No space left|a defect).*steps up to 0 are saved"):
+        with pytest.raises(SinkError, match=r"(No space left|a defect).*steps up to 0 were written"):
             sink.end_step()
     sink.close()
     run = finished(tmp_path)

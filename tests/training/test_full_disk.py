@@ -56,7 +56,7 @@ def complete_steps(run: instrument.Run) -> int:
 
 def saved_steps(error: str) -> int:
     """Return the number of saved steps according to an error message."""
-    return int(error.split("steps up to ")[1].split(" are saved", maxsplit=1)[0]) + 1
+    return int(error.split("steps up to ")[1].split(" were written", maxsplit=1)[0]) + 1
 
 
 def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> None:
@@ -154,7 +154,7 @@ def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
         folder.chmod(0o555)
     Path("go").touch()
     err = result_of(process).expect(1).err
-    assert "cannot write to out: Permission denied; steps up to 19 are saved" in err
+    assert "cannot write to out: Permission denied; steps up to 19 were written" in err
     assert complete_steps(instrument.load("out")) == 20
 
 
