@@ -21,7 +21,7 @@ from waiting import TIMEOUT
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["__main__", "preloaded"])
-TESTS = str(Path(__file__).parent)
+TESTS = Path(__file__).parent
 
 
 class Command:
@@ -39,8 +39,8 @@ class Command:
         self.process: ForkServerProcess = CONTEXT.Process(
             target=_main, args=(str(folder), module, self.arguments, variables, [str(file) for file in self.outputs])
         )
-        # The server imports the module `preloaded` from PYTHONPATH.
-        before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), TESTS
+        # The server imports the module `preloaded`, and the package of this repository, from PYTHONPATH.
+        before, os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH"), f"{TESTS}{os.pathsep}{TESTS.parent}"
         try:
             self.process.start()
         finally:
