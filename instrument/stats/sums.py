@@ -75,8 +75,7 @@ class Sums:
         except KeyError:
             known = ", ".join([*INDEX][: len(BASE) + len(FURTHER)])
             raise AttributeError(f"there is no sum {name!r}; the sums are {known}") from None
-        column = self.matrix[:, index]
-        setattr(self, name, column)
+        column = self.__dict__[name] = self.matrix[:, index]
         return column
 
     @cached_property

@@ -37,6 +37,7 @@ class Journal:
 
     Args:
         path: The file. It must not exist.
+        schema: The columns of the first rows. Before rows with other columns, the file has their schema.
         fsync: Whether rows survive a power failure, in addition to the end of the process.
 
     Raises:
@@ -47,6 +48,7 @@ class Journal:
         self.path = path
         self.rows = 0
         self.size = 0
+        self._schema = schema
         self._fsync = fsync
         # In append mode: the position is always the end of the file, so that truncation by another process shows in its
         # size.
@@ -58,7 +60,10 @@ class Journal:
             raise
 
     def append(self, batch: pa.RecordBatch | Message) -> None:
-        """Write a batch. After an error, the file is as it was before."""
+        """Write a batch. After an error, the file has the rows that it had before."""
+        if batch.schema is not self._schema and batch.schema != self._schema:
+            self._write(batch.schema.serialize())
+        self._schema = batch.schema
         self._write(batch.serialize())
         self.rows += batch.num_rows
 
@@ -107,7 +112,7 @@ class JournalReader:
     """The content of a journal."""
 
     path: Path
-    schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
+    schema: pa.Schema | None = None  # the schema of the next batch; None if it cannot be read
     # Whether the last message is incomplete: it was being written, or the process ended while writing it.
     torn: bool = False
     problem: str | None = None  # a message about any other damage; None without damage
@@ -154,8 +159,11 @@ class JournalReader:
             message = self._next_message(self._source)
             if message is None:
                 return
-            batch = pa.ipc.read_record_batch(message, self.schema)
             self.end += self._source.tell() - began
+            if message.type == "schema":
+                self.schema = pa.ipc.read_schema(message)
+                continue
+            batch = pa.ipc.read_record_batch(message, self.schema)
             self.rows += batch.num_rows
             yield batch
 

@@ -11,7 +11,14 @@ import pyarrow as pa
 import pytest
 
 from instrument.storage.row_batches import as_batch
-from instrument.tables.message_template import ListColumn, Message, MessageTemplate, NumberColumn, as_record_batch
+from instrument.tables.message_template import (
+    ListColumn,
+    Message,
+    MessageTemplate,
+    NumberBlock,
+    NumberColumn,
+    as_record_batch,
+)
 from instrument.tables.schemas import TABLES
 
 
@@ -31,8 +38,8 @@ def cell(draw: random.Random, dtype: pa.DataType, step: int, nulls: float) -> An
 
 
 def content(message: Message | pa.RecordBatch, schema: pa.Schema) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pa.ipc.read_record_batch(pa.py_buffer(bytes(message.serialize())), schema).to_pylist()
-    return rows
+    rows = pa.ipc.read_record_batch(pa.py_buffer(bytes(message.serialize())), message.schema).to_pylist()
+    return [{name: row.get(name) for name in schema.names} for row in rows]
 
 
 @pytest.mark.parametrize("table", ["effects", "metrics"])
@@ -95,6 +102,41 @@ def test_columns_of_arrays_replace_only_what_differs() -> None:
         assert content(message, schema) == content(as_record_batch(schema, columns), schema) == expected
         buffers.append(message.buffer)
     assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, False, False, False]
+
+
+def test_blocks_of_numbers_replace_the_numbers_of_a_message() -> None:
+    schema = pa.schema(
+        [("a", pa.float64()), ("n", pa.int64()), ("b", pa.float64()), ("f", pa.int64()), ("s", pa.string())]
+    )
+    template, buffers, labels = MessageTemplate(schema), [], pa.array(["x", "y", "z"])
+    large = 2**62 + 1
+    for step, is_null in enumerate([False, False, True, True, False]):
+        values = np.array([[step, -0.0, np.nan if is_null else 1.0], [step, 2.0, 3.0], [0.0, 0.0, 0.0]])
+        block = NumberBlock(values, np.isnan(values) if is_null else None, {2: np.array([large, -1, step])})
+        message = template.message(3, [0, 1, pa.nulls(3, pa.float64()), 2, labels], block)
+        assert message.schema.names == ["a", "n", "f", "s"]
+        cells = (
+            [float(step), -0.0, None if is_null else 1.0],
+            [step, 2, 3],
+            [None] * 3,
+            [large, -1, step],
+            ["x", "y", "z"],
+        )
+        expected = [dict(zip(schema.names, row, strict=True)) for row in zip(*cells, strict=True)]
+        assert repr(content(message, schema)) == repr(expected)
+        buffers.append(message.buffer)
+    assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, True, False]
+    template.message(3, [1, 0, pa.nulls(3, pa.float64()), 2, labels], block)
+    assert template._message.buffer is not buffers[-1]  # other columns
+
+
+def test_columns_are_included_from_their_first_value_on() -> None:
+    schema = pa.schema([("a", pa.float64()), ("b", pa.string())])
+    template = MessageTemplate(schema)
+    included = [
+        template.message(1, [(a,), (b,)]).schema.names for a, b in [(1.0, None), (None, None), (None, "x"), (2.0, None)]
+    ]
+    assert included == [["a"], ["a"], ["a", "b"], ["a", "b"]]
 
 
 def test_sign_of_zero_is_replaced() -> None:
