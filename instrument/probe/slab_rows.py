@@ -33,7 +33,7 @@ from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
 from ..stats.sums import BASE, INDEX, Sums, statistics_of
 from ..tables.kinds import KINDS
-from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns, as_record_batch
+from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
 from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
@@ -43,7 +43,6 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Keys = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.cpu_kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
-_IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
 _COUNTS, _EXTREMES = [INDEX[name] for name in ("numel", "n", "nan", "zeros")], [INDEX["low"], INDEX["high"]]
 _Identity = tuple[Row, tuple[str, ...], bool]
@@ -92,10 +91,9 @@ class Layout:
     shapes: tuple[bytes, Column] = b"", ()
 
     @cached_property
-    def arrays(self) -> list[pa.Array]:
-        """The identity columns without the moment, with labels as strings."""
-        columns = zip(*self.sites, strict=True)
-        return [pa.array(cells, dtype) for cells, dtype in zip(columns, _IDENTITY_TYPES[_MOMENT:], strict=True)]
+    def identity(self) -> list[Column]:
+        """The identity columns without the moment."""
+        return [*zip(*self.sites, strict=True)]
 
     @cached_property
     def digest(self) -> str:
@@ -400,7 +398,7 @@ class SlabRows(StepColumns):
     """
 
     def __init__(self, table: str, slab: StepSlab, taken: Taken) -> None:
-        self.table = TABLES[table]
+        self.schema = TABLES[table].plain_schema
         self.taken = taken
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
@@ -422,7 +420,7 @@ class SlabRows(StepColumns):
 
     def columns(self) -> list[Column]:
         """Return the columns, for a message."""
-        return [*self._moment_columns(len(self)), *self.layout.arrays, *self.number_columns()]
+        return [*self._moment_columns(len(self)), *self.layout.identity, *self.number_columns()]
 
     def _moment_columns(self, count: int) -> Iterator[Column]:
         if self.moment is None:
@@ -431,14 +429,11 @@ class SlabRows(StepColumns):
         known = self.layout.moment_columns
         for index, value in enumerate(self.moment):
             if known[index][0] != value:  # otherwise, the message has these cells already
-                is_label, dtype = isinstance(value, str), _IDENTITY_TYPES[index]
-                column = pa.repeat(pa.scalar(value, dtype), count) if is_label else NumberColumn(np.full(count, value))
-                known[index] = value, column
+                known[index] = (
+                    value,
+                    (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value)),
+                )
             yield known[index][1]
-
-    def to_batch(self) -> pa.RecordBatch:
-        """Return the rows as a record batch with labels as strings."""
-        return as_record_batch(self.table.plain_schema, self.columns(), self.block)
 
 
 class StatisticsRows(SlabRows):

@@ -7,10 +7,11 @@ message of one step, and replaces the numbers in it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -32,6 +33,11 @@ class NumberColumn:
 
     values: Numbers
     nulls: Numbers | None = None
+
+    def as_type(self, dtype: pa.DataType) -> Numbers:
+        """Return the values in a dtype, 0 for nulls."""
+        filled = self.values if self.nulls is None else np.where(self.nulls, 0, self.values)
+        return filled.astype(dtype.to_pandas_dtype())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,42 +74,21 @@ class NumberBlock:
         )
 
 
-Column: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...] | int
-"""A column of rows: as arrays, as the cells of all rows, or as the index of a column in the block of the rows."""
+OwnColumn: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...]
+"""A column of rows: as arrays, or as the cells of all rows."""
+Column: TypeAlias = OwnColumn | int
+"""A column of rows, or its index in the block of the rows."""
 
 
-class ColumnRows(Sequence[Row]):
-    """Rows of a table as columns. They become tuples only if they are read as such."""
-
-    @abstractmethod
-    def to_batch(self) -> pa.RecordBatch:
-        """Return the rows as a record batch with labels as strings."""
-
-    @cached_property
-    def _tuples(self) -> list[Row]:
-        cells = (
-            [None if cell is None else dict(cell) for cell in column.to_pylist()]
-            if pa.types.is_map(column.type)
-            else column.to_pylist()
-            for column in self.to_batch().columns
-        )
-        return [*zip(*cells, strict=True)]
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self._tuples[index]
-
-
-class StepColumns(ColumnRows):
-    """Rows that were recorded in one step.
+class StepColumns(Sequence[Row]):
+    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such.
 
     Attributes:
+        schema: The columns, with labels as strings.
         block: Several of the columns; None if each has its own array.
     """
 
+    schema: pa.Schema
     block: NumberBlock | None = None
 
     @property
@@ -114,6 +99,24 @@ class StepColumns(ColumnRows):
     @abstractmethod
     def columns(self) -> list[Column]:
         """Return the columns, for a message."""
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        return as_record_batch(self.schema, self.columns(), self.block)
+
+    @cached_property
+    def _tuples(self) -> list[Row]:
+        return [*zip(*map(_cells, _own(self.columns(), self.block), self.schema.types), strict=True)]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._tuples[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._tuples)
 
 
 class Message(NamedTuple):
@@ -197,15 +200,38 @@ class MessageTemplate:
 
 def as_record_batch(schema: pa.Schema, columns: Sequence[Column], block: NumberBlock | None = None) -> pa.RecordBatch:
     """Return rows as a record batch."""
-    own = [block.column(each) if isinstance(each, int) and block is not None else each for each in columns]
-    return pa.RecordBatch.from_arrays([*map(_as_array, own, schema.types)], schema=schema)
+    return pa.RecordBatch.from_arrays([*map(_as_array, _own(columns, block), schema.types)], schema=schema)
 
 
-def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
+def _own(columns: Sequence[Column], block: NumberBlock | None) -> list[OwnColumn]:
+    """Return columns with their own arrays."""
+    return [each if block is None or not isinstance(each, int) else block.column(each) for each in columns]
+
+
+def _cells(column: OwnColumn, dtype: pa.DataType) -> Sequence[Any]:
+    """Return the cells of a column."""
     match column:
-        case NumberColumn(values, nulls):
-            filled = values if nulls is None else np.where(nulls, 0, values)
-            return pa.array(filled.astype(dtype.to_pandas_dtype()), dtype, mask=nulls)
+        case NumberColumn(nulls=nulls):
+            numbers: list[Any] = column.as_type(dtype).tolist()
+            if nulls is None:
+                return numbers
+            return [None if is_null else number for is_null, number in zip(nulls, numbers, strict=True)]
+        case ListColumn(lengths, values):
+            ends, integers = np.cumsum(np.maximum(lengths, 0)).tolist(), values.tolist()
+            sizes = zip(lengths.tolist(), ends, strict=True)
+            return [None if size < 0 else integers[end - size : end] for size, end in sizes]
+        case pa.Array():
+            cells = column.to_pylist()
+            return (
+                [None if cell is None else dict(cell) for cell in cells] if pa.types.is_map(column.type) else [*cells]
+            )
+    return column
+
+
+def _as_array(column: OwnColumn, dtype: pa.DataType) -> pa.Array:
+    match column:
+        case NumberColumn(nulls=nulls):
+            return pa.array(column.as_type(dtype), dtype, mask=nulls)
         case ListColumn(lengths, values):
             offsets = np.concatenate([[0], np.cumsum(np.maximum(lengths, 0))])
             nulls = pa.array(lengths < 0)
@@ -225,8 +251,11 @@ def _is_empty(column: Column) -> bool:
 
 def _differ(column: Column, known: Column) -> bool:
     """Return whether columns differ, also in the sign of a zero, which `!=` ignores."""
-    may_have_signs = isinstance(column, tuple) and not isinstance(column[0], int | str)
-    return column != known or (may_have_signs and repr(column) != repr(known))
+    if column != known:
+        return True
+    if not (isinstance(column, tuple) and isinstance(known, tuple)):
+        return False
+    return not all(map(is_, column, known)) and repr(column) != repr(known)
 
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:

@@ -12,11 +12,13 @@ import pytest
 
 from instrument.storage.row_batches import as_batch
 from instrument.tables.message_template import (
+    Column,
     ListColumn,
     Message,
     MessageTemplate,
     NumberBlock,
     NumberColumn,
+    StepColumns,
     as_record_batch,
 )
 from instrument.tables.schemas import TABLES
@@ -128,6 +130,49 @@ def test_blocks_of_numbers_replace_the_numbers_of_a_message() -> None:
     assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, True, False]
     template.message(3, [1, 0, pa.nulls(3, pa.float64()), 2, labels], block)
     assert template._message.buffer is not buffers[-1]  # other columns
+
+
+class Rows(StepColumns):
+    """Rows with columns of each form."""
+
+    schema = pa.schema(
+        {
+            **{"step": pa.int32(), "s": pa.string(), "a": pa.float64(), "f": pa.int64(), "b": pa.bool_()},
+            **{"shape": pa.list_(pa.int32()), "x": pa.float32(), "custom": pa.map_(pa.string(), pa.float64())},
+        }
+    )
+    block = NumberBlock(
+        np.array([[0.5, -0.0], [0.0, 1.0]]), np.array([[False, False], [True, False]]), {1: np.array([0, 2**62 + 1])}
+    )
+    latest = (0, "train")
+
+    def __len__(self) -> int:
+        return 2
+
+    def columns(self) -> list[Column]:
+        lists = ListColumn(np.array([-1, 2]), np.array([3, 4]))
+        custom = pa.array([None, {"y": 1.0}], self.schema.field("custom").type)
+        is_held = NumberColumn(np.array([1.0, np.nan]), np.array([False, True]))
+        return [
+            NumberColumn(np.array([7, 8])),
+            ("p", None),
+            0,
+            1,
+            is_held,
+            lists,
+            NumberColumn(np.full(2, 0.1)),
+            custom,
+        ]
+
+
+def test_tuples_of_columns_equal_the_batch() -> None:
+    rows, third = Rows(), float(np.float32(0.1))
+    assert repr([*rows]) == repr(
+        [(7, "p", 0.5, None, True, None, third, None), (8, None, -0.0, 2**62 + 1, None, [3, 4], third, {"y": 1.0})]
+    )
+    batch = [tuple(row.values()) for row in rows.to_batch().to_pylist()]
+    assert repr(batch).replace("[('y', 1.0)]", "{'y': 1.0}") == repr(list(rows))
+    assert (rows[1], rows[:1]) == (list(rows)[1], list(rows)[:1])
 
 
 def test_columns_are_included_from_their_first_value_on() -> None:
