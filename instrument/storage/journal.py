@@ -23,12 +23,14 @@ import pyarrow as pa
 
 from ..tables.message_template import Message
 from .checksums import REMEDY
+from .message_stack import can_stack, stack
 
 SUFFIX = ".arrows"
 MAGIC = b"INSTRROW"
 CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; followed by the CRC-32 of all before
 CHECKS_BYTES = CHECKS.size + 4
 PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
+STACK_BYTES = 2**20  # of messages whose rows become one batch
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 
 
@@ -154,6 +156,31 @@ class JournalReader:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
+        for message in self._messages():
+            batch = pa.ipc.read_record_batch(message, self.schema)
+            self.rows += batch.num_rows
+            yield batch
+
+    def stacks(self) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Yield the rows of `batches`, those of several batches together, and the number of rows of each of these batches."""
+        bodies: list[pa.Buffer] = []
+        kind: tuple[pa.Schema, bytes] | None = None
+        first, size = pa.record_batch([]), 0
+        for message in self._messages():
+            metadata, body = message.metadata.to_pybytes()[:-CHECKS_BYTES], message.body
+            if kind is None or size >= STACK_BYTES or kind[1] != metadata or kind[0] is not self.schema:
+                if bodies:
+                    yield stack(first, bodies), first.num_rows
+                first, bodies, size = pa.ipc.read_record_batch(message, self.schema), [], 0
+                kind = (self.schema, metadata) if can_stack(first) else None
+            bodies.append(body)
+            size += body.size
+            self.rows += first.num_rows
+        if bodies:
+            yield stack(first, bodies), first.num_rows
+
+    def _messages(self) -> Iterator[pa.ipc.Message]:
+        """Yield the messages with rows, whose schema is `schema`."""
         while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
             message = self._next_message(self._source)
@@ -162,10 +189,8 @@ class JournalReader:
             self.end += self._source.tell() - began
             if message.type == "schema":
                 self.schema = pa.ipc.read_schema(message)
-                continue
-            batch = pa.ipc.read_record_batch(message, self.schema)
-            self.rows += batch.num_rows
-            yield batch
+            else:
+                yield message
 
     def _next_message(self, source: pa.NativeFile) -> pa.ipc.Message | None:
         """Return the next message; None at the end of the file, or if the next message is incomplete or damaged."""

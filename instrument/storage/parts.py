@@ -228,7 +228,8 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     if not any(later.covers(part) for later in part_files(folder, table.name)):
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-            for group in _groups(_combine_small(with_positions(table, batch) for batch in reading.batches()), max_rows):
+            batches = (with_positions(table, *each) for each in reading.stacks())
+            for group in _groups(_combine_small(batches), max_rows):
                 rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
