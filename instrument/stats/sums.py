@@ -68,6 +68,7 @@ class Sums:
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
+        self.__dict__.update(zip(BASE, matrix.T, strict=False))  # all at once: each of the others takes longer
 
     def __getattr__(self, name: str) -> Column:
         try:
