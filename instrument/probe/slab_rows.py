@@ -302,21 +302,14 @@ class StepSlab:
                 self._others[at] = other
 
     def add_effect(
-        self,
-        before: Tensor,
-        after: Tensor,
-        slot: int,
-        moment: StepContext,
-        factor: float | None,
-        held: bool | None,
-        *,
-        other: Any = None,
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, held: bool | None, other: Any
     ) -> bool:
-        """Add an effect; see `instrument.stats.cpu_kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain."""
-        if other is None:
-            return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
+        """Add an effect; see `instrument.stats.cpu_kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain.
+
+        `other` has what the row has besides its numbers, with the factor.
+        """
         with self._lock:
-            at = self.slab.add_effect(before, after, slot, moment, factor, held)
+            at = self.slab.add_effect(before, after, slot, moment, None, held)
             if at is not None:
                 self._others[at] = other
         return at is not None
