@@ -1,7 +1,8 @@
-"""The journal: an Arrow stream file of rows that are not in a Parquet file yet.
+"""The journal: a file of Arrow messages with rows that are not in a Parquet file yet.
 
 When `append` returns, the operating system has the data, which survives the end of the process. The rows of one step
-and table are one message of the stream. A reader sees complete messages and possibly an incomplete last one.
+and table are one message. A schema precedes the first rows, and rows with other columns than those before. A reader sees complete
+messages and possibly an incomplete last one.
 
 Each message has checksums in the padding between its metadata and its body, which Arrow skips:
 
