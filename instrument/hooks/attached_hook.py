@@ -371,7 +371,8 @@ class AttachedHook(HookCoverage):
             return self._run(tensor, context)
 
     def _run(self, tensor: Tensor, context: Context) -> Tensor:
-        check_not_captured(tensor, context)
+        if tensor.is_cuda:
+            check_not_captured(context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
             return tensor  # recorded in the original pass

@@ -119,7 +119,8 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     def direct(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
         if not is_plain_float(tensor) or (firing.recompute and is_repeated):
             return None
-        check_not_captured(tensor, context)
+        if tensor.is_cuda:
+            check_not_captured(context)
         if attached.checked_paths is not None:
             attached.check_shape(path, tensor)
         context.moment = moment = clock.moment
@@ -147,9 +148,9 @@ def is_plain_float(tensor: object) -> bool:
     )
 
 
-def check_not_captured(tensor: Tensor, context: Context) -> None:
+def check_not_captured(context: Context) -> None:
     """Raise a `HookError` if the current code becomes a CUDA graph."""
-    if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise HookError(
             f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
             "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"

@@ -30,7 +30,7 @@ from ..plan.mode_pauses import needs_pause, register_pauses
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.flatten import unreadable
-from ..tables.kinds import ATTENTION_ROLES, KINDS
+from ..tables.kinds import ATTENTION_ROLES
 from ..tables.reasons import (
     COMPILED,
     FAST_PATH,
@@ -113,11 +113,11 @@ class HookedFunctions(FunctionMode):
         if self._clock.closed:
             return function(*args, **kwargs)
         by_role = self._acting(owners)
-        inputs, outputs, gradients = (by_role[role] for role in ("input", "output", "grad_output"))
+        inputs, outputs, gradients = by_role.get("input", ()), by_role.get("output", ()), by_role.get("grad_output", ())
         changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
         if changing:
             _check_segment(changing[0])
-        written = written_tensor(function, name, args, kwargs) if changing or outputs or gradients else None
+        written = written_tensor(function, name, args, kwargs) if changing or gradients else None
         target = written if any(_selects_argument(owner, args, kwargs) for owner in changing) else None
         if target is not None:
             args = (_copy_of(target), *args[1:])
@@ -128,10 +128,11 @@ class HookedFunctions(FunctionMode):
             args = (_write(target, args[0]), *args[1:])
         versions = versions_of(tensor for _, tensor in iter_tensors((args, kwargs))) if gradients else {}
         result = function(*args, **kwargs)
-        if any(by_role[role] for role in ATTENTION_ROLES):
+        if not by_role.keys().isdisjoint(ATTENTION_ROLES):
             self._observe_attention(by_role, name, args, kwargs, result)
-        # `x[i] = y` returns None.
-        new = args[0] if result is None and written is not None else result
+        new = result
+        if result is None and written_tensor(function, name, args, kwargs) is not None:  # `x[i] = y`
+            new = args[0]
         if target is not None:
             value = _copy_of(target) if name in RESHAPING else new
             new = _write(target, self._act(outputs, value))
@@ -142,10 +143,10 @@ class HookedFunctions(FunctionMode):
             new = self._register(gradients, new, versions, needs_alias=written is None)
         return None if result is None else new
 
-    def _acting(self, owners: Sequence[Owner]) -> dict[str, list[Owner]]:
+    def _acting(self, owners: Sequence[Owner]) -> Mapping[str, Sequence[Owner]]:
         """Return the hooks that act in a call, by role. Those on attention count as called if the function computes attention."""
         is_transformed = current_transform() is not None
-        by_role: dict[str, list[Owner]] = {role: [] for role in (*KINDS["function"].roles, "grad_output")}
+        by_role: dict[str, list[Owner]] = {}
         for owner in owners:
             running, attached, _ = owner
             if is_transformed or attached.role not in ATTENTION_ROLES:
@@ -155,7 +156,7 @@ class HookedFunctions(FunctionMode):
             elif not (
                 running.call.is_recomputed and attached.is_record_hook and not attached.site.spec.definition.gradient
             ):
-                by_role[attached.role].append(owner)
+                by_role.setdefault(attached.role, []).append(owner)
         return by_role
 
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
@@ -168,7 +169,8 @@ class HookedFunctions(FunctionMode):
                     if not attached.is_record_hook and attached.matches_path(full_path):
                         running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
                     continue
-                new = None if attached.direct is None else attached.direct(tensor, full_path, running.call.firing())
+                firing = running.call.firing()
+                new = None if attached.direct is None else attached.direct(tensor, full_path, firing)
                 if new is not None:
                     running.fired.add(attached)
                     tensor = new
@@ -177,29 +179,36 @@ class HookedFunctions(FunctionMode):
                     running.obstacles[attached] = reason
                     continue
                 running.fired.add(attached)
-                tensor = attached.fire(tensor, full_path, running.call.firing())
+                tensor = attached.fire(tensor, full_path, firing)
             return tensor
 
         if not owners:
             return value
+        if type(value) is Tensor and self._clock.timer is None:  # most often
+            return act("", value)
         with self._clock.timer or _UNMEASURED:
             return map_tensors(value, act)
 
     def _observe_attention(
-        self, by_role: Mapping[str, list[Owner]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        by_role: Mapping[str, Sequence[Owner]],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
         """Run record hooks on the attention weights and the scores of a function, before hooks change its result."""
         with self._clock.timer or _UNMEASURED:
             with unseen_by_checkpoint():
                 found = attention_of(name, args, kwargs, result)
             for role in ATTENTION_ROLES:
-                for running, attached, _ in by_role[role]:
+                for running, attached, _ in by_role.get(role, ()):
                     if isinstance(found, str):
                         running.obstacles[attached] = found
                     if found != NOT_ATTENTION:
                         running.called.add(attached)
                 if not isinstance(found, str):
-                    self._act(by_role[role], found[role])
+                    self._act(by_role.get(role, ()), found[role])
 
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
         """Register hooks on the gradients of the result of a function. Return the result for the caller.

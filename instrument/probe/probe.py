@@ -53,6 +53,7 @@ from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, 
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows, check_custom_columns
 
+_UNMEASURED = nullcontext()
 PHASES = (*get_args(Phase), "sanity")
 
 
@@ -523,7 +524,7 @@ class Probe(OwnedByProcess):
                 "a forked process cannot use the probe of its parent; attach a probe in this process"
             )
         checked = checked_metrics({"loss": loss, **metrics})
-        with self.clock.timer or nullcontext(), deferred_signals():
+        with self.clock.timer or _UNMEASURED, deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(samples, checked)
             self._rule_actions.act(self.step + 1)

@@ -143,12 +143,10 @@ class Recorder:
         if self._merger.ranks is not None:
             return False
         if isinstance(factor, Tensor):
-            return self._effects.add_effect(
-                before, after, slot, moment, None, held, other=_EffectValues(factor.detach())
-            )
-        # In a row of the slab, NaN means no factor.
-        other = _EffectValues(factor) if factor is not None and math.isnan(factor) else None
-        return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
+            return self._effects.add_effect(before, after, slot, moment, held, _EffectValues(factor.detach()))
+        if factor is not None and math.isnan(factor):  # in a row of the slab, NaN means no factor
+            return self._effects.add_effect(before, after, slot, moment, held, _EffectValues(factor))
+        return self._effects.slab.add_effect(before, after, slot, moment, factor, held) is not None
 
     def slab_of(self, context: Context) -> Slab | None:
         """Return the slab for the statistics of plain tensors; see `Rows`."""
@@ -350,7 +348,7 @@ class Recorder:
         merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
         step.stats.fetch()
         step.effects.fetch()
-        _read_sums([*step.stats.others.values(), *(values for _, values in step.lines)], step.sums)
+        _read_sums(step)
         stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
         lines = [(text, values.names, values.cells(fetched)) for text, values in step.lines]
         tables: defaultdict[str, list[Row]] = defaultdict(list)
@@ -463,9 +461,13 @@ class _Step(NamedTuple):
     is_complete: bool
 
 
-def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
-    """Set the sums of all tensors on a device, given the rows in the memory of each device, and its copy."""
-    copied = {id(row): numbers for rows, copy in sums for row, numbers in zip(rows, copy.wait().numpy(), strict=True)}
+def _read_sums(step: _Step) -> None:
+    """Set the sums of all tensors on a device from the copies of the memory of each device."""
+    if not step.sums:
+        return
+    numbers_of = [(rows, copy.wait().numpy()) for rows, copy in step.sums]
+    copied = {id(row): numbers for rows, memory in numbers_of for row, numbers in zip(rows, memory, strict=True)}
+    values = [*step.stats.others.values(), *(values for _, values in step.lines)]
     waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
     if waiting:
         rows = np.stack([copied[id(measured.on_device.row)] for measured in waiting])  # type: ignore[union-attr]

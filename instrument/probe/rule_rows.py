@@ -108,7 +108,7 @@ def _statistics(
     """Return the sites and the statistics of some rows. None selects all rows."""
     if stats is None or rows is _NO_ROWS:
         return _NO_ROWS, lambda name: np.empty(0), _NO_NUMBERS
-    statistics, numbers = stats.layout.built_in, stats.values[0]
+    statistics, numbers = stats.layout.built_in, stats.values
     if rows is None:
         return stats.sites, stats.column, (statistics, numbers)
     return [stats.sites[row] for row in rows], lambda name: stats.column(name)[rows], (statistics, numbers[:, rows])

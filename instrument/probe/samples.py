@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from ..actions.base import Context, StepContext
 from ..errors import ConfigError, Problem
 from ..hooks.clock import take
 from ..tables.kinds import KINDS
-from ..tables.message_template import Column, NumberColumn, StepColumns, as_record_batch
+from ..tables.message_template import Column, NumberColumn, StepColumns
 from ..tables.schemas import TABLES
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
@@ -71,6 +70,8 @@ def _on_host(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
 class SampleRows(StepColumns):
     """The rows of the samples of one batch."""
 
+    schema = TABLES["samples"].plain_schema
+
     def __init__(
         self, moment: StepContext, rank: int, ids: Sequence[Any], targets: Sequence[float] | None, dtype: str | None
     ) -> None:
@@ -103,10 +104,6 @@ class SampleRows(StepColumns):
             NumberColumn(self.targets) if len(self.targets) else nothing,
             (self._dtype,) * count,
         ]
-
-    def to_batch(self) -> pa.RecordBatch:
-        """Return the rows as a record batch with labels as strings."""
-        return as_record_batch(TABLES["samples"].plain_schema, self.columns())
 
 
 class Samples:

@@ -33,7 +33,7 @@ from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
 from ..stats.sums import BASE, INDEX, Sums, statistics_of
 from ..tables.kinds import KINDS
-from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
+from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
 from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
@@ -43,7 +43,6 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Keys = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.cpu_kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
-_IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
 _COUNTS, _EXTREMES = [INDEX[name] for name in ("numel", "n", "nan", "zeros")], [INDEX["low"], INDEX["high"]]
 _Identity = tuple[Row, tuple[str, ...], bool]
@@ -81,6 +80,7 @@ class Layout:
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
         moment_columns: The columns of the latest moment that all rows have, and their values.
+        shapes: The column of the latest shapes, and what it depends on.
     """
 
     sites: list[Row]
@@ -88,12 +88,12 @@ class Layout:
     scaled: list[int]
     merged_slots: Keys | None = None
     moment_columns: list[tuple[Any, Column]] = field(default_factory=lambda: [(None, ())] * _MOMENT)
+    shapes: tuple[bytes, Column] = b"", ()
 
     @cached_property
-    def arrays(self) -> list[pa.Array]:
-        """The identity columns without the moment, with labels as strings."""
-        columns = zip(*self.sites, strict=True)
-        return [pa.array(cells, dtype) for cells, dtype in zip(columns, _IDENTITY_TYPES[_MOMENT:], strict=True)]
+    def identity(self) -> list[Column]:
+        """The identity columns without the moment."""
+        return [*zip(*self.sites, strict=True)]
 
     @cached_property
     def digest(self) -> str:
@@ -119,6 +119,11 @@ class Layout:
         types = [*(stats.field(name).type for name in ALL), CUSTOM.type]
         empty = {str(dtype): pa.nulls(len(self.sites), dtype) for dtype in types}
         return [empty[str(dtype)] for dtype in types]
+
+    @cached_property
+    def statistics(self) -> list[Column]:
+        """The columns of `ALL`: those of `NumberBlock`, or without values."""
+        return [self.built_in.index(at) if at in self.built_in else none for at, none in enumerate(self.no_values[:-1])]
 
     @cached_property
     def absent(self) -> Mask | None:
@@ -297,21 +302,14 @@ class StepSlab:
                 self._others[at] = other
 
     def add_effect(
-        self,
-        before: Tensor,
-        after: Tensor,
-        slot: int,
-        moment: StepContext,
-        factor: float | None,
-        held: bool | None,
-        *,
-        other: Any = None,
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, held: bool | None, other: Any
     ) -> bool:
-        """Add an effect; see `instrument.stats.cpu_kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain."""
-        if other is None:
-            return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
+        """Add an effect; see `instrument.stats.cpu_kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain.
+
+        `other` has what the row has besides its numbers, with the factor.
+        """
         with self._lock:
-            at = self.slab.add_effect(before, after, slot, moment, factor, held)
+            at = self.slab.add_effect(before, after, slot, moment, None, held)
             if at is not None:
                 self._others[at] = other
         return at is not None
@@ -393,7 +391,7 @@ class SlabRows(StepColumns):
     """
 
     def __init__(self, table: str, slab: StepSlab, taken: Taken) -> None:
-        self.table = TABLES[table]
+        self.schema = TABLES[table].plain_schema
         self.taken = taken
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
@@ -409,27 +407,13 @@ class SlabRows(StepColumns):
     def __len__(self) -> int:
         return len(self.taken)
 
-    @cached_property
     @abstractmethod
-    def values(self) -> tuple[Matrix, Mask]:
-        """The columns of numbers, float64 [columns, rows], and which of them are null."""
-
-    def number_columns(self) -> list[Column]:
-        """Return the columns of numbers after the identity."""
-        values, nulls = self.values
-        has_nulls = np.asarray(nulls.any(axis=1)).tolist()
-        return [
-            NumberColumn(column, absent if some else None)
-            for column, absent, some in zip(values, nulls, has_nulls, strict=True)
-        ]
-
-    def other_columns(self) -> list[Column]:
-        """Return the columns after those of numbers."""
-        return []
+    def number_columns(self) -> Sequence[Column]:
+        """Return the columns after the identity."""
 
     def columns(self) -> list[Column]:
         """Return the columns, for a message."""
-        return [*self._moment_columns(len(self)), *self.layout.arrays, *self.number_columns(), *self.other_columns()]
+        return [*self._moment_columns(len(self)), *self.layout.identity, *self.number_columns()]
 
     def _moment_columns(self, count: int) -> Iterator[Column]:
         if self.moment is None:
@@ -438,14 +422,11 @@ class SlabRows(StepColumns):
         known = self.layout.moment_columns
         for index, value in enumerate(self.moment):
             if known[index][0] != value:  # otherwise, the message has these cells already
-                is_label, dtype = isinstance(value, str), _IDENTITY_TYPES[index]
-                column = pa.repeat(pa.scalar(value, dtype), count) if is_label else NumberColumn(np.full(count, value))
-                known[index] = value, column
+                known[index] = (
+                    value,
+                    (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value)),
+                )
             yield known[index][1]
-
-    def to_batch(self) -> pa.RecordBatch:
-        """Return the rows as a record batch with labels as strings."""
-        return as_record_batch(self.table.plain_schema, self.columns())
 
 
 class StatisticsRows(SlabRows):
@@ -460,17 +441,20 @@ class StatisticsRows(SlabRows):
         self._joined = joined or {}
 
     @cached_property
-    def values(self) -> tuple[Matrix, Mask]:
+    def values(self) -> Matrix:
+        """The requested built-in statistics, float64 [statistics, rows]; NaN for no value."""
         requested, built_in = self.layout.requested, len(self.layout.built_in)
         if self.layout.scaled:
             self._divide_by_scale()
-        columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
+        columns = np.empty((len(requested), len(self)))
+        for at, column in enumerate(statistics_of(self.taken.numbers, requested)):
+            columns[at] = column
         if self.layout.absent is not None:
             columns[self.layout.absent] = np.nan
         for name, column in zip(requested[built_in:], columns[built_in:].tolist(), strict=True):
             for row in (row for row, names in enumerate(self.layout.names) if name in names):
                 self.taken.others.setdefault(row, {})[name] = None if math.isnan(column[row]) else column[row]
-        return columns[:built_in], np.isnan(columns[:built_in])
+        return columns[:built_in]
 
     def _divide_by_scale(self) -> None:
         """Replace the sums of scaled rows by those of the elements divided by the scale."""
@@ -495,7 +479,7 @@ class StatisticsRows(SlabRows):
         """Return a statistic of all rows, or a number of another table for the same tensors: float64 [rows]; NaN for no value."""
         if name in _STATISTIC:
             at, built_in = _STATISTIC[name], self.layout.built_in
-            return self.values[0][built_in.index(at)] if at in built_in else np.full(len(self), np.nan)
+            return self.values[built_in.index(at)] if at in built_in else np.full(len(self), np.nan)
         _ = self.values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
         for row, custom in self.taken.others.items():
@@ -520,21 +504,26 @@ class StatisticsRows(SlabRows):
             if "fingerprint" in names and moment.phase == "train" and is_replica:
                 yield RecordedFingerprint(moment.step, layer, kind, role, path, site[1:-1], value)
 
-    def number_columns(self) -> list[Column]:
-        columns: list[Column] = self.layout.no_values[:-1]
-        for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
-            columns[index] = column
-        if isinstance(rounded := columns[_FINGERPRINT], NumberColumn):
-            columns[_FINGERPRINT] = replace(rounded, values=Sums(self.taken.numbers).bits)
-        return columns
+    @cached_property
+    def block(self) -> NumberBlock:  # type: ignore[override]
+        """The requested built-in statistics."""
+        nulls, built_in = np.isnan(self.values), self.layout.built_in
+        exact = {built_in.index(_FINGERPRINT): Sums(self.taken.numbers).bits} if _FINGERPRINT in built_in else {}
+        return NumberBlock(self.values, nulls if np.count_nonzero(nulls) else None, exact)
 
-    def other_columns(self) -> list[Column]:
+    def number_columns(self) -> Sequence[Column]:
         others = self.taken.others
-        custom = pa.array([others.get(row) for row in range(len(self))], CUSTOM.type) if others else None
-        return [
-            ListColumn(self.taken.keys[:, 2], self.taken.dims),
-            self.layout.no_values[-1] if custom is None else custom,
-        ]
+        custom = (
+            pa.array([others.get(row) for row in range(len(self))], CUSTOM.type)
+            if others
+            else self.layout.no_values[-1]
+        )
+        ranks, dims = self.taken.keys[:, 2], self.taken.dims
+        if self.layout.shapes[0] != (
+            key := ranks.tobytes() + dims.tobytes()
+        ):  # otherwise, the message has these cells already
+            self.layout.shapes = key, ListColumn(ranks, dims)
+        return [*self.layout.statistics, self.layout.shapes[1], custom]
 
 
 class EffectRows(SlabRows):
@@ -544,13 +533,17 @@ class EffectRows(SlabRows):
         super().__init__("effects", slab, taken)
 
     @cached_property
-    def values(self) -> tuple[Matrix, Mask]:
+    def block(self) -> NumberBlock:  # type: ignore[override]
+        """All numbers but `held`."""
         numel, changed, before, after, factor, held = self.taken.numbers.T
         with np.errstate(all="ignore"):
             fraction = np.where(numel > 0, changed / numel, 0.0)
-        factor = np.where(held == 0, np.nan, factor)
-        columns = np.stack([numel, changed, fraction, before, after, factor, held])
+        columns = np.stack([numel, changed, fraction, before, after, np.where(held == 0, np.nan, factor)])
         nulls = np.isnan(columns)
         for row in self.taken.others:
-            nulls[5, row] = held[row] == 0
-        return columns, nulls
+            nulls[-1, row] = held[row] == 0
+        return NumberBlock(columns, nulls if np.count_nonzero(nulls) else None, {})
+
+    def number_columns(self) -> Sequence[Column]:
+        held = self.taken.numbers[:, -1]
+        return [*range(len(self.block.values)), NumberColumn(held, np.isnan(held))]

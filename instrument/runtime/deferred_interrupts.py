@@ -27,43 +27,52 @@ def deferred_signals() -> AbstractContextManager[None]:
     Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
     them. Their handlers are called once at the end, also after an exception.
     """
-    return _deferred(SIGNALS, handles_second=True)
+    return _Deferred(SIGNALS, handles_second=True)
 
 
 def uninterrupted() -> AbstractContextManager[None]:
     """Defer all signals to the end of a short `with` block, also repeated ones; see `deferred_signals`."""
-    return _deferred(ALL_SIGNALS, handles_second=False)
+    return _Deferred(ALL_SIGNALS, handles_second=False)
 
 
-@contextmanager
-def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    received: dict[int, FrameType | None] = {}
-    first_at = 0.0
+class _Deferred(AbstractContextManager[None]):
+    """Defers signals; a class, because the end of each step uses it, and a generator takes twice as long."""
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal first_at
-        now = time.monotonic()
-        first_at = first_at if received else now
-        received[number] = frame
-        if handles_second and now - first_at > DUPLICATE_SECONDS:
-            _handle(received, handlers)
+    def __init__(self, numbers: Iterable[int], *, handles_second: bool) -> None:
+        self._numbers = numbers
+        self._handles_second = handles_second
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._received: dict[int, FrameType | None] = {}
+        self._first_at = 0.0
 
-    try:
-        for number in numbers:
-            if callable(handler := _signal.getsignal(number)):
-                handlers[number] = handler
-                _signal.signal(number, note)
-        yield
-    finally:
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         try:
-            _restore(handlers)
+            for number in self._numbers:
+                if callable(handler := _signal.getsignal(number)):
+                    self._handlers[number] = handler
+                    _signal.signal(number, self._note)
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._first_at = self._first_at if self._received else now
+        self._received[number] = frame
+        if self._handles_second and now - self._first_at > DUPLICATE_SECONDS:
+            _handle(self._received, self._handlers)
+
+    def _end(self) -> None:
+        try:
+            _restore(self._handlers)
         finally:  # a restored handler may have raised an exception before the others were restored
-            _restore(handlers)
-            _handle(received, handlers)
+            _restore(self._handlers)
+            _handle(self._received, self._handlers)
 
 
 def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:

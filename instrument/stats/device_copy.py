@@ -123,9 +123,11 @@ class Transfer:
             for stream in (torch.cuda.current_stream(device), _background_stream(device))
         ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
-        self._copies: dict[tuple[torch.device, torch.dtype], list[float] | Tensor | HostCopy] = {}
-        if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss
-            self._copies[self._layout[0][0]] = [float(tensors[0].item())]
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor | HostCopy] = {}
+        self._known: list[list[float]] | None = None if tensors else []  # the numbers, if they need no copy
+        if len(tensors) == 1 and tensors[0].is_cpu and tensors[0].numel() == 1:  # most often a loss
+            self._known = [[float(tensors[0].item())]]
+        if self._known is not None:
             return
         for key in dict.fromkeys(key for key, _ in self._layout):
             flat = [
@@ -138,13 +140,13 @@ class Transfer:
     @property
     def is_complete(self) -> bool:
         """Whether everything can be read without waiting, because it was in CPU memory."""
-        return not self._events and all(device.type == "cpu" for device, _ in self._copies)
+        return not self._events and (self._known is not None or all(device.type == "cpu" for device, _ in self._copies))
 
     def read(self) -> Iterator[list[float]]:
         """Return an iterator over the numbers of each tensor in order. This waits for copies that are not complete."""
         for event in self._events:
             event.synchronize()
-        return self._numbers()
+        return self._numbers() if self._known is None else iter(self._known)
 
     def _numbers(self) -> Iterator[list[float]]:
         numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
@@ -160,9 +162,7 @@ def _begin_copy(vector: Tensor) -> Tensor | HostCopy:
     return HostCopy(vector) if vector.is_cuda else vector
 
 
-def _as_numbers(copy: list[float] | Tensor | HostCopy) -> list[float]:
-    if isinstance(copy, list):
-        return copy
+def _as_numbers(copy: Tensor | HostCopy) -> list[float]:
     vector = copy.wait() if isinstance(copy, HostCopy) else copy
     numbers: list[float] = vector.tolist()
     return numbers

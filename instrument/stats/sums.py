@@ -68,6 +68,7 @@ class Sums:
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
+        self.__dict__.update(zip(BASE, matrix.T, strict=False))  # all at once: each of the others takes longer
 
     def __getattr__(self, name: str) -> Column:
         try:
@@ -75,8 +76,7 @@ class Sums:
         except KeyError:
             known = ", ".join([*INDEX][: len(BASE) + len(FURTHER)])
             raise AttributeError(f"there is no sum {name!r}; the sums are {known}") from None
-        column = self.matrix[:, index]
-        setattr(self, name, column)
+        column = self.__dict__[name] = self.matrix[:, index]
         return column
 
     @cached_property

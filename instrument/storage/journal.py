@@ -1,7 +1,8 @@
-"""The journal: an Arrow stream file of rows that are not in a Parquet file yet.
+"""The journal: a file of Arrow messages with rows that are not in a Parquet file yet.
 
 When `append` returns, the operating system has the data, which survives the end of the process. The rows of one step
-and table are one message of the stream. A reader sees complete messages and possibly an incomplete last one.
+and table are one message. A schema precedes the first rows, and rows with other columns than those before. A reader sees complete
+messages and possibly an incomplete last one.
 
 Each message has checksums in the padding between its metadata and its body, which Arrow skips:
 
@@ -23,12 +24,14 @@ import pyarrow as pa
 
 from ..tables.message_template import Message
 from .checksums import REMEDY
+from .message_stack import can_stack, stack
 
 SUFFIX = ".arrows"
 MAGIC = b"INSTRROW"
 CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; followed by the CRC-32 of all before
 CHECKS_BYTES = CHECKS.size + 4
 PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
+STACK_BYTES = 2**20  # of messages whose rows become one batch
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 
 
@@ -37,6 +40,7 @@ class Journal:
 
     Args:
         path: The file. It must not exist.
+        schema: The columns of the first rows. Before rows with other columns, the file has their schema.
         fsync: Whether rows survive a power failure, in addition to the end of the process.
 
     Raises:
@@ -47,6 +51,7 @@ class Journal:
         self.path = path
         self.rows = 0
         self.size = 0
+        self._schema = schema
         self._fsync = fsync
         # In append mode: the position is always the end of the file, so that truncation by another process shows in its
         # size.
@@ -58,7 +63,10 @@ class Journal:
             raise
 
     def append(self, batch: pa.RecordBatch | Message) -> None:
-        """Write a batch. After an error, the file is as it was before."""
+        """Write a batch. After an error, the file has the rows that it had before."""
+        if batch.schema is not self._schema and batch.schema != self._schema:
+            self._write(batch.schema.serialize())
+        self._schema = batch.schema
         self._write(batch.serialize())
         self.rows += batch.num_rows
 
@@ -95,7 +103,7 @@ class JournalReader:
     """The content of a journal."""
 
     path: Path
-    schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
+    schema: pa.Schema | None = None  # the schema of the next batch; None if it cannot be read
     # Whether the last message is incomplete: it was being written, or the process ended while writing it.
     torn: bool = False
     problem: str | None = None  # a message about any other damage; None without damage
@@ -137,15 +145,41 @@ class JournalReader:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
+        for message in self._messages():
+            batch = pa.ipc.read_record_batch(message, self.schema)
+            self.rows += batch.num_rows
+            yield batch
+
+    def stacks(self) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Yield the rows of `batches`, those of several batches together, and the number of rows of each of these batches."""
+        bodies: list[pa.Buffer] = []
+        kind: tuple[pa.Schema, bytes] | None = None
+        first, size = pa.record_batch([]), 0
+        for message in self._messages():
+            metadata, body = message.metadata.to_pybytes()[:-CHECKS_BYTES], message.body
+            if kind is None or size >= STACK_BYTES or kind[1] != metadata or kind[0] is not self.schema:
+                if bodies:
+                    yield stack(first, bodies), first.num_rows
+                first, bodies, size = pa.ipc.read_record_batch(message, self.schema), [], 0
+                kind = (self.schema, metadata) if can_stack(first) else None
+            bodies.append(body)
+            size += body.size
+            self.rows += first.num_rows
+        if bodies:
+            yield stack(first, bodies), first.num_rows
+
+    def _messages(self) -> Iterator[pa.ipc.Message]:
+        """Yield the messages with rows, whose schema is `schema`."""
         while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
             message = self._next_message(self._source)
             if message is None:
                 return
-            batch = pa.ipc.read_record_batch(message, self.schema)
             self.end += self._source.tell() - began
-            self.rows += batch.num_rows
-            yield batch
+            if message.type == "schema":
+                self.schema = pa.ipc.read_schema(message)
+            else:
+                yield message
 
     def _next_message(self, source: pa.NativeFile) -> pa.ipc.Message | None:
         """Return the next message; None at the end of the file, or if the next message is incomplete or damaged."""

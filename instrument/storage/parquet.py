@@ -29,7 +29,7 @@ from .row_batches import as_batch
 from .table_writer import TableWriter
 from .tensors import TensorWriter
 
-ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 120,000 rows.
+ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 140,000 rows of statistics.
 TENSORS_JOURNAL_BYTES = 64 * 2**20
 RESERVE_BYTES = 65_536
 PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "phase" in table.names}
@@ -143,8 +143,9 @@ class ParquetSink:
         if len(groups) > 1:
             return as_batch(TABLES[table], *groups)
         (rows,) = groups
-        columns = rows.columns() if isinstance(rows, StepColumns) else [*zip(*rows, strict=True)]
-        return self._templates[table].message(len(rows), columns)
+        if isinstance(rows, StepColumns):
+            return self._templates[table].message(len(rows), rows.columns(), rows.block)
+        return self._templates[table].message(len(rows), [*zip(*rows, strict=True)])
 
     def finish_parts(self) -> dict[str, int]:
         """Convert all rows to parts. Return the number of parts of each table.

@@ -29,7 +29,7 @@ from ..tables.schemas import AS_WRITTEN, ORDER, TABLES, Table
 from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
 from .journal_truncation_check import NAME, read_counts, truncation_problem
-from .row_batches import as_table, with_positions
+from .row_batches import as_table, joined, with_positions
 
 JOURNALS, BLOCKS = "journal", "blocks"
 DAMAGED = ".damaged"
@@ -203,9 +203,9 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
 def read_journal(
     table: Table, path: Path, *, exclusive: bool = False, after: JournalReader | None = None
 ) -> JournalReader:
-    """Open a journal of a table, see `JournalReader.of`. If its columns are not those of the table, it has no batches."""
+    """Open a journal of a table, see `JournalReader.of`. If it has other columns than the table, it has no batches."""
     reading = JournalReader.of(path, exclusive=exclusive, after=after)
-    if reading.schema is not None and reading.schema != table.plain_schema:
+    if reading.schema is not None and not {*reading.schema} <= {*table.plain_schema}:
         reading.problem = OTHER_COLUMNS
     return reading
 
@@ -228,8 +228,9 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     if not any(later.covers(part) for later in part_files(folder, table.name)):
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-            for group in _groups(_combine_small(with_positions(table, batch) for batch in reading.batches()), max_rows):
-                rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
+            batches = (with_positions(table, *each) for each in reading.stacks())
+            for group in _groups(_combine_small(batches), max_rows):
+                rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
     if reading.problem is None:
@@ -290,10 +291,10 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
         small_batches.append(batch)
         is_large = batch.num_rows > BATCHES_TO_COMBINE or batch.get_total_buffer_size() > MAX_SMALL_BATCH_BYTES
         if is_large or len(small_batches) == BATCHES_TO_COMBINE:
-            yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
+            yield from joined(small_batches).combine_chunks().to_batches()
             small_batches = []
     if small_batches:
-        yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
+        yield from joined(small_batches).combine_chunks().to_batches()
 
 
 def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:

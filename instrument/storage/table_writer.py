@@ -48,7 +48,7 @@ class TableWriter:
         if self.journal is None:
             path = self.part.journal(self.folder, self.table.name)
             path.parent.mkdir(exist_ok=True)
-            self.journal = Journal(path, self.table.plain_schema, fsync=self.fsync)
+            self.journal = Journal(path, batch.schema, fsync=self.fsync)
         self.journal.append(batch)
 
     def finish_part(self) -> None:

@@ -7,10 +7,11 @@ message of one step, and replaces the numbers in it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
+from operator import is_
 from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
@@ -33,6 +34,11 @@ class NumberColumn:
     values: Numbers
     nulls: Numbers | None = None
 
+    def as_type(self, dtype: pa.DataType) -> Numbers:
+        """Return the values in a dtype, 0 for nulls."""
+        filled = self.values if self.nulls is None else np.where(self.nulls, 0, self.values)
+        return filled.astype(dtype.to_pandas_dtype())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ListColumn:
@@ -47,37 +53,43 @@ class ListColumn:
     values: Numbers
 
 
-Column: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...]
-"""A column of rows: as arrays, or as the cells of all rows."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberBlock:
+    """Columns of int64 or float64 numbers, which are written together.
 
+    Attributes:
+        values: float64 [columns, rows]. Those of nulls are ignored.
+        nulls: Which of them have no value, bool [columns, rows]; None if all have one.
+        exact: The int64 columns that float64 would round, by index.
+    """
 
-class ColumnRows(Sequence[Row]):
-    """Rows of a table as columns. They become tuples only if they are read as such."""
+    values: Numbers
+    nulls: Numbers | None
+    exact: Mapping[int, Numbers]
 
-    @abstractmethod
-    def to_batch(self) -> pa.RecordBatch:
-        """Return the rows as a record batch with labels as strings."""
-
-    @cached_property
-    def _tuples(self) -> list[Row]:
-        cells = (
-            [None if cell is None else dict(cell) for cell in column.to_pylist()]
-            if pa.types.is_map(column.type)
-            else column.to_pylist()
-            for column in self.to_batch().columns
+    def column(self, index: int) -> NumberColumn:
+        """Return a column."""
+        return NumberColumn(
+            self.exact.get(index, self.values[index]), None if self.nulls is None else self.nulls[index]
         )
-        return [*zip(*cells, strict=True)]
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        return self._tuples[index]
 
 
-class StepColumns(ColumnRows):
-    """Rows that were recorded in one step."""
+OwnColumn: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...]
+"""A column of rows: as arrays, or as the cells of all rows."""
+Column: TypeAlias = OwnColumn | int
+"""A column of rows, or its index in the block of the rows."""
+
+
+class StepColumns(Sequence[Row]):
+    """Rows that were recorded in one step, as columns. They become tuples only if they are read as such.
+
+    Attributes:
+        schema: The columns, with labels as strings.
+        block: Several of the columns; None if each has its own array.
+    """
+
+    schema: pa.Schema
+    block: NumberBlock | None = None
 
     @property
     @abstractmethod
@@ -88,16 +100,36 @@ class StepColumns(ColumnRows):
     def columns(self) -> list[Column]:
         """Return the columns, for a message."""
 
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        return as_record_batch(self.schema, self.columns(), self.block)
+
+    @cached_property
+    def _tuples(self) -> list[Row]:
+        return [*zip(*map(_cells, _own(self.columns(), self.block), self.schema.types), strict=True)]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._tuples[index]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._tuples)
+
 
 class Message(NamedTuple):
     """A serialized record batch, with the part of the interface of `pyarrow.RecordBatch` that a journal needs.
 
     Attributes:
         num_rows: The number of rows.
+        schema: The columns.
         buffer: The bytes. They are only valid until the next message of the same template.
     """
 
     num_rows: int
+    schema: pa.Schema
     buffer: bytearray
 
     def serialize(self) -> bytearray:
@@ -106,38 +138,100 @@ class Message(NamedTuple):
 
 
 class MessageTemplate:
-    """The latest message of a table with this schema."""
+    """The latest message of a table with this schema. It has the columns in which any row so far has a value."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
         self._columns: Sequence[Column] = ()
-        self._message = Message(0, bytearray())
-        self._numbers: list[Numbers | None] = []  # writable parts of the message
+        self._block: NumberBlock | None = None
+        self._is_included = [False] * len(schema)
+        self._message = Message(0, pa.schema([]), bytearray())
+        self._numbers: list[Numbers | None] = []  # for each column, the writable part of the message
+        # The positions in the message of the numbers of the block, [columns, rows], and which columns are integers.
+        self._words: Numbers = np.empty(0, np.int64)
+        self._at: Numbers = np.empty((0, 0), np.int64)
+        self._integers: list[int] = []
 
-    def message(self, count: int, columns: Sequence[Column]) -> Message:
+    def message(self, count: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
         parts = zip(columns, self._columns, self._numbers, strict=False)
         changed = [part for part in parts if part[0] is not part[1] and _differ(*part[:2])]
-        if count != self._message.num_rows or not all(starmap(_replace, changed)):
-            batch = as_record_batch(self.schema, columns)
-            self._message = Message(count, bytearray(batch.serialize()))
-            content = np.frombuffer(self._message.buffer, np.uint8)
-            read = pa.ipc.read_record_batch(pa.py_buffer(self._message.buffer), batch.schema)
-            self._numbers = [_numbers(column, content) for column in read.columns]
-        self._columns = columns
+        is_same = count == self._message.num_rows and all(starmap(_replace, changed))
+        if not (is_same and self._replace_block(block)):
+            self._begin(columns, block)
+        self._columns, self._block = columns, block
         return self._message
 
+    def _replace_block(self, block: NumberBlock | None) -> bool:
+        """Write the numbers of a block to the message. Return false if it has other nulls than the block before."""
+        known = self._block
+        if block is None or known is None:
+            return block is known
+        if block.values.shape != known.values.shape or not _are_equal(block.nulls, known.nulls):
+            return False
+        values = block.values if block.nulls is None else np.where(block.nulls, 0.0, block.values)
+        words = values.view(np.int64).copy()
+        for index in self._integers:
+            words[index] = block.exact.get(index, values[index])
+        self._words[self._at] = words
+        return True
 
-def as_record_batch(schema: pa.Schema, columns: Sequence[Column]) -> pa.RecordBatch:
+    def _begin(self, columns: Sequence[Column], block: NumberBlock | None) -> None:
+        """Begin a new message."""
+        self._is_included = [
+            known or not _is_empty(column) for column, known in zip(columns, self._is_included, strict=True)
+        ]
+        names = [name for name, is_included in zip(self.schema.names, self._is_included, strict=True) if is_included]
+        batch = as_record_batch(self.schema, columns, block).select(names)
+        schema = self._message.schema if batch.schema == self._message.schema else batch.schema
+        self._message = Message(batch.num_rows, schema, bytearray(batch.serialize()))
+        content = np.frombuffer(self._message.buffer, np.uint8)
+        read = iter(pa.ipc.read_record_batch(pa.py_buffer(self._message.buffer), schema).columns)
+        self._numbers = [_numbers(next(read), content) if each else None for each in self._is_included]
+        if block is not None:
+            numbers = zip(columns, self._numbers, strict=True)
+            of_block = {column: part for column, part in numbers if isinstance(column, int) and part is not None}
+            parts = [of_block[index] for index in range(len(block.values))]
+            self._integers = [index for index, part in enumerate(parts) if part.dtype == np.int64]
+            self._words = content[: len(content) // 8 * 8].view(np.int64)
+            starts = [(part.__array_interface__["data"][0] - self._words.ctypes.data) // 8 for part in parts]
+            self._at = np.array(starts)[:, None] + np.arange(batch.num_rows)
+
+
+def as_record_batch(schema: pa.Schema, columns: Sequence[Column], block: NumberBlock | None = None) -> pa.RecordBatch:
     """Return rows as a record batch."""
-    return pa.RecordBatch.from_arrays([*map(_as_array, columns, schema.types)], schema=schema)
+    return pa.RecordBatch.from_arrays([*map(_as_array, _own(columns, block), schema.types)], schema=schema)
 
 
-def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
+def _own(columns: Sequence[Column], block: NumberBlock | None) -> list[OwnColumn]:
+    """Return columns with their own arrays."""
+    return [each if block is None or not isinstance(each, int) else block.column(each) for each in columns]
+
+
+def _cells(column: OwnColumn, dtype: pa.DataType) -> Sequence[Any]:
+    """Return the cells of a column."""
     match column:
-        case NumberColumn(values, nulls):
-            filled = values if nulls is None else np.where(nulls, 0, values)
-            return pa.array(filled.astype(dtype.to_pandas_dtype()), dtype, mask=nulls)
+        case NumberColumn(nulls=nulls):
+            numbers: list[Any] = column.as_type(dtype).tolist()
+            if nulls is None:
+                return numbers
+            return [None if is_null else number for is_null, number in zip(nulls, numbers, strict=True)]
+        case ListColumn(lengths, values):
+            ends, integers = np.cumsum(np.maximum(lengths, 0)).tolist(), values.tolist()
+            sizes = zip(lengths.tolist(), ends, strict=True)
+            return [None if size < 0 else integers[end - size : end] for size, end in sizes]
+        case pa.Array():
+            cells = column.to_pylist()
+            return (
+                [None if cell is None else dict(cell) for cell in cells] if pa.types.is_map(column.type) else [*cells]
+            )
+    return column
+
+
+def _as_array(column: OwnColumn, dtype: pa.DataType) -> pa.Array:
+    match column:
+        case NumberColumn(nulls=nulls):
+            return pa.array(column.as_type(dtype), dtype, mask=nulls)
         case ListColumn(lengths, values):
             offsets = np.concatenate([[0], np.cumsum(np.maximum(lengths, 0))])
             nulls = pa.array(lengths < 0)
@@ -148,10 +242,20 @@ def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
     return pa.array(column, dtype)
 
 
+def _is_empty(column: Column) -> bool:
+    """Return whether no row has a value."""
+    if isinstance(column, pa.Array):
+        return bool(column.null_count == len(column))
+    return isinstance(column, tuple) and column.count(None) == len(column)
+
+
 def _differ(column: Column, known: Column) -> bool:
     """Return whether columns differ, also in the sign of a zero, which `!=` ignores."""
-    may_have_signs = isinstance(column, tuple) and not isinstance(column[0], int | str)
-    return column != known or (may_have_signs and repr(column) != repr(known))
+    if column != known:
+        return True
+    if not (isinstance(column, tuple) and isinstance(known, tuple)):
+        return False
+    return not all(map(is_, column, known)) and repr(column) != repr(known)
 
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
@@ -179,7 +283,7 @@ def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
 def _are_equal(nulls: Numbers | None, known: Numbers | None) -> bool:
     if nulls is None or known is None:
         return nulls is known
-    return np.array_equal(nulls, known)
+    return nulls.shape == known.shape and nulls.tobytes() == known.tobytes()
 
 
 def _numbers(column: pa.Array, content: Numbers) -> Numbers | None:

@@ -93,7 +93,8 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
     for module in ("call_gradients", "functions", "hook_coverage", "module_hooks", "attached_hook"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
-    monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: [1.0] * vector.numel())
+    monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: vector)
+    monkeypatch.setattr(device_copy, "_as_numbers", lambda vector: [1.0] * vector.numel())
     monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)

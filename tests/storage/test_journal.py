@@ -98,6 +98,26 @@ def test_incomplete_batch_is_removed_from_the_journal(tmp_path: Path, monkeypatc
     assert list(JournalReader.of(path).batches()) == [batch(0), batch(2)]
 
 
+def test_rows_with_other_columns_follow_their_schema(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    written = [batch(0), batch(1).select(["step"]), batch(2).select(["step"]), batch(3)]
+    journal, sizes = Journal(path, SCHEMA), []
+    for each in written:
+        journal.append(each)
+        sizes.append(journal.size)
+    content = path.read_bytes()
+    for end in range(sizes[0], len(content) + 1):
+        path.write_bytes(content[:end])
+        reading = JournalReader.of(path)
+        assert [*reading.batches()] == written[: sum(size <= end for size in sizes)]
+        assert reading.problem is None
+        path.write_bytes(content)
+        rest = JournalReader.of(path, after=reading.without_content())
+        assert [*rest.batches()] == written[sum(size <= end for size in sizes) :]
+        assert (rest.rows, rest.torn) == (8, False)
+    journal.close()
+
+
 def test_removed_journal_is_detected_at_the_next_step(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
     journal = Journal(path, SCHEMA)

@@ -14,7 +14,7 @@ from run_folders import row, write_steps
 
 import instrument
 from instrument.analysis.plot_data import forward_order
-from instrument.storage import parts
+from instrument.storage import journal, parts
 from instrument.storage.row_batches import as_batch, as_table
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
@@ -70,6 +70,7 @@ def test_files_without_positions_keep_their_order(tmp_path: Path) -> None:
 def test_row_groups_declare_their_order_and_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "ROW_GROUP_ROWS", 10)
     monkeypatch.setattr(parts, "BATCHES_TO_COMBINE", 1)
+    monkeypatch.setattr(journal, "STACK_BYTES", 1)
     folder = write(tmp_path / "run", 8)
     about = pq.read_metadata(next((folder / "stats").glob("*.parquet")))
     names = about.schema.to_arrow_schema().names

@@ -311,7 +311,7 @@ def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Journal, "append", append)
     monkeypatch.setattr(RowCounts, "write", write)
-    monkeypatch.setattr("instrument.storage.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts in the meantime
+    monkeypatch.setattr("instrument.storage.parquet.ROWS_JOURNAL_BYTES", 3000)  # some become parts in the meantime
     done = 0
     write_steps(folder, map(rows_of, range(4)), close=False)
     assert moments == 16

@@ -11,7 +11,16 @@ import pyarrow as pa
 import pytest
 
 from instrument.storage.row_batches import as_batch
-from instrument.tables.message_template import ListColumn, Message, MessageTemplate, NumberColumn, as_record_batch
+from instrument.tables.message_template import (
+    Column,
+    ListColumn,
+    Message,
+    MessageTemplate,
+    NumberBlock,
+    NumberColumn,
+    StepColumns,
+    as_record_batch,
+)
 from instrument.tables.schemas import TABLES
 
 
@@ -31,8 +40,8 @@ def cell(draw: random.Random, dtype: pa.DataType, step: int, nulls: float) -> An
 
 
 def content(message: Message | pa.RecordBatch, schema: pa.Schema) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = pa.ipc.read_record_batch(pa.py_buffer(bytes(message.serialize())), schema).to_pylist()
-    return rows
+    rows = pa.ipc.read_record_batch(pa.py_buffer(bytes(message.serialize())), message.schema).to_pylist()
+    return [{name: row.get(name) for name in schema.names} for row in rows]
 
 
 @pytest.mark.parametrize("table", ["effects", "metrics"])
@@ -95,6 +104,84 @@ def test_columns_of_arrays_replace_only_what_differs() -> None:
         assert content(message, schema) == content(as_record_batch(schema, columns), schema) == expected
         buffers.append(message.buffer)
     assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, False, False, False]
+
+
+def test_blocks_of_numbers_replace_the_numbers_of_a_message() -> None:
+    schema = pa.schema(
+        [("a", pa.float64()), ("n", pa.int64()), ("b", pa.float64()), ("f", pa.int64()), ("s", pa.string())]
+    )
+    template, buffers, labels = MessageTemplate(schema), [], pa.array(["x", "y", "z"])
+    large = 2**62 + 1
+    for step, is_null in enumerate([False, False, True, True, False]):
+        values = np.array([[step, -0.0, np.nan if is_null else 1.0], [step, 2.0, 3.0], [0.0, 0.0, 0.0]])
+        block = NumberBlock(values, np.isnan(values) if is_null else None, {2: np.array([large, -1, step])})
+        message = template.message(3, [0, 1, pa.nulls(3, pa.float64()), 2, labels], block)
+        assert message.schema.names == ["a", "n", "f", "s"]
+        cells = (
+            [float(step), -0.0, None if is_null else 1.0],
+            [step, 2, 3],
+            [None] * 3,
+            [large, -1, step],
+            ["x", "y", "z"],
+        )
+        expected = [dict(zip(schema.names, row, strict=True)) for row in zip(*cells, strict=True)]
+        assert repr(content(message, schema)) == repr(expected)
+        buffers.append(message.buffer)
+    assert [one is other for one, other in itertools.pairwise(buffers)] == [True, False, True, False]
+    template.message(3, [1, 0, pa.nulls(3, pa.float64()), 2, labels], block)
+    assert template._message.buffer is not buffers[-1]  # other columns
+
+
+class Rows(StepColumns):
+    """Rows with columns of each form."""
+
+    schema = pa.schema(
+        {
+            **{"step": pa.int32(), "s": pa.string(), "a": pa.float64(), "f": pa.int64(), "b": pa.bool_()},
+            **{"shape": pa.list_(pa.int32()), "x": pa.float32(), "custom": pa.map_(pa.string(), pa.float64())},
+        }
+    )
+    block = NumberBlock(
+        np.array([[0.5, -0.0], [0.0, 1.0]]), np.array([[False, False], [True, False]]), {1: np.array([0, 2**62 + 1])}
+    )
+    latest = (0, "train")
+
+    def __len__(self) -> int:
+        return 2
+
+    def columns(self) -> list[Column]:
+        lists = ListColumn(np.array([-1, 2]), np.array([3, 4]))
+        custom = pa.array([None, {"y": 1.0}], self.schema.field("custom").type)
+        is_held = NumberColumn(np.array([1.0, np.nan]), np.array([False, True]))
+        return [
+            NumberColumn(np.array([7, 8])),
+            ("p", None),
+            0,
+            1,
+            is_held,
+            lists,
+            NumberColumn(np.full(2, 0.1)),
+            custom,
+        ]
+
+
+def test_tuples_of_columns_equal_the_batch() -> None:
+    rows, third = Rows(), float(np.float32(0.1))
+    assert repr([*rows]) == repr(
+        [(7, "p", 0.5, None, True, None, third, None), (8, None, -0.0, 2**62 + 1, None, [3, 4], third, {"y": 1.0})]
+    )
+    batch = [tuple(row.values()) for row in rows.to_batch().to_pylist()]
+    assert repr(batch).replace("[('y', 1.0)]", "{'y': 1.0}") == repr(list(rows))
+    assert (rows[1], rows[:1]) == (list(rows)[1], list(rows)[:1])
+
+
+def test_columns_are_included_from_their_first_value_on() -> None:
+    schema = pa.schema([("a", pa.float64()), ("b", pa.string())])
+    template = MessageTemplate(schema)
+    included = [
+        template.message(1, [(a,), (b,)]).schema.names for a, b in [(1.0, None), (None, None), (None, "x"), (2.0, None)]
+    ]
+    assert included == [["a"], ["a"], ["a", "b"], ["a", "b"]]
 
 
 def test_sign_of_zero_is_replaced() -> None:
