@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from geometric import Data
 from hook_runs import Calls, assert_close, record, scale
 from torch import Tensor, nn
 
@@ -27,13 +26,19 @@ class Slotted:
     h: Tensor | None = None
 
 
+def graph(x: Tensor) -> Any:
+    from geometric import Data
+
+    return Data(x=x)
+
+
 GIVEN: dict[str, Callable[[Tensor], Any]] = {
     "dict": lambda x: {"x": x},
     "user dict": lambda x: UserDict(x=x),
     "list": lambda x: [x],
     "dataclass": Slotted,
     "namespace": lambda x: SimpleNamespace(x=x),
-    "graph": lambda x: Data(x=x),
+    "graph": graph,
 }
 RETURNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "nothing": lambda given, h: None,

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 import torchvision
-import transformers
 from architectures import Architecture
 from conftest import Answer
 from hook_runs import refused, run_step
@@ -84,6 +83,8 @@ def test_transformer_set_records_every_head_and_block(name: str) -> None:
 
 
 def test_masks_are_in_no_number_of_the_transformer_set() -> None:
+    import transformers
+
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=D, n_layer=1, n_head=HEADS)
     probe = train(transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager"), "transformer")
     numbers = rows(probe, "attention_scores").select_dtypes("float64")  # the masks have the smallest float32

@@ -19,7 +19,6 @@ import torch
 from device_statistics import use_device_statistics
 from hook_runs import Calls, record, refused, run_step, run_steps
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from instrument.stats import cpu_kernel
 from instrument.stats.casts import Casts, next_scale
@@ -325,20 +324,28 @@ def test_tensors_without_a_cast_get_no_row(x: Tensor, recorded: set[str]) -> Non
     assert {row["hook"] for row in probe.sink.records("casts")} == recorded
 
 
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(4, 32)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
-    ("module", "shape", "of_input", "of_weight"),
+    ("make", "shape", "of_input", "of_weight"),
     [
-        (nn.Linear(32, 4), (2, 3, 32), 2, 1),
-        (nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1, 1),
-        (nn.Conv2d(32, 4, 1), (32, 2, 3), 0, 1),  # without a batch
-        (nn.ConvTranspose1d(32, 4, 3), (2, 32, 5), 1, 0),
-        (Conv1D(4, 32), (2, 3, 32), 2, 0),  # type: ignore[no-untyped-call]
+        (lambda: nn.Linear(32, 4), (2, 3, 32), 2, 1),
+        (lambda: nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1, 1),
+        (lambda: nn.Conv2d(32, 4, 1), (32, 2, 3), 0, 1),  # without a batch
+        (lambda: nn.ConvTranspose1d(32, 4, 3), (2, 32, 5), 1, 0),
+        (conv1d, (2, 3, 32), 2, 0),
     ],
+    ids=["linear", "conv", "conv-without-batch", "transposed", "conv1d-of-transformers"],
 )
 def test_blocks_are_along_the_inputs_of_a_product(
-    module: nn.Module, shape: tuple[int, ...], of_input: int, of_weight: int
+    make: Callable[[], nn.Module], shape: tuple[int, ...], of_input: int, of_weight: int
 ) -> None:
     torch.manual_seed(0)
+    module = make()
     x, weight = torch.randn(shape), module.get_parameter("weight")
     with torch.no_grad():
         for tensor, along in ((x, of_input), (weight, of_weight)):
