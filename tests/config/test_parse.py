@@ -506,6 +506,7 @@ def test_init_functions_are_those_of_torch() -> None:
 # ------------------------------------------------------------------------------------------ the full configuration
 
 
+@pytest.mark.spread(32)
 @pytest.mark.parametrize(
     ("changes", "where", "words"),
     [

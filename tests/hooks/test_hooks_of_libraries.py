@@ -39,6 +39,7 @@ def resnet() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize(
     ("make", "layer", "collected"),

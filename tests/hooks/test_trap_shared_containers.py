@@ -109,6 +109,7 @@ def halve(key: str) -> Callable[..., None]:
 HALF = {"layers": "embed", "action": "scale", "factor": 0.5}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_interventions_reach_the_container_of_the_caller(given: str, returned: str) -> None:
@@ -134,6 +135,7 @@ def test_interventions_reach_the_container_of_the_caller(given: str, returned: s
             Result(model, given, {"b": {**at_output, "kind": kind}}).assert_equals(output, weight * 0.5, x * 0.5)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_record_hooks_change_nothing(given: str, returned: str) -> None:

@@ -31,6 +31,7 @@ def specs(via: str) -> dict[str, dict[str, Any]]:
     return {f"{kind}_{role}": keep(kind, "**", role=role, via=via) for kind, role in hook_points}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("needs_gradient", [True, False])
 def test_module_hooks_equal_tensor_hooks(needs_gradient: bool) -> None:

@@ -64,6 +64,7 @@ def rows(probe: Any, hook: str) -> pd.DataFrame:
     return probe.stats[probe.stats["hook"] == hook]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", ["GPT-2", "Llama", "BERT", "T5", "Mixtral", "nn.TransformerEncoder", "nanoGPT", "minGPT"]
 )
@@ -147,6 +148,7 @@ def test_attention_without_a_dimension_of_heads_has_one_row_per_module() -> None
     assert [*rows(probe, "attention")["path"]] == ["softmax.0:0"] * (LAYERS * HEADS)
 
 
+@pytest.mark.slow
 def test_hook_sets_do_not_change_the_training() -> None:
     results = []
     for specs in ({}, "transformer"):
@@ -211,6 +213,7 @@ def test_low_precision_set_records_the_operands_of_products() -> None:
         assert row.quantization_error == pytest.approx(error.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rules_on_casts_report_nothing_in_a_healthy_training() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
@@ -240,6 +243,7 @@ def test_low_precision_set_ignores_blocks_that_contain_products() -> None:
     assert layers == {"0.0", "1"}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "part"), [("transformer", "attention"), ("moe", "router")])
 def test_hook_set_on_a_convolutional_network_is_an_error(name: str, part: str) -> None:
     assert f"no {part} found" in refused(Architecture("torchvision", "resnet18").make(), name)
@@ -269,6 +273,7 @@ def test_file_precedes_the_hook_set_of_its_name(workdir: Any) -> None:
     assert [*read_specs("moe")] == ["mine"]
 
 
+@pytest.mark.slow
 def test_transformer_set_in_the_command_line(cli: Callable[..., Answer]) -> None:
     plan = cli("+exp=language", "hooks=transformer", "plan=true").expect(0)
     assert "self_attn MultiheadAttention  3,168 parameters  [16, 64, 32]  attention, attention_scores" in plan.out

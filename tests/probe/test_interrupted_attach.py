@@ -113,6 +113,7 @@ def interrupt(
         sys.settrace(None)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("part", ["attach", "steps", "detach", "error"])
 @pytest.mark.parametrize("offset", tiered(range(16), quick=[0]))
 def test_interrupt_at_any_line_leaves_no_hook(part: str, offset: int) -> None:
@@ -134,6 +135,7 @@ def test_interrupt_at_any_line_leaves_no_hook(part: str, offset: int) -> None:
         assert not isinstance(caught.value.__context__, KeyboardInterrupt), trace.location
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["attach", "detach"])
 @pytest.mark.parametrize("first", tiered(range(1, 5), quick=[4]))
 def test_interrupt_at_any_call_ends_the_run(tmp_path: Path, part: str, first: int) -> None:
@@ -157,6 +159,7 @@ def test_interrupt_at_any_call_ends_the_run(tmp_path: Path, part: str, first: in
     assert statuses <= ({"interrupted"} if part == "attach" else {"interrupted", "done"})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("part", ["attach", "detach"])
 @pytest.mark.parametrize("offset", tiered([None, *range(16)], quick=[None]))
 def test_interrupt_of_a_trainer_callback_at_any_line_leaves_no_hook(part: str, offset: int | None) -> None:
@@ -188,6 +191,7 @@ def test_interrupt_of_a_trainer_callback_at_any_line_leaves_no_hook(part: str, o
         assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_, trace.location
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("number", range(1, 9))
 def test_failed_registration_leaves_no_hook(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     model, optimizer = network()
@@ -289,6 +293,7 @@ def interrupt_after(patch: pytest.MonkeyPatch, owner: Any, name: str, signals: i
     patch.setattr(owner, name, call)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("call", range(3))
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_interrupt_in_a_closure_ends_the_run_as_interrupted(tmp_path: Path, kind: str, call: int) -> None:

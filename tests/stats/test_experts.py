@@ -102,6 +102,7 @@ LATENT = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_di
 GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("family", "options"),
     [

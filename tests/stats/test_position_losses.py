@@ -163,6 +163,7 @@ def arguments(model: str, dataset: str, task: str, head: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dataset", "task", "head", "counts"),
     [

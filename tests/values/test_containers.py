@@ -127,6 +127,7 @@ def test_batch_of_graphs_keeps_its_structure() -> None:
     assert (new.num_graphs, new.x.sum().item(), batch.x.sum().item()) == (2, 12.0, 0.0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x}, Node], ids=["list", "tuple", "dict", "object"]
 )
