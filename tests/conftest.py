@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 from large_networks import LARGE
-from tiers import mark_combinations
+from tiers import mark_combinations, mark_spread
 
 if TYPE_CHECKING:
     from hydra.core.default_element import InputDefault
@@ -84,12 +84,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark combinations as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
+    """Mark most parameters as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
 
     Large networks run one at a time. They are first, so that the other process has other tests to run. Long work comes
     next, so that the processes end at the same time.
     """
     mark_combinations(items)
+    mark_spread(items)
     items.sort(
         key=lambda item: (
             not _is_large(item),

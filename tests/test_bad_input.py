@@ -79,6 +79,7 @@ def last_override(value: object) -> str | None:
     return str(value[-1]) if isinstance(value, list) else None
 
 
+@pytest.mark.spread(28)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -199,6 +200,7 @@ def test_invalid_override_is_reported_with_a_suggestion(cli: Cli, overrides: lis
         assert words in error
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("mode", ["single", "sweep"])
 def test_unwritable_output_folder_is_reported(cli: Cli, mode: str) -> None:
     write("file", "not a folder")
@@ -236,6 +238,7 @@ INVALID_IN_TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -250,6 +253,7 @@ def test_invalid_value_is_refused(overrides: list[str]) -> None:
     assert refusal_of(*overrides).strip()
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -271,6 +275,7 @@ def test_invalid_command_line_gives_no_traceback(cli: Cli, arguments: list[str])
     assert error_of(cli(*arguments)).strip()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", ["é漢字" * 50, "x" * 2_000], ids=["unicode", "long"])
 @pytest.mark.parametrize(
@@ -282,6 +287,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
     assert name[:20] in answer.err
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -326,6 +332,7 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
         assert words in error
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -392,6 +399,7 @@ def importable(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return workdir
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("case", MODELS)
 def test_custom_model_that_cannot_train_is_refused(importable: Path, case: str) -> None:
     expected = write_model(case)
@@ -400,6 +408,7 @@ def test_custom_model_that_cannot_train_is_refused(importable: Path, case: str) 
         assert words in error
 
 
+@pytest.mark.slow
 def test_error_in_a_custom_model_is_reported(cli: Cli) -> None:
     expected = write_model("forward fails")
     error = error_of(cli("+exp=mine"))
@@ -407,6 +416,7 @@ def test_error_in_a_custom_model_is_reported(cli: Cli) -> None:
         assert words in error
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -444,6 +454,7 @@ def test_custom_dataset_that_cannot_be_batched_is_refused(importable: Path) -> N
     assert "collate" not in error
 
 
+@pytest.mark.slow
 def test_configuration_errors_are_reported_without_importing_torch(workdir: Path) -> None:
     cases = [
         ["+exp=mnist_hoks"],
@@ -472,6 +483,7 @@ def load_failed_run(folder: str, status: str, rule: str) -> instrument.Run:
     return run
 
 
+@pytest.mark.slow
 def test_failing_hook_function_is_named_and_rows_are_kept(cli: Cli) -> None:
     write(
         "own_hook.py",
@@ -492,6 +504,7 @@ def test_failing_hook_function_is_named_and_rows_are_kept(cli: Cli) -> None:
     assert run.events[run.events.severity == "error"].step.item() == 3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [("tensor[:3]", "shape [3, 10]"), ("tensor.double()", "dtype"), ("tensor.detach()", "detached from the graph")],
@@ -506,6 +519,7 @@ def test_hook_function_with_an_invalid_result_is_named(importable: Path, returne
     assert expected in error
 
 
+@pytest.mark.slow
 def test_exit_of_custom_code_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path.cwd())
     write(
@@ -524,6 +538,7 @@ def test_exit_of_custom_code_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert list(instrument.load("out").runs.status) == ["failed", "done"]
 
 
+@pytest.mark.slow
 def test_model_error_during_training_keeps_the_rows(cli: Cli) -> None:
     write(
         "fragile_net.py",
@@ -545,6 +560,7 @@ def test_model_error_during_training_keeps_the_rows(cli: Cli) -> None:
     assert run.info["error"] == "RuntimeError: worn out"
 
 
+@pytest.mark.slow
 def test_run_continues_after_stdout_is_closed(workdir: Path) -> None:
     printed = workdir / ".process.out"
     os.mkfifo(printed)

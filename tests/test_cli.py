@@ -133,6 +133,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+@pytest.mark.slow
 def test_every_table_is_readable_with_pandas_polars_and_duckdb(finished: Path) -> None:
     filled = {"stats": 3, "metrics": 3, "coverage": 3, "layers": 3, "relations": 4}
     for table in TABLES:
@@ -144,6 +145,7 @@ def test_every_table_is_readable_with_pandas_polars_and_duckdb(finished: Path) -
         assert count == [(rows,)]
 
 
+@pytest.mark.slow
 def test_plan_is_printed_and_writes_nothing(cli: Cli) -> None:
     answer = cli(*SHORT, "plan=true", "train.steps=100", "train.batch_size=4", "hooks.digit_maps.steps=[0,99]")
     assert answer.code == 0, answer.err
@@ -173,6 +175,7 @@ def test_plans_of_a_sweep_show_the_fallback_and_write_nothing(cli: Cli) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_run_works_in_the_repository_root(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(Path(__file__).parents[1])
     answer = cli(*TINY, f"hydra.run.dir={tmp_path / 'out'}")
@@ -188,6 +191,7 @@ def sweep_of_four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answer, Pat
     return answer, only_entry(folder / "runs" / "norms")
 
 
+@pytest.mark.slow
 def test_sweep_loads_as_one_frame_with_typed_overrides(sweep_of_four: tuple[Answer, Path], cli: Cli) -> None:
     answer, folder = sweep_of_four
     for norm, seed in ((0.1, 1), (0.1, 2), (10, 1), (10, 2)):
@@ -210,6 +214,7 @@ def test_sweep_loads_as_one_frame_with_typed_overrides(sweep_of_four: tuple[Answ
     assert (instrument.load(sweep.folders[2]).metrics.loss != alone.metrics.loss).all()  # a run with another seed
 
 
+@pytest.mark.slow
 def test_custom_model_gets_only_its_own_arguments(cli: Cli) -> None:
     write(
         "own_net.py",
@@ -246,6 +251,7 @@ PRESETS = {
 ALL_PRESETS = f"[{','.join(PRESETS)}]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", tiered([*PRESETS, ALL_PRESETS], [ALL_PRESETS]))
 def test_hook_presets_are_selected_by_name(cli: Cli, preset: str) -> None:
     hooks = PRESETS.get(preset) or set.union(*PRESETS.values())
@@ -284,6 +290,7 @@ hooks:
 """
 
 
+@pytest.mark.slow
 def test_hooks_can_be_a_list(cli: Cli) -> None:
     text = EXPERIMENT.format(target="instrument.training.models.MLP, sizes: [64, 10]").splitlines()[:-1]
     items = (
@@ -294,6 +301,7 @@ def test_hooks_can_be_a_list(cli: Cli) -> None:
     assert set(instrument.load("out").stats.hook) == {"hooks_0", "last"}
 
 
+@pytest.mark.slow
 def test_fallback_is_reported_on_screen_and_in_the_files(cli: Cli) -> None:
     answer = cli(*WITHOUT_DATA, "quiet=true", "hydra.run.dir=out").expect(0)
     assert "FALLBACK" in answer.out
@@ -308,6 +316,7 @@ def test_fallback_is_reported_on_screen_and_in_the_files(cli: Cli) -> None:
         assert "using the digits of scikit-learn instead" in " ".join(part.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("logging", "has_log"),
     [
@@ -323,6 +332,7 @@ def test_quiet_run_prints_nothing(cli: Cli, logging: list[str], has_log: bool) -
     assert Path("out/instrument.log").exists() == has_log
 
 
+@pytest.mark.slow
 def test_shared_values_are_interpolated(cli: Cli) -> None:
     write("conf/exp/shared.yaml", SHARED.format(key="vars: {length: 4}", name="vars.length"))
     answer = cli("+exp=shared", "vars.length=3", "hydra.run.dir=out").expect(0)
@@ -334,6 +344,7 @@ def test_shared_values_are_interpolated(cli: Cli) -> None:
     assert "set vars.length, and write ${vars.length}" in answer.err
 
 
+@pytest.mark.slow
 def test_quiet_run_warns_about_an_unregistered_module(cli: Cli) -> None:
     write(
         "hiding_net.py",
@@ -351,6 +362,7 @@ def test_quiet_run_warns_about_an_unregistered_module(cli: Cli) -> None:
     assert events.severity[0] == "warning"
 
 
+@pytest.mark.slow
 def test_quiet_run_warns_about_a_hook_that_did_not_fire(cli: Cli) -> None:
     hook = "+hooks.late={layers:layers,kind:forward,action:record,start:50}"
     answer = cli(*TINY, hook, "quiet=true").expect(0)
@@ -365,6 +377,7 @@ def test_existing_run_is_not_overwritten(finished: Path, cli: Cli) -> None:
     assert contents("out") == before
 
 
+@pytest.mark.slow
 def test_existing_sweep_is_not_overwritten(sweep_of_four: tuple[Answer, Path], cli: Cli) -> None:
     shutil.copytree(sweep_of_four[1], "out")
     before = contents("out")
@@ -395,6 +408,7 @@ for command in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_interrupted_import_of_any_command_ends_with_one_line(tmp_path: Path) -> None:
     package = Path(instrument.__file__).parent
     modules = [file.stem for file in package.glob("commands/*.py") if MAIN in file.read_text()]
@@ -418,6 +432,7 @@ def test_interrupt_before_the_job_ends_with_one_line(
     assert (answer.code, answer.err.split()) == (130, ["interrupted"])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("option", "code"), [("-u", 141), ("-I", 0)], ids=["unbuffered", "buffered"])
 def test_command_whose_reader_has_ended_prints_no_traceback(option: str, code: int) -> None:
     path = str(Path(instrument.__file__).parents[1])

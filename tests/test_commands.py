@@ -97,6 +97,7 @@ def checked(config: DictConfig) -> None:
     read_objective(parsed.objective)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "commands",
     [
@@ -123,6 +124,7 @@ def test_runs_of_the_pages_can_be_composed(workdir: Path, commands: list[list[st
         checked(loader.load_sweep_config(asked, list(jobs[-1])))
 
 
+@pytest.mark.slow
 def test_commands_of_the_help_work(cli: Cli) -> None:
     commands = [arguments for _, arguments in commands_in(HELP)]
     assert [words[-1].partition("=")[0] for words in commands] == ["+exp", "plan", "hooks.tame.norm", "hooks", "resume"]
@@ -143,6 +145,7 @@ def test_commands_of_the_help_work(cli: Cli) -> None:
     assert cli("resume=out").code == 0
 
 
+@pytest.mark.slow
 def test_all_tools_work_on_a_sweep(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     small = ("model=mlp", "hooks=activations", *SHORT)
     assert cli("-m", *small, "seed=1,2", "hydra.sweep.dir=out").code == 0

@@ -27,6 +27,7 @@ SOURCES: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tool", tiered(SOURCES, ["nvdlfw"]))
 def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any], workdir: Path) -> None:
     name, text = SOURCES[tool]

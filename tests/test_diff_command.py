@@ -37,6 +37,7 @@ def test_difference_is_printed_with_a_table(tmp_path: Path, call: Call) -> None:
     assert "0: 50%, > 1024: 50%" in out
 
 
+@pytest.mark.slow
 def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, call: Call) -> None:
     one, other = run(tmp_path / "a"), run(tmp_path / "b", 1.1)
     assert "EQUAL STATISTICS" in call(main, one, run(tmp_path / "same")).expect(0).out
@@ -51,6 +52,7 @@ def test_exit_code_of_another_loss(tmp_path: Path, call: Call) -> None:
     assert "loss: the first difference is at step 0: 1 and nan" in answer.out
 
 
+@pytest.mark.slow
 def test_many_layers_are_listed_if_they_differ(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_command, "MAX_LISTED", 4)
     out = call(main, run(tmp_path / "a", layers=6), run(tmp_path / "b", 1.1, layers=6), "--steps", "0:1").expect(1).out

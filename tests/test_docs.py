@@ -51,6 +51,7 @@ def test_reference_has_every_kind_action_statistic_and_field() -> None:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
+@pytest.mark.slow
 def test_reference_has_every_rule_and_its_fields() -> None:
     text = MAKE.rules_page()
     for name, model in ((name, rule.fields) for name, rule in RULES.items()):
@@ -82,6 +83,7 @@ def test_example_of_a_section_is_valid(name: str, given: dict[str, Any]) -> None
         model.model_validate(given)
 
 
+@pytest.mark.spread(48)
 @pytest.mark.parametrize(
     "name",
     [
@@ -95,6 +97,7 @@ def test_links_lead_to_files(name: str) -> None:
         assert (page.parent / link).exists(), link
 
 
+@pytest.mark.spread(48)
 @pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").rglob("*.md")), ids=lambda page: page.stem)
 def test_links_lead_to_headings(page: Path) -> None:
     for link, heading in re.findall(r"\]\((?!https?:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):

@@ -158,6 +158,7 @@ def test_error_location_is_the_last_line_of_user_code(tmp_path: Path, folder: st
     assert user_code_location(caught.value) == f" (in {file}:7, inner)"
 
 
+@pytest.mark.slow
 def test_error_outside_user_code_has_no_location() -> None:
     code = "import instrument.config.parse as p\nfrom instrument.errors import user_code_location\n" + (
         "try:\n    p.parse_hooks(3)\nexcept Exception as error:\n    print(repr(user_code_location(error)))"

@@ -96,6 +96,7 @@ def test_shapes_are_printed_in_forward_order(script: Script) -> None:
     assert len(lines) == 2 * len(list(model.modules()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", tiered([18, 50], [18]))
 def test_features_equal_the_layer_outputs(script: Script, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     import torchvision.models
@@ -145,6 +146,7 @@ def test_tensor_hook_doubles_upstream_gradients(script: Script) -> None:
     assert [row[1] for row in rows] == norms
 
 
+@pytest.mark.slow
 def test_l2_hook_equals_weight_decay(script: Script) -> None:
     lines = script("weight_decay.py")
     assert lines[0] == "L2 by hook and weight_decay: bit-identical"
@@ -213,6 +215,7 @@ def test_state_dict_hooks_change_files_but_not_the_model(script: Script) -> None
     assert 0 < float(answers["largest rounding error"]) <= round(largest / 127 / 2, 4)
 
 
+@pytest.mark.slow
 def test_wrapped_module_is_recorded(experiment: Experiment) -> None:
     run = experiment("wrapped")
     stats = run.stats

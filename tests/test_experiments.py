@@ -53,6 +53,7 @@ def test_guide_lists_the_experiments_with_their_commands() -> None:
     assert [name for name in names if f'"{name}"' not in tested and f"+exp={name}" not in tested] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(["feature_maps", "gradient_maps", "gradient_change"], {"feature_maps"}))
 def test_maps_of_one_digit_are_recorded_before_and_after_the_training(experiment: Experiment, name: str) -> None:
     hooks = {"feature_maps": ("digit", "input", "output", "gradient"), "gradient_maps": ("digit", "gradients")}
@@ -86,6 +87,7 @@ def test_maps_of_one_digit_are_recorded_before_and_after_the_training(experiment
     assert maps
 
 
+@pytest.mark.slow
 def test_all_gradients_are_clipped_to_a_hundredth(experiment: Experiment) -> None:
     run = experiment("clip_gradients", *SMALL, "train.steps=4")
     before, after = (rows_of(run, hook).abs_max.to_numpy() for hook in ("before", "after"))
@@ -94,6 +96,7 @@ def test_all_gradients_are_clipped_to_a_hundredth(experiment: Experiment) -> Non
     np.testing.assert_array_equal(after, np.minimum(before, np.float32(0.01)))
 
 
+@pytest.mark.slow
 def test_exploding_gradient_is_reported_and_clipped_only_there(experiment: Experiment) -> None:
     run = experiment("exploding_gradient", *SMALL, "train.steps=42")
     assert run.events[["step", "rule", "layer", "severity"]].to_numpy().tolist() == [

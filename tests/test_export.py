@@ -86,6 +86,7 @@ def test_replay_sorts_rows_of_ranks_and_early_evaluations(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> None:
     outputs = "{layers: '**', kind: forward, action: record, histogram: 16, quantiles: true, every: 3}"
     evaluated = (
@@ -183,6 +184,7 @@ def test_failed_export_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Monke
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_every_run_of_a_sweep_has_its_own_export_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in range(2):
         make_run(tmp_path / "sweep" / str(job))

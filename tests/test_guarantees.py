@@ -172,6 +172,7 @@ def train(model: nn.Module, batches: list[Tensor], make_probe: Callable[[torch.o
     return trace
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(MODELS, ("mnist_cnn", "lstm", "transformer", "tied")))
 def test_recording_everything_is_bit_identical(name: str) -> None:
     torch.manual_seed(0)
@@ -258,6 +259,7 @@ def one_step(model: nn.Module, specs: Any, batch: Tensor) -> Probe:
     return probe
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("layer", "kind", "cause"),
     [
@@ -297,6 +299,7 @@ def test_silent_hook_is_reported_with_its_cause(layer: str, kind: str, cause: st
     assert not probe.sink.rows["stats"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("layer", ["frozen", "behind_frozen", "under_no_grad", "."])
 def test_missing_input_gradient_is_recorded_but_not_missed(layer: str) -> None:
     spec = {"layers": layer, "kind": "full_backward"}
@@ -416,6 +419,7 @@ def loop() -> Loop:
     return Loop(model, optimizer, torch.randn(5, 4, requires_grad=True))
 
 
+@pytest.mark.slow
 def test_exit_restores_the_original_hooks(loop: Loop) -> None:
     before = hooks_of(loop.model, loop.optimizer, loop.batch)
     with instrument.attach(loop.model, hook_configuration(), optimizer=loop.optimizer) as probe:
@@ -424,6 +428,7 @@ def test_exit_restores_the_original_hooks(loop: Loop) -> None:
     assert hooks_of(loop.model, loop.optimizer, loop.batch) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_error_in_the_loop_removes_all_hooks(loop: Loop, error: type[BaseException]) -> None:
     before = hooks_of(loop.model, loop.optimizer, loop.batch)
@@ -447,6 +452,7 @@ def raise_keyboard_interrupt(tensor: Tensor, context: instrument.Context) -> Ten
     raise KeyboardInterrupt
 
 
+@pytest.mark.spread(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize(
     ("function", "error"),
@@ -511,6 +517,7 @@ def effects() -> Callable[..., list[dict[str, Any]]]:
     return of
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("spec", "changed", "after", "factor"),
     [

@@ -70,6 +70,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin"
 
 
+@pytest.mark.slow
 def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> None:
     assert "-cp311-abi3-" in wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -84,6 +85,7 @@ def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["instrument"], pytest.param(["python", "-m", "instrument"], marks=pytest.mark.slow)], ids=" ".join
 )

@@ -34,6 +34,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
     manager.shutdown_kernel(now=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(SHOWN, ["find_a_nan"]))
 def test_notebook_runs_and_shows_its_result(name: str, kernel: KernelManager) -> None:
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -45,6 +46,7 @@ def test_notebook_runs_and_shows_its_result(name: str, kernel: KernelManager) ->
     assert SHOWN[name] in "".join(str(output) for output in outputs)
 
 
+@pytest.mark.slow
 def test_notebooks_are_stored_without_outputs() -> None:
     books = {file.stem: nbformat.read(file, as_version=4) for file in NOTEBOOKS.glob("*.ipynb")}
     assert books.keys() == SHOWN.keys()

@@ -184,6 +184,7 @@ def find_cycle(imports: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
+@pytest.mark.slow
 def test_no_import_cycle_even_for_type_checkers() -> None:
     names = {
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__"): file for file in files()

@@ -13,6 +13,7 @@ from conftest import REPOSITORY, Answer
 from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
 @pytest.mark.filterwarnings(
     "ignore:.gradient_checkpointing.* is deprecated:FutureWarning"

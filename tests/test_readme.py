@@ -67,6 +67,7 @@ def test_make_commands_of_the_readme_are_targets() -> None:
         assert ("-m instrument +exp=mnist_hooks" if "demo" in command else "-m pytest") in dry.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides", [pytest.param(SHORT, id="short"), pytest.param([], id="unchanged", marks=pytest.mark.slow)]
 )
@@ -112,6 +113,7 @@ def test_readme_has_at_most_1200_words() -> None:
     assert len(README.split()) <= 1200
 
 
+@pytest.mark.slow
 def test_overrides_named_in_the_readme_are_accepted(workdir: Path) -> None:
     named = re.findall(r"`((?:\+|~)?hooks[.=][^`]+)`", README)
     assert len(named) >= 6

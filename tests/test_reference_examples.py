@@ -96,6 +96,7 @@ def train(hooks: dict[str, Any], **options: Any) -> instrument.Probe:
     return probe
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")  # such as modules whose input needs no gradient
 def test_hooks_of_the_kinds_and_of_actions_that_change_nothing_fire() -> None:
     hooks = {re.sub(r"\W+", "_", name): spec for name, spec in SPECS.items() if name not in CHANGES}
@@ -104,12 +105,14 @@ def test_hooks_of_the_kinds_and_of_actions_that_change_nothing_fire() -> None:
     assert fired == {*hooks}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")  # such as a loss that is NaN
 @pytest.mark.parametrize("name", tiered(CHANGES, [CHANGES[0], CHANGES[-1]]))
 def test_intervention_of_an_example_changes_tensors(name: str) -> None:
     assert train({"mine": SPECS[name]}).effects.changed_fraction.max() > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", [name for name, example in EXAMPLES.items() if "apply" in example])
 def test_apply_of_an_example_changes_the_model(name: str) -> None:
     def described(sections: dict[str, Any]) -> list[object]:
@@ -120,6 +123,7 @@ def test_apply_of_an_example_changes_the_model(name: str) -> None:
     assert described(EXAMPLES[name]) != described({})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "changed", "warning"),
     [("watch", {"below": 1e3, "for": 2, "then": "warn"}, "std"), ("_target_", {"then": "warn"}, "every step")],

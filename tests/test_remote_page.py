@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from conftest import REPOSITORY
 
 from instrument.commands.upload import main
@@ -18,6 +19,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)
 STAMP = "2026-11-21_09-00-00-000000"
 
 
+@pytest.mark.slow
 def test_commands_of_the_page_run(cli: Callable[..., Any], bucket: str) -> None:
     done = []
     for language, text in BLOCKS:

@@ -129,6 +129,7 @@ def test_replay_from_the_start_repeats_every_row(place: Path, whole: Answer) -> 
     assert not (place / "all" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
     answer = replay_in(place, "done", "--steps", "9:12", "hooks=everything", "hydra.run.dir=window").expect(0)
     run, original = instrument.load(place / "window"), instrument.load(place / "done")
@@ -158,6 +159,7 @@ def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
     assert list(run.events["rule"]) == ["replay"]
 
 
+@pytest.mark.slow
 def test_hook_set_means_the_same_in_a_replay_and_a_run(place: Path, tmp_path: Path) -> None:
     """A set is added to the other hooks. A hook of the same name is an error."""
     (tmp_path / "conf" / "hooks").mkdir(parents=True)
@@ -206,6 +208,7 @@ def before(place: Path) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("before")
 def test_failed_run_is_repeated_up_to_its_failure(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(place / "before")
@@ -227,6 +230,7 @@ def test_failed_step_that_is_completed_is_reported(place: Path) -> None:
     assert certificate_of(place / "completed")["repeats_failure"] is False
 
 
+@pytest.mark.slow
 def test_changes_during_the_run_are_repeated(place: Path, before: Answer) -> None:
     assert "repeated: hooks.tame.norm=0.2 after 9 steps, by instrument.control" in before.out
     assert "not repeated: hooks.seen.every=1 after 7 steps, by instrument.control" in before.out

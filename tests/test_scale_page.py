@@ -20,6 +20,7 @@ PAGE = (REPOSITORY / "docs" / "scale.md").read_text()
 SWEEP = "runs/mnist_hooks/sweep_..."
 
 
+@pytest.mark.slow
 def test_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for job in range(18):
         folder = tmp_path / SWEEP / str(job)

@@ -43,6 +43,7 @@ def words_in_bash(lines: Sequence[str], folder: Path) -> list[list[str]]:
     return [text.split("\0")[:-1] for text in answer.stdout.split("\n\0")[:-1]]
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize(
     "file", [file for file in FILES if any(lines_of(file))], ids=lambda file: str(file.relative_to(REPOSITORY))
 )

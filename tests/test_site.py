@@ -51,6 +51,7 @@ def build(configuration: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert pages
@@ -81,6 +82,7 @@ def indexed(site: Path) -> dict[str, float]:
     return {entry["location"].partition("#")[0]: entry.get("boost", 1) for entry in index["docs"]}
 
 
+@pytest.mark.slow
 def test_search_index_has_every_page_and_prefers_guides(site: Path) -> None:
     found = indexed(site)
     assert found["start.html"] > 1

@@ -148,6 +148,7 @@ def test_rerun_continues_after_a_job_fails_again(swept: Path, call: Call) -> Non
     assert len(instrument.load("out").folders) == 4
 
 
+@pytest.mark.slow
 def test_rerun_does_not_change_a_finished_sweep(seeds: Path, call: Call) -> None:
     before = {file: file.stat().st_mtime_ns for file in seeds.rglob("*") if file.is_file()}
     out = call(main, str(seeds / "out"), "--rerun").expect(0).out
@@ -207,6 +208,7 @@ def test_refused_job_is_listed_with_its_error(refusing: Path, call: Call) -> Non
     assert rows_of(out)[1][:3] == ["1", "failed", "seed=-2"]
 
 
+@pytest.mark.slow
 def test_sweep_of_shuffled_values_lists_existing_jobs(seeds: Path, tmp_path: Path, call: Call) -> None:
     """Each expansion has another order, so the missing jobs are not known."""
     out = shutil.copytree(seeds / "out", tmp_path / "out")
@@ -216,6 +218,7 @@ def test_sweep_of_shuffled_values_lists_existing_jobs(seeds: Path, tmp_path: Pat
     assert "their values are shuffled" in call(main, str(out), "--rerun").err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("values", "labels"),
     [
@@ -251,6 +254,7 @@ def test_rerun_of_a_running_sweep_is_refused(swept: Path, call: Call, monkeypatc
     assert not (swept / ".aside").exists()
 
 
+@pytest.mark.slow
 def test_trials_of_a_search_are_listed_and_cannot_be_rerun(cli: Cli, call: Call) -> None:
     search = ("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=out")
     assert cli("-m", *TINY, "train.steps=1", "optimizer.lr=interval(0.1,1)", *search).code == 0
@@ -271,6 +275,7 @@ def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, call: Call) -
     assert "hydra.sweep.subdir" in err
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(130)])
 def test_interrupted_rerun_lists_the_remaining_jobs(
     swept: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, stop: BaseException
@@ -314,6 +319,7 @@ def test_runs_without_a_sweep_are_listed_locally_and_remotely(tmp_path: Path, ca
         assert ("multirun.yaml" in err) == ("://" not in folder)
 
 
+@pytest.mark.slow
 def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, call: Call) -> None:
     remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
     assert (remote / "multirun.yaml").read_text() == (seeds / "out" / "multirun.yaml").read_text()
@@ -326,6 +332,7 @@ def test_remote_sweep_lists_its_missing_jobs(seeds: Path, tmp_path: Path, call: 
     assert call(main, f"file://{remote}", "--rerun").code == 2
 
 
+@pytest.mark.slow
 def test_remote_sweep_of_shuffled_values_lists_existing_jobs(seeds: Path, tmp_path: Path, call: Call) -> None:
     remote = shutil.copytree(seeds / "there" / "out", tmp_path / "out")
     rewrite(remote / "multirun.yaml", "seed=1,2,3", "seed=shuffle(range(1,4))")
@@ -334,6 +341,7 @@ def test_remote_sweep_of_shuffled_values_lists_existing_jobs(seeds: Path, tmp_pa
     assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["2", "done"]]
 
 
+@pytest.mark.slow
 def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None:
     remote = shutil.copytree(seeds / "there", Path("there").resolve())
     before = (remote / "out" / "multirun.yaml").read_text()
@@ -344,6 +352,7 @@ def test_existing_remote_sweep_is_not_overwritten(seeds: Path, cli: Cli) -> None
     assert not Path("elsewhere", "out").exists()
 
 
+@pytest.mark.slow
 def test_jobs_with_different_addresses_have_no_common_remote(cli: Cli) -> None:
     swept = f"sink.remote=file://{Path('one').resolve()},file://{Path('two').resolve()}"
     assert "remote  " not in cli("-m", *TINY, "train.steps=1", swept, "hydra.sweep.dir=out").expect(0).out

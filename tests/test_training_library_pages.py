@@ -89,6 +89,7 @@ def megatron(optimizer: FP32Optimizer, model: nn.Module, state: dict[str, Any], 
     return train_step
 
 
+@pytest.mark.slow
 def test_lines_of_the_megatron_page_record_its_loop(tmp_path: Path) -> None:
     blocks, _ = page("megatron")
     results = []
@@ -125,6 +126,7 @@ def test_parameter_gradients_of_megatron_are_its_main_gradients(tmp_path: Path) 
     assert found == pytest.approx({name: float(norm) for name, norm in state["gradient"].items()}, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_lines_of_the_torchtitan_page_record_its_trainer(
     is_compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

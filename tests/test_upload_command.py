@@ -25,6 +25,7 @@ def train(out: Path, copy: Path | None = None) -> None:
             shutil.copytree(out, copy, ignore=shutil.ignore_patterns(".lock*"))
 
 
+@pytest.mark.slow
 def test_upload_keeps_the_folder_layout_below_runs(tmp_path: Path, call: Call) -> None:
     for name in ("a", "b"):
         train(tmp_path / "runs" / "sweep" / name)

@@ -54,3 +54,19 @@ def mark_combinations(items: Sequence[pytest.Item]) -> None:
         if found <= done:
             item.add_marker("slow")
         done |= found
+
+
+def mark_spread(items: Sequence[pytest.Item]) -> None:
+    """Mark parameters as slow in tests with the marker `spread`, except n at equal distances."""
+    spread: dict[str, list[pytest.Item]] = defaultdict(list)  # by test function
+    for item in items:
+        if item.get_closest_marker("spread") and not item.get_closest_marker("slow"):
+            spread[item.nodeid.partition("[")[0]].append(item)
+    for found in spread.values():
+        marker = found[0].get_closest_marker("spread")
+        assert marker is not None
+        (n,) = marker.args
+        quick = {i * len(found) // n for i in range(n)}
+        for i, item in enumerate(found):
+            if i not in quick:
+                item.add_marker("slow")

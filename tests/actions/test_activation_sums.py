@@ -51,6 +51,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         use_device_statistics(monkeypatch)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_change_is_output_minus_input(dtype: torch.dtype) -> None:
@@ -168,6 +169,7 @@ def statistics(x: Tensor, names: list[str], module: nn.Module | None = None, **f
     return [row[name] for name in names]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_token_cosine_is_the_mean_cosine_of_all_pairs(dtype: torch.dtype) -> None:
@@ -195,6 +197,7 @@ def test_token_cosine_leaves_out_tokens_without_a_direction() -> None:
         assert statistics(without, ["token_cosine"]) == [None]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 def test_statistics_of_logits_equal_scipy(dtype: torch.dtype) -> None:
@@ -243,6 +246,7 @@ def test_sums_of_parts_of_a_batch_are_those_of_the_batch(name: str) -> None:
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")  # the graph breaks
 def test_change_of_a_compiled_block_is_recorded_outside_of_the_graph() -> None:
     block = Calls(lambda linear, x: x + linear(x), linear=nn.Linear(3, 3))
@@ -276,6 +280,7 @@ def test_entropy_of_certain_predictions_is_exact(gap: float) -> None:
     assert statistics(x, ["softmax_entropy"]) == [pytest.approx(expected, rel=1e-5, abs=1e-15)]
 
 
+@pytest.mark.slow
 def test_trial_before_a_run_measures_a_change(tmp_path: Path) -> None:
     stats = "[branch_ratio, {_target_: torch.mean, name: shift}]"
     hook = f"{{layers: '**', types: ReLU, kind: forward, role: change, action: record, stats: {stats}}}"

@@ -71,6 +71,7 @@ def test_quantize_to_integers_uses_one_scale(to: str, steps: int) -> None:
     assert new.abs().max() == 1.0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2"])
 def test_quantize_to_float8_rounds_to_nearest(to: str) -> None:
     tensor = torch.randn(1000, generator=generator())
@@ -136,6 +137,7 @@ def test_straight_through_keeps_the_old_gradient() -> None:
     assert torch.equal(apply_to_identity(ROW, action="modify", fn="quantize")[1], WEIGHTS)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("fn", [{"fn": "resample"}, {"fn": "shuffle"}, {"fn": "dropout", "p": 0.5}, {"fn": "nan"}])
 def test_random_functions_are_reproducible_and_keep_global_state(fn: dict[str, Any]) -> None:
     before = torch.get_rng_state()
@@ -181,6 +183,7 @@ NOTHING_TO_DRAW: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = 
 }
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NOTHING_TO_DRAW)
 def test_actions_accept_tensors_of_every_size(name: str, dtype: torch.dtype) -> None:
@@ -196,6 +199,7 @@ def test_actions_accept_tensors_of_every_size(name: str, dtype: torch.dtype) -> 
         assert probe.coverage()[0]["fired"] == 1
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("fn", ["l1", "l2"])
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1, 1), (3,)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)

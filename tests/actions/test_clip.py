@@ -27,6 +27,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
     return torch.tensor(values, dtype=draw(st.sampled_from(DTYPES))).reshape(shape)
 
 
+@pytest.mark.slow
 @given(tensors(), numbers, numbers)
 def test_clip_values_keeps_bounds_and_inner_values(tensor: Tensor, a: float, b: float) -> None:
     low, high = sorted((a, b))
@@ -88,6 +89,7 @@ def clipped(tensor: Tensor, **fields: Any) -> Tensor:
     ]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
@@ -109,6 +111,7 @@ def test_each_clip_field_is_applied(fields: dict[str, float], wanted: list[list[
     assert tensor.tolist() == [[3.0, -4.0], [0.0, 10.0]], "the input tensor is not changed in place"
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fields", [{"value": 1.0}, {"norm": 1.0}, {"norm": 1.0, "scope": "sample"}], ids=str)
 def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dict[str, Any]) -> None:
@@ -119,6 +122,7 @@ def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dic
     assert tensor.grad.any()
 
 
+@pytest.mark.spread(16)
 @pytest.mark.combinations(2)
 @pytest.mark.parametrize("special", [[], [0.5], [-0.25], [-0.0], [math.nan], [math.inf], [-math.inf]], ids=str)
 @pytest.mark.parametrize("bounds", [(-0.25, 0.5), (0.0, 0.5), (None, 0.5), (-0.25, None), (0.5, -0.25)], ids=str)
@@ -160,6 +164,7 @@ def test_per_sample_norm_of_a_vector_is_per_element() -> None:
     torch.testing.assert_close(result, torch.tensor([1.0, -0.5, -1.0]))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (4, 0), ()])
 @pytest.mark.parametrize("scope", ["tensor", "sample"])
 def test_clip_accepts_empty_tensors_and_scalars(shape: tuple[int, ...], scope: str) -> None:

@@ -48,6 +48,7 @@ def record(specs: dict[str, Any], **options: Any) -> instrument.Probe:
     return run_steps(model, specs, lambda: model(torch.randn(5, 4)), 2, **options)
 
 
+@pytest.mark.slow
 def test_custom_statistics_are_columns_of_every_reader(tmp_path: Path) -> None:
     named = {"_target_": f"{__name__}.scaled", "name": "doubled", "factor": 2.0}
     specs = {"mine": hook("mean", "min", "max", "numel", spread, named), "usual": hook("default")}
@@ -78,6 +79,7 @@ def test_memory_sink_has_custom_columns() -> None:
     assert frame[frame.hook == "usual"].spread.isna().all()
 
 
+@pytest.mark.slow
 def test_sweep_joins_runs_with_different_custom_statistics(tmp_path: Path) -> None:
     for name, stats in (("a", [spread]), ("b", [{"name": "total", "_target_": scaled}]), ("c", ["mean"])):
         record({"mine": hook(*stats)}, out=tmp_path / name)
@@ -106,6 +108,7 @@ def test_scan_reads_custom_statistics(sweep: instrument.Run) -> None:
     assert [batch.schema.names for batch in sweep.scan("stats", ["spread"])] == [["spread"]] * 3
 
 
+@pytest.mark.slow
 def test_effects_of_a_key_on_a_custom_statistic(sweep: instrument.Run) -> None:
     effects = sweep.effects_of("hooks.grow.factor", baseline=1.0)
     of_layer = effects[(effects.statistic == "spread") & (effects.layer == "0")]
@@ -132,6 +135,7 @@ def test_plots_show_custom_statistics(sweep: instrument.Run) -> None:
             instrument.plot.compare(data, y="sprea")
 
 
+@pytest.mark.slow
 def test_report_contains_custom_statistics(sweep: instrument.Run) -> None:
     first = sweep.folders[0]
     data = data_of(instrument.report.make(first).html)
@@ -170,6 +174,7 @@ def test_names_and_functions_of_statistics_in_run_json(tmp_path: Path) -> None:
     assert recorded[2]["_target_"].startswith("<lambda> at test_custom_statistics.py:")
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -189,6 +194,7 @@ def test_results_are_converted_to_numbers(function: Any, expected: float | None)
     assert row["nan_count"] == 0
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -267,6 +273,7 @@ def test_budget_drops_custom_statistics_first() -> None:
 RUN = ("model=mlp", "data=digits", "data.slice.stop=64", "train.steps=2", "device=cpu", "hydra.run.dir=out")
 
 
+@pytest.mark.slow
 def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Answer]) -> None:
     target = f"{{_target_: {__name__}.spread, name: Width}}"
     arguments = (*RUN, f"+hooks.h={{layers: layers.0, kind: forward, action: record, stats: [{target}]}}")
@@ -281,6 +288,7 @@ def itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("statistic", "message"),
     [

@@ -79,6 +79,7 @@ def result(spec: dict[str, Any], mode: Any, *, trained: bool = True) -> tuple[Te
     return hidden, effects
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 @pytest.mark.parametrize("name", ACTIONS)

@@ -71,6 +71,7 @@ def train(kind: str, fn: str, **arguments: Any) -> instrument.Probe:
     return probe
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> None:
     probe = train(kind, "raise_key_error")
@@ -94,6 +95,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
     assert probe.sink.closed
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -119,6 +121,7 @@ def test_detached_result_is_reported(kind: str) -> None:
     assert "detached from the graph" in str(error)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("fn", "error_class", "message"),
     [

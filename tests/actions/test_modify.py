@@ -28,6 +28,7 @@ def apply_modify(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, 
         return model(tensor)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
@@ -51,6 +52,7 @@ def test_each_function_computes_its_formula(fields: dict[str, Any], wanted: list
     assert torch.equal(result, torch.tensor(wanted, dtype=torch.float32))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("fields", "gradient"),
@@ -236,6 +238,7 @@ def test_class_is_instantiated_once_per_hook() -> None:
             probe.end_step()
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("fn", "message"),
     [

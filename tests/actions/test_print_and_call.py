@@ -43,6 +43,7 @@ def spec(kind: str, **fields: Any) -> dict[str, Any]:
     return {"layers": "0", "kind": kind, **fields} if kind != "loss" else {"kind": kind, **fields}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_print_and_call_see_what_record_sees(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     seen.clear()
@@ -144,6 +145,7 @@ def fails(tensor: Tensor, context: instrument.Context) -> None:
     raise KeyError("gone")
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("kind", ["forward", "full_backward", "parameter_grad"])
 @pytest.mark.parametrize(
     ("fn", "message"),
@@ -173,6 +175,7 @@ def writes_through_numpy(tensor: Tensor, context: instrument.Context) -> None:
     tensor.numpy()[...] = 7
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_writes_through_numpy_do_not_reach_the_model(kind: str) -> None:
     seen.clear()

@@ -135,6 +135,7 @@ def test_tensor_is_copied_when_recorded() -> None:
 X = torch.arange(4 * 3 * 5, dtype=torch.float32).reshape(4, 3, 5)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
@@ -172,6 +173,7 @@ def test_values_are_converted_to_the_requested_dtype(dtype: str) -> None:
     assert torch.equal(row["values"], x.to(getattr(torch, dtype)))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "x",
     [
@@ -232,6 +234,7 @@ def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
     assert probe.sink.records("stats")[0]["numel"] == 10
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_extremes_of_64_bit_integers_are_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
@@ -328,6 +331,7 @@ def holder(weight: Tensor) -> nn.Module:
     return nn.ParameterDict({"weight": weight})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("role", ["param", "param_grad", "update"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_spectrum_is_of_the_matrix_of_the_first_dimension_and_all_others(role: str, dtype: torch.dtype) -> None:
@@ -375,6 +379,7 @@ def test_spectrum_without_a_value_is_null(weight: Tensor, expected: tuple[Any, .
     assert (row["values"], row["spectral_norm"], row["stable_rank"], row["effective_rank"]) == expected
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("module", "shape", "fields", "units"),
     [

@@ -31,6 +31,7 @@ def test_factor_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(scale_channels(tensor.unsqueeze(0), [0.1] * 1001, 1)[0], wanted)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factor", [0.1, -0.0, 1e300, 1e-300])
 def test_scaling_equals_a_product_with_a_number_in_every_bit(dtype: torch.dtype, factor: float) -> None:

@@ -52,6 +52,7 @@ def apply(
     return output.detach(), given.grad, probe.sink
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_intervention_changes_the_selection_only(name: str, dtype: torch.dtype) -> None:
@@ -72,6 +73,7 @@ def test_intervention_changes_the_selection_only(name: str, dtype: torch.dtype) 
     assert effect["norm_after"] == pytest.approx(changed.double().norm().item())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(SELECTIONS, ("channels", "slice in brackets", "several")))
 def test_gradient_through_a_selection_passes_gradcheck(name: str) -> None:
     complete, selection, _ = SELECTIONS[name]
@@ -82,6 +84,7 @@ def test_gradient_through_a_selection_passes_gradcheck(name: str) -> None:
         assert torch.autograd.gradcheck(lambda x: module(x).square(), given)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_records_are_of_the_selection(name: str) -> None:
     complete, selection, index = SELECTIONS[name]
@@ -239,6 +242,7 @@ def test_swap_exchanges_the_halves_of_a_batch() -> None:
     assert torch.equal(output, images[[2, 3, 0, 1]])
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("selection", "later", "message"),
     [

@@ -29,6 +29,7 @@ def weight_after(spec: dict[str, Any], *, sparse: bool, kind: str) -> tuple[torc
     return model[0].weight.detach(), probe.sink.records("effects")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["parameter_grad", "post_accumulate_grad", "parameter_grad_micro"])
 @pytest.mark.parametrize(
     "spec",
@@ -106,6 +107,7 @@ def result_with(spec: dict[str, Any], to_layout: Callable[[Tensor], Tensor]) -> 
     return output.detach(), model.weight.grad[ADJACENCY != 0], probe.sink.records("effects")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
 @pytest.mark.parametrize("kind", ["forward", "tensor", "full_backward_pre"])
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_tensor_of_every_layout_changes_like_a_dense_one(layout: str, spec: dict
     assert [row["numel"] for row in effects] == [row["numel"] for row in dense_effects] == [16]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_change_that_fills_a_sparse_tensor_is_refused(layout: str) -> None:

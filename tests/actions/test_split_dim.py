@@ -29,6 +29,7 @@ def heads(count: int = 3, length: int = 4) -> list[Tensor]:
     return [torch.randn(2, count, length, 5) for _ in range(3)]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -142,6 +143,7 @@ def test_kept_tensor_is_complete() -> None:
     assert_equal(seen, [x])
 
 
+@pytest.mark.slow
 def test_rows_in_a_compiled_graph_are_the_same() -> None:
     model, x = nn.Sequential(nn.Linear(3, 4)), torch.randn(2, 3)
     hooks = {

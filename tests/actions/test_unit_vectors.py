@@ -52,6 +52,7 @@ def result(tensor: Tensor, module: nn.Module | None = None, **fields: Any) -> tu
     return output, gradient
 
 
+@pytest.mark.spread(2)
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 def test_vector_of_a_file_is_added_to_the_units(dtype: torch.dtype) -> None:
@@ -84,6 +85,7 @@ def test_vector_of_a_safetensors_file_is_selected_by_its_key(workdir: Path) -> N
             result(SEQUENCE, fn="add", vector="v.safetensors", key=key)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_projection_equals_the_formula_and_has_its_gradient(tmp_path: Path) -> None:
     direction = DIRECTIONS[0] / DIRECTIONS[0].norm()

@@ -87,6 +87,7 @@ def equal_weights(one: nn.Module, other: nn.Module) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("seed", tiered([0, 1], [0]))
 def test_clip_of_rare_gradients_equals_code_by_hand(path: str, seed: int) -> None:
     """The seed of the feature: clip a gradient only where its norm exceeds a multiple of its running median."""
@@ -102,6 +103,7 @@ def test_clip_of_rare_gradients_equals_code_by_hand(path: str, seed: int) -> Non
     assert equal_weights(model, by_hand)
 
 
+@pytest.mark.spread(1)
 def test_scale_of_small_gradients_equals_code_by_hand(path: str) -> None:
     small = {"stat": "l2", "below": 0.2}
     model, by_hand = net(), net()
@@ -113,6 +115,7 @@ def test_scale_of_small_gradients_equals_code_by_hand(path: str) -> None:
     assert equal_weights(model, by_hand)
 
 
+@pytest.mark.spread(1)
 def test_effects_say_where_the_condition_held(path: str) -> None:
     rows = train(net(), {"tame": TAME, "always": {**TAME, "norm": 9.0, "when": None}}).sink.records("effects")
     assert {row["held"] for row in rows if row["hook"] == "always"} == {None}
@@ -192,6 +195,7 @@ def test_custom_function_gets_the_decision_of_a_device(monkeypatch: pytest.Monke
     assert len(seen) == STEPS
 
 
+@pytest.mark.spread(1)
 def test_gradient_flows_only_where_the_condition_holds(path: str) -> None:
     """A forward intervention that does not apply leaves values and gradients bit-identical."""
     model, bare = net(), net()
@@ -203,6 +207,7 @@ def test_gradient_flows_only_where_the_condition_holds(path: str) -> None:
     assert equal_weights(model, bare)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_pass_repeats_the_decision_without_counting(path: str, reentrant: bool) -> None:
     def network(checkpointed: bool) -> nn.Module:
@@ -251,6 +256,7 @@ def test_condition_is_about_the_selected_part() -> None:
         assert model(torch.tensor([[2.0, 9.0]])).tolist() == [[0.0, 9.0]]
 
 
+@pytest.mark.slow
 def test_condition_sees_unscaled_gradients() -> None:
     """The factor of a gradient scaler is not part of the value. Micro-steps are separate firings."""
     held = []
@@ -280,6 +286,7 @@ def test_condition_sees_unscaled_gradients() -> None:
     assert {row[-1] for row in held[0]} == {True, False}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("paths", tiered(["hh", "dd", "hd", "dh"], ["hd", "dh"]))
 def test_resumed_decisions_are_identical(paths: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous values are part of the state, also if the run continues on another device."""

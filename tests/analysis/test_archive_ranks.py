@@ -65,6 +65,7 @@ def test_several_processes_find_shards_of_one_batch(tmp_path: Path, monkeypatch:
     assert find(run, 2, 1, kind="parameter_grad", role="grad") == BATCH.tolist()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(
     ("scope", "location"),

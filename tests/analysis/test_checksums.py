@@ -99,6 +99,7 @@ def flips(folder: Path, count: int) -> Iterator[Path]:
         file.write_bytes(content)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 @pytest.mark.combinations
 @pytest.mark.parametrize("count", tiered([10, 2000], [10]))
@@ -149,6 +150,7 @@ def test_plain_readers_read_and_verify_the_pages(tmp_path: Path) -> None:
         pq.read_table(str(file), filesystem=LOCAL_FILES)
 
 
+@pytest.mark.slow
 def test_files_without_checksums_stay_readable(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", close=True)
     for file in folder.rglob("*.parquet"):

@@ -43,6 +43,7 @@ def only(frame: pd.DataFrame) -> pd.Series:
     return frame.iloc[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
 def test_interval_equals_that_of_scipy(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     pairs = st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=min(examples, 12))
@@ -74,6 +75,7 @@ def check_interval(folder: Path, pairs: npt.NDArray[np.float64], confidence: flo
     assert found["survives"] == (found["p_value"] < 1 - confidence)
 
 
+@pytest.mark.slow
 def test_p_values_are_adjusted_for_the_number_of_intervals(tmp_path: Path) -> None:
     """The loss has an effect only if it is the only interval."""
     loss, accuracy = [0.3, 1.6, 0.4, 1.9, 1.2, -0.1], [0.3, -0.3, 0.3, -0.3, 0.3, -0.1]
@@ -100,6 +102,7 @@ NAN = math.nan
 NUMBERS = ["mean_baseline", "mean_value", "difference", "ci_low", "ci_high"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("before", "after", "counts", "expected"),
     [
@@ -119,6 +122,7 @@ def test_few_or_equal_differences(
     np.testing.assert_array_equal(found[NUMBERS[2:]].to_numpy(float), expected[2:])
 
 
+@pytest.mark.slow
 def test_non_finite_and_one_sided_pairs_are_counted(tmp_path: Path) -> None:
     inf = math.inf
     before = [1.0, 2.0, NAN, 1.0, -inf, None, 1.0, None]
@@ -130,6 +134,7 @@ def test_non_finite_and_one_sided_pairs_are_counted(tmp_path: Path) -> None:
     assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
 def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
     @settings(max_examples=examples)
@@ -147,6 +152,7 @@ def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, exa
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", tiered([2, 3], [2]))
 def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path, seeds: int) -> None:
     """Compared with a pandas implementation over all rows."""
@@ -194,6 +200,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path, seeds: in
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
 
 
+@pytest.mark.slow
 def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
     for rate, norm, seed in product((0.2, 0.1), (0.1, 1.0), (1, 2)):
         config = {
@@ -213,6 +220,7 @@ def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
         sweep.effects_of("hooks.tame.norm", by="model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", tiered([2, 3], [2]))
 def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path, seeds: int) -> None:
     """With either side as the baseline, the differences are equal up to their sign."""
@@ -235,6 +243,7 @@ def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path, seed
         assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (2 * seeds, [seeds])
 
 
+@pytest.mark.slow
 def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
     """An override that changes nothing leaves the interval unchanged."""
     for copies, folder in ((1, tmp_path / "once"), (2, tmp_path / "again")):
@@ -248,6 +257,7 @@ def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
         assert again[name] == pytest.approx(once[name])
 
 
+@pytest.mark.slow
 def test_steps_argument_limits_the_rows(tmp_path: Path) -> None:
     for norm, seed in product((0.1, 1.0), (1, 2)):
         rows = {"metrics": [{"step": step, "loss": norm * step} for step in range(6)]}
@@ -293,6 +303,7 @@ def test_unpaired_runs_are_warned_of_and_listed(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_values_keep_their_types(tmp_path: Path) -> None:
     run = losses(tmp_path, {0.1: [1.0], 1.0: [1.0]})
     write_run(tmp_path / "none", config=clip_config(None), rows={"metrics": [{"loss": 2.0}]})
@@ -306,6 +317,7 @@ def test_values_keep_their_types(tmp_path: Path) -> None:
     assert (list(frame["value"]), list(frame["baseline"])) == ([1.0, None], [0.1, 0.1])
 
 
+@pytest.mark.slow
 def test_remote_sweep_gives_the_same_effects(tmp_path: Path) -> None:
     local = losses(tmp_path, {0.1: [1.0, 2.0], 1.0: [1.5, 3.0]}).effects_of("hooks.tame.norm")
     memory = fsspec.filesystem("memory")

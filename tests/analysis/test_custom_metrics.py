@@ -91,6 +91,7 @@ def test_rule_reads_a_metric_from_its_first_value(recwarn: pytest.WarningsRecord
     assert not recwarn
 
 
+@pytest.mark.slow
 def test_every_reader_has_one_column_for_each_metric(folder: Path) -> None:
     run = instrument.load(folder)
     assert run.custom_metrics == ("episode_return", "late", "val_return")
@@ -162,6 +163,7 @@ def test_effects_of_a_key_on_custom_metrics(sweep: instrument.Run) -> None:
     assert effects.set_index("statistic").loc["late", "n"] == 2
 
 
+@pytest.mark.slow
 def test_plot_and_diff_of_custom_metrics(sweep: instrument.Run) -> None:
     for runs in (sweep, sweep.metrics):
         figure = compare(runs, "score", interval=0)

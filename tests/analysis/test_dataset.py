@@ -124,6 +124,7 @@ def test_dataset_has_unpadded_tokens(run: Run) -> None:
         data[len(items)]
 
 
+@pytest.mark.slow
 def test_dataset_without_flatten_has_samples() -> None:
     hooks = {"layers": {**RECORD, "layers": "up", "slice": ":, :6"}, "inputs": {**INPUTS, "slice": ":, :6"}}
     run = record(None, hooks)
@@ -137,6 +138,7 @@ def test_dataset_without_flatten_has_samples() -> None:
     assert "position" not in batch
 
 
+@pytest.mark.slow
 def test_recorded_slice_keeps_positions(tmp_path: Path) -> None:
     hooks = {"layers": {**RECORD, "layers": "up", "slice": ":, 1::2"}, "inputs": INPUTS}
     batch = record(tmp_path, hooks).dataset("up", flatten="tokens")[:]
@@ -146,6 +148,7 @@ def test_recorded_slice_keeps_positions(tmp_path: Path) -> None:
     assert torch.equal(batch["x"], torch.stack([item[4] for item in items]))
 
 
+@pytest.mark.slow
 def test_layers_of_different_samples_are_aligned() -> None:
     hooks = {"few": {**RECORD, "layers": "up", "samples": [3, 1]}, "all": {**RECORD, "layers": "embed"}, "in": INPUTS}
     batch = record(None, hooks).dataset(layers=["up", "embed"], flatten="tokens")[:]
@@ -157,6 +160,7 @@ def test_layers_of_different_samples_are_aligned() -> None:
         assert batch["token"][i] == items[place][2]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
 def test_mask_has_any_dtype(dtype: torch.dtype) -> None:
     model = Calls(lambda x, attention_mask: x)
@@ -169,6 +173,7 @@ def test_mask_has_any_dtype(dtype: torch.dtype) -> None:
     assert places([probe.dataset(".", flatten="tokens")[:]]) == [(0, 0), (0, 2), (1, 1), (1, 2)]
 
 
+@pytest.mark.slow
 def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
     hooks = {"layers": {**RECORD, "layers": "up", "positions": [1, 3, 5]}, "inputs": INPUTS}
     data = record(tmp_path, hooks).dataset("up", flatten="tokens")
@@ -179,6 +184,7 @@ def test_recorded_positions_keep_positions(tmp_path: Path) -> None:
     assert torch.equal(batch["x"], torch.stack([item[4] for item in items]))
 
 
+@pytest.mark.slow
 def test_layers_of_different_positions_are_aligned_or_refused() -> None:
     up, embed = {**RECORD, "layers": "up"}, {**RECORD, "layers": "embed"}
     hooks = {
@@ -212,6 +218,7 @@ def test_layer_can_have_the_name_of_an_entry() -> None:
     assert torch.equal(batch["token"], x)
 
 
+@pytest.mark.slow
 def test_inputs_of_different_lengths_are_refused_without_flatten(tmp_path: Path) -> None:
     run = record(tmp_path, {"layers": {**RECORD, "layers": "up", "slice": ":, 0"}, "inputs": INPUTS})
     with pytest.raises(ConfigError, match=r"(?s)tokens: the input 'input_ids' differs in shape.*pass tokens=None"):
@@ -252,6 +259,7 @@ def test_each_item_is_yielded_once(run: Run, options: dict[str, Any]) -> None:
     assert all(len(batch["x"]) == 16 for batch in data.batches(16, drop_last=True, **options))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [pytest.param(each, id=name) for name, each in ORDERS.items()])
 def test_ranks_have_equally_many_other_items(
     run: Run, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -267,6 +275,7 @@ def test_ranks_have_equally_many_other_items(
     assert len(set().union(*parts)) == len(data) // 3 * 3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("workers", tiered([0, 1, 2, 3], quick=[0, 2]))
 @pytest.mark.parametrize("options", [pytest.param(each, id=name) for name, each in ORDERS.items()])
 @pytest.mark.combinations
@@ -292,6 +301,7 @@ def test_iteration_resumes_with_the_next_batch(run: Run, options: dict[str, Any]
             assert [places([batch]) for batch in loader] == complete
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_state_is_loaded_while_a_loader_exists(run: Run, persistent: bool) -> None:
     batches = run.dataset("up", flatten="tokens").batches(16, **ORDERS["window"])
@@ -307,6 +317,7 @@ def test_state_is_loaded_while_a_loader_exists(run: Run, persistent: bool) -> No
     assert [places([batch]) for batch in loader] == second
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchdata uses deprecated functions
 def test_stateful_dataloader_resumes(run: Run) -> None:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
@@ -344,6 +355,7 @@ def test_iteration_leaves_random_state(run: Run) -> None:
     assert states[2] == random.getstate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", tiered([64, 4096], quick=[64]))
 def test_iteration_needs_constant_memory(tmp_path: Path, megabytes: int) -> None:
     def anonymous() -> float:
@@ -383,6 +395,7 @@ def test_runs_follow_each_other(tmp_path: Path) -> None:
         instrument.load([])
 
 
+@pytest.mark.slow
 def test_ids_can_be_strings(tmp_path: Path) -> None:
     data = record(tmp_path, names=lambda i: f"file {i}").dataset("up", flatten="tokens")
     names = [f"file {item[0]}" for item in expected()]
@@ -391,6 +404,7 @@ def test_ids_can_be_strings(tmp_path: Path) -> None:
     assert data[3]["id"] == names[3]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.bool]
 )
@@ -471,6 +485,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("name", ERRORS)
 def test_wrong_argument_is_reported(run: Run, name: str) -> None:
     arguments, message = ERRORS[name]
@@ -499,6 +514,7 @@ def test_tensors_need_samples_and_positions() -> None:
         probe.dataset("0", with_targets=True)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -556,6 +572,7 @@ def test_tensors_are_exported_to_datasets(run: Run, tmp_path: Path) -> None:
         assert rows[name].tolist() == [item[i] for item in items]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("to", "options", "message"),
     [

@@ -146,6 +146,7 @@ def test_features_equal_a_hand_written_hook(run: instrument.Run) -> None:
     assert repr(features) == "Features(X: float32 (23, 5), y: int64 (23,), ids: int64 (23,))"
 
 
+@pytest.mark.slow
 def test_features_in_small_row_groups_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.storage.tensors.ROW_GROUP_BYTES", 100)
     X, _, ids = record({"pool": HOOKS["pool"]}, tmp_path / "run").features("avgpool")
@@ -198,6 +199,7 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
     assert np.array_equal(X, full[ids_of_second, 0, 0, 0])
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -248,6 +250,7 @@ def test_frame_has_a_column_for_each_feature(run: instrument.Run) -> None:
     assert instrument.Features(np.zeros((0, 3, 4)), None, np.zeros(0)).to_frame().shape == (0, 12)
 
 
+@pytest.mark.slow
 def test_several_epochs_require_a_choice(tmp_path: Path) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run", epochs=3)
     message = r"step: the samples occur in several steps: sample \d+ in steps \d+, \d+, \d+\n[\s\S]*fix +pass step="
@@ -276,6 +279,7 @@ def test_batches_with_numbers_and_strings_as_ids_give_strings() -> None:
     assert probe.features(".").ids.tolist() == ["4", "3", "a"]
 
 
+@pytest.mark.slow
 def test_run_without_ids_says_how_to_record_them(tmp_path: Path) -> None:
     run = record({"pool": HOOKS["pool"]}, tmp_path / "run", name=None)
     with pytest.raises(ConfigError, match=r"samples: the ids of the samples are unknown[\s\S]*probe\.batch\(ids=ids"):
@@ -482,6 +486,7 @@ class Repeating:
         return iter([3, 1, 3, 0])
 
 
+@pytest.mark.slow
 def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
     sampled = (
         f"data.dataset={{_target_: {__name__}.RandomImages}}",
@@ -508,6 +513,7 @@ def test_second_evaluation_at_a_step_is_refused() -> None:
         probe.features("0")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("step", [np.int64(0), np.array(0), 0, [np.int64(0)]], ids=repr)
 def test_step_of_numpy_selects(step: Any) -> None:
     model, hooks = nn.Sequential(nn.Linear(2, 2)), {"h": {"layers": "0", **RECORD}}

@@ -43,6 +43,7 @@ def names_of(run: instrument.Run) -> list[str]:
     return [finding.what for finding in findings(run)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "tables",
     [
@@ -81,6 +82,7 @@ def test_causes_precede_consequences_and_other_findings(made: Make) -> None:
     assert run.findings["rule"].tolist() == ["non_finite", "non_finite", "", ""]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("killed", [False, True])
 def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed: bool) -> None:
     norms = {"a": [1.0, 2.0, 50.0, 3.0], "b": [0.1, 0.1, 0.2, 0.1]}
@@ -91,6 +93,7 @@ def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed
     assert (found.value, found.number) == ("50, median at this location 2.5", 50.0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("about", "where"),
     [
@@ -122,6 +125,7 @@ def test_loss_finding_has_first_last_and_lowest_value(made: Make) -> None:
     assert only(run, "loss not finite").step == 3  # of the evaluation
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("non_finite", [math.nan, math.inf])
 def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float) -> None:
     run = made(metrics=[{"step": step, "loss": loss} for step, loss in enumerate((2.5, 1.5, non_finite, non_finite))])
@@ -139,6 +143,7 @@ def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     assert found.advice.startswith("Look at the first location")
 
 
+@pytest.mark.slow
 def test_evaluation_precedes_the_step_of_its_number(made: Make) -> None:
     rows = [{"step": 3, "phase": "eval", "layer": "e"}, {"step": 3, "layer": "t"}]
     found = only(made(stats=[{**row, "inf_count": 1} for row in rows]), "first recorded non-finite value")
@@ -151,6 +156,7 @@ def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").step == 2
 
 
+@pytest.mark.slow
 def test_rule_is_a_finding_with_advice(made: Make) -> None:
     rows = [{"layer": layer, "step": step, "dead_fraction": 0.75} for step in range(6) for layer in "ab"]
     run = made(stats=rows)
@@ -178,6 +184,7 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     assert (row["what"], row["step"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1, 10 times in succession"])]
 )
@@ -211,6 +218,7 @@ def test_location_is_listed_once_for_all_ranks(made: Make) -> None:
     assert (found.where, found.value) == ("a (seen, forward)", "0 of 9 times: not called")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("killed", [False, True])
 def test_each_intervention_has_its_changed_fraction(made: Make, killed: bool) -> None:
     tame = {**GRADIENT, "hook": "tame", "numel": 100}
@@ -230,6 +238,7 @@ def test_each_intervention_has_its_changed_fraction(made: Make, killed: bool) ->
     assert found[0].number == 0.5
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("config", "description"),
     [

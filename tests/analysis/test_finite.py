@@ -29,6 +29,7 @@ def row(of: dict[str, str], numel: float | None, nan: float | None, inf: float |
     return {**of, "numel": numel, "nan_count": nan, "inf_count": inf, "l2": 0.0, "mean": 0.0}
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("one", "excluded"),
     [
@@ -116,6 +117,7 @@ def test_broken_gradient_is_excluded_from_findings_and_means(broken: instrument.
     assert means.values[0, TABLES["stats"].numbers.index("nan_count")] == 49.0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stats", [["l2"], ["zero_fraction", "dead_fraction"], "l1"])
 def test_broken_gradient_is_reported_whatever_the_statistics(tmp_path: Path, stats: str | list[str]) -> None:
     run = train_broken(tmp_path / "run", stats)

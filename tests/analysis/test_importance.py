@@ -39,6 +39,7 @@ def test_fractions_are_those_of_an_analysis_of_variance() -> None:
     assert ((table["low"] <= table["importance"]) & (table["importance"] <= table["high"])).all()
 
 
+@pytest.mark.slow
 def test_numbers_of_a_random_search_and_a_pure_interaction() -> None:
     rng = np.random.default_rng(1)
     points = pd.DataFrame(rng.uniform(size=(100, 3)), columns=["a", "b", "c"])
@@ -53,6 +54,7 @@ def test_numbers_of_a_random_search_and_a_pure_interaction() -> None:
     assert table["importance"]["interactions"] > 0.8
 
 
+@pytest.mark.slow
 def test_a_wider_confidence_level_gives_wider_intervals() -> None:
     narrow, wide = (importance_of(*grid(1.0), interval=level) for level in (0.5, 0.95))
     assert (wide["high"] - wide["low"] >= narrow["high"] - narrow["low"]).all()
@@ -85,6 +87,7 @@ def test_too_few_different_runs_are_an_error(change: object, given: str) -> None
         importance(change(frame))  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_report_of_a_sweep_shows_the_importance(tmp_path: Path) -> None:
     for i, (rate, width, seed) in enumerate(itertools.product((0.1, 0.2), (3, 4), (0, 1))):
         overrides = {"optimizer.lr": rate, "model.width": width, "seed": seed}

@@ -48,6 +48,7 @@ def test_path_may_be_a_relative_string(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(instrument.load("run").stats) == 6
 
 
+@pytest.mark.slow
 def test_sweep_frame_has_typed_override_columns(tmp_path: Path) -> None:
     jobs = [0, 1, 9, 10]
     for job in jobs:
@@ -114,6 +115,7 @@ def test_tensors_are_arrays_of_their_shape(tmp_path: Path) -> None:
     assert "data" not in rows.columns
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("where", "found"),
     [
@@ -134,6 +136,7 @@ def test_tensors_are_filtered_by_columns(tmp_path: Path, where: dict[str, Any], 
 COLUMNS = r"its columns are step, .*layer"
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("read", "message"),
     [
@@ -173,6 +176,7 @@ def write_tensors(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument
     return instrument.load(write_steps(folder, [{"tensors": rows}], tensors=mode))
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 @pytest.mark.parametrize("name", FLOAT8)
 def test_every_float8_number_is_read_as_in_pytorch(tmp_path: Path, mode: str, name: str) -> None:
@@ -225,6 +229,7 @@ def test_sweep_tensors_have_run_and_override_columns(tmp_path: Path) -> None:
     assert all(array.shape == (2, 3) for array in rows["values"])
 
 
+@pytest.mark.slow
 def test_reading_a_run_does_not_import_torch(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
     script = (

@@ -88,6 +88,7 @@ def test_recomputed_rows_are_excluded_from_means(tmp_path: Path) -> None:
     assert mean_of(means, "stats", {"layer": "a"}, "l2") == 3.0
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("steps", "train", "last"),
     [

@@ -125,6 +125,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     )  # the name, the error, the layer and the hook in both tables, and the hook in the call
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "info",
     [

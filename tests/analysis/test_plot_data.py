@@ -40,6 +40,7 @@ def recorded(folder: Path, **fields: Any) -> instrument.Run:
     return train_steps(backwards(), hooks, [torch.randn(3, 4)], out=folder).run
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -60,6 +60,7 @@ def test_lazy_rows_are_in_file_and_run_order(tmp_path: Path) -> None:
     assert rows.rows() == [(run, step) for run, steps in in_files for step in range(steps)] + [("1", 4), ("1", 5)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("engine", tiered(["streaming", "in-memory"], ["streaming"]))  # in-memory is the usual engine
 @pytest.mark.parametrize(
     "condition",
@@ -104,6 +105,7 @@ def test_filtered_rows_equal_those_of_the_full_frame(
         assert query(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_head_slice_and_tail_equal_those_of_the_full_frame(folder: Path, everything: pl.DataFrame) -> None:
     rows = instrument.load(folder).lazy("stats")
     assert everything.schema == rows.collect_schema()
@@ -158,6 +160,7 @@ def remote_path(uploaded: str, s3: None) -> str:
     return uploaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "condition",
     [
@@ -174,6 +177,7 @@ def test_remote_filter_equals_local_filter(remote_path: str, closed: Path, condi
     assert one.equals(other)
 
 
+@pytest.mark.slow
 def test_nan_is_the_largest_number_in_remote_files_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", mean=float("nan"))
     send_all(folder, RemoteFolder(f"memory://{tmp_path}/there", ""))

@@ -80,6 +80,7 @@ def remote_sweep(uploaded: str, s3: None) -> str:
     return uploaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote_root", tiered(SYSTEMS, ["s3"]), indirect=True)
 def test_every_table_of_a_remote_run_is_equal(remote_sweep: str, local: Path) -> None:
     for name in ("/0", ""):
@@ -104,6 +105,7 @@ def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pyte
     assert instrument.load(remote_sweep).runs["status"].tolist() == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_remote_tensors_features_and_queries_are_equal(remote_sweep: str, local: Path) -> None:
     local_run, remote = instrument.load(local), instrument.load(remote_sweep)
     here, there = (run.tensors(layer="0", step=[0, 2]) for run in (local_run, remote))
@@ -156,6 +158,7 @@ def test_report_of_a_remote_folder_is_written_locally(remote_sweep: str, tmp_pat
     assert (tmp_path / "one.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_export_of_a_remote_sweep_is_written_locally(remote_sweep: str, tmp_path: Path) -> None:
     assert export([remote_sweep, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
@@ -169,6 +172,7 @@ def test_local_folder_is_required_for_a_remote_run(
     assert "--out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", tiered([100_000, 200_000], [100_000]))
 def test_query_fetches_only_needed_columns_and_rows(
     bucket: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
@@ -220,6 +224,7 @@ FAILURES: list[Callable[[str], Exception]] = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize(

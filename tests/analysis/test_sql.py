@@ -38,6 +38,7 @@ def make_run(
     return write_steps(folder, steps, parts=(1, 3), close=close, info=info)
 
 
+@pytest.mark.slow
 def test_rows_of_a_sweep_are_in_the_order_of_runs_and_steps(tmp_path: Path) -> None:
     for number in range(8):
         make_run(tmp_path / f"{number}", overrides={"rate": number})
@@ -63,6 +64,7 @@ def query_both(run: instrument.Run, sql: str, lazy: Callable[[pl.LazyFrame], pl.
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("close", [True, False])
 def test_parts_and_journals_are_one_table(tmp_path: Path, close: bool) -> None:
     run = instrument.load(make_run(tmp_path / "run", close=close))
@@ -84,6 +86,7 @@ def test_parts_and_journals_are_one_table(tmp_path: Path, close: bool) -> None:
     assert run.lazy("effects").collect().height == 0
 
 
+@pytest.mark.slow
 def test_runs_have_folder_and_override_columns_in_every_table(tmp_path: Path) -> None:
     make_run(tmp_path / "s" / 'it\'s "0"', overrides={"lr": 1, "mean": "x", "sizes": [1, 2], 'od"d': True}, mean=1)
     make_run(tmp_path / "s" / "1", overrides={"lr": 0.5, "hooks.h": {"a": None}}, close=False, mean=2)
@@ -107,6 +110,7 @@ def test_runs_have_folder_and_override_columns_in_every_table(tmp_path: Path) ->
     assert sweep.sql("select * from layers").columns.tolist()[-1] == 'od"d'
 
 
+@pytest.mark.slow
 def test_runs_table_can_be_joined(tmp_path: Path) -> None:
     for job in range(3):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "seed": job}, mean=job)
@@ -130,6 +134,7 @@ def oddly_named(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return instrument.load(folder)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_special_characters_in_folder_names_are_literal(oddly_named: instrument.Run, name: str) -> None:
     quoted = name.replace("'", "''")
@@ -171,6 +176,7 @@ def check_readers(root: Path, names: Sequence[str]) -> None:
     assert run.problems == []
 
 
+@pytest.mark.slow
 def test_folders_named_like_columns_are_no_columns(tmp_path: Path) -> None:
     check_readers(tmp_path, ["lr=0.1", "step=3", "layer=x", "mean=9", "run=7", "=", "a%20 b", "[a]*?"])
 
@@ -182,6 +188,7 @@ def test_every_reader_returns_the_same_table_for_any_folder_name(names: list[str
         check_readers(Path(root), names)
 
 
+@pytest.mark.slow
 def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> None:
     for job in range(4):
         make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job})
@@ -221,6 +228,7 @@ def all_rows(odd_and_even: Path) -> Iterator[duckdb.DuckDBPyConnection]:
         yield connection
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "condition",
     [
@@ -260,6 +268,7 @@ def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pyt
     assert set(table_files) == set(TABLES)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("content", "error"),
     [(b"", "cannot be read"), (b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"), (b"no parquet", "cannot be read")],
@@ -277,6 +286,7 @@ def test_damaged_files_are_reported_and_the_rest_is_read(
     assert len(run.problems) == 1
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("reader", ["sql", "lazy"])
 def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path, reader: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
@@ -297,6 +307,7 @@ def test_files_with_other_columns_are_reported(tmp_path: Path) -> None:
         assert tuples(run.sql("select count(*), max(mean) from stats")) == [(8, 5.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [[0], pytest.param([1], marks=pytest.mark.slow), [0, 1, 2]])
 def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[int]) -> None:
     for job in range(3):
@@ -314,6 +325,7 @@ def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[
     assert sweep.problems == []
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("reader", ["sql", "lazy"])
 def test_files_merged_while_listing_are_listed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
@@ -340,6 +352,7 @@ def test_files_merged_while_listing_are_listed_again(
     assert run.problems == []
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("query", "words", "similar"),
     [
@@ -378,6 +391,7 @@ def test_error_outside_the_query_text_is_reported(tmp_path: Path) -> None:
         run.sql(f"select * from '{tmp_path}/nowhere.parquet'")
 
 
+@pytest.mark.slow
 def test_overrides_may_have_any_name(tmp_path: Path) -> None:
     names = ["file_index", "filename", "rowid", "stats", "runs", "select", "a\"b'c.\u00fc \u96ea", "x\ny", "%s{}$1", ""]
     for job in range(3):
@@ -392,6 +406,7 @@ def test_overrides_may_have_any_name(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_special_numbers_and_quoted_texts_are_overrides(tmp_path: Path) -> None:
     values: list[Any] = [float("inf"), float("-inf"), 1e-300, None]
     others = ["", " blanks ", "\u00e4", None]

@@ -97,6 +97,7 @@ def test_maps_are_tensors_with_two_spatial_dimensions(run: instrument.Run) -> No
     ]
 
 
+@pytest.mark.slow
 def test_tensor_frame_has_the_maps_of_its_run(run: instrument.Run) -> None:
     frame = run.tensors()
     assert maps_in(frame) == maps_in(run)

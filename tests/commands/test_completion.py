@@ -57,6 +57,7 @@ def test_only_the_shells_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'tcsh' (choose from 'bash', 'zsh', 'fish')" in capsys.readouterr().err
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "line",
     tiered(CASES, [line for line in CASES if line not in ("instrument completion ", "instrument +exp=mnist_ho")]),
@@ -68,12 +69,14 @@ def test_bash_completes(folder: Path, line: str) -> None:
     assert int(count) == len(words)  # without candidates, Bash completes files
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("fish") is None, reason="requires fish")
 @pytest.mark.parametrize("line", ["instrument diff runs/a runs/b --st", "instrument plan model=mlp +exp=mnist_ho"])
 def test_fish_completes(folder: Path, line: str) -> None:
     assert printed(folder, "fish", "-c", f"source fish; complete -C '{line}'") == CASES[line]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="requires zsh")
 @pytest.mark.parametrize("line", ["instrument re", "instrument run -m model=mlp train.ste"])
 def test_zsh_completes(folder: Path, line: str) -> None:

@@ -35,6 +35,7 @@ def read(answer: Answer) -> Any:
     return json.loads(answer.out)
 
 
+@pytest.mark.slow
 def test_findings(folder: Path, call: Call) -> None:
     found = read(call(findings.main, folder / "runs/0", "--json").expect(4))
     assert found[0]["rule"] == "non_finite"
@@ -44,6 +45,7 @@ def test_findings(folder: Path, call: Call) -> None:
     assert read(call(findings.main, folder / "runs/1", "--json").expect(0)) == []
 
 
+@pytest.mark.slow
 def test_findings_have_the_location_and_the_severity_of_the_run(call: Call, tmp_path: Path) -> None:
     hooks = {"outputs": {"layers": "1", "kind": "forward", "action": "record"}}
     rule = {"watch": "outputs", "stat": "l2", "above": -1.0}
@@ -65,6 +67,7 @@ def test_findings_have_the_location_and_the_severity_of_the_run(call: Call, tmp_
     ]
 
 
+@pytest.mark.slow
 def test_diff(folder: Path, call: Call) -> None:
     a, b = folder / "runs/0", folder / "runs/1"
     compared = read(call(diff.main, a, b, "--json").expect(1))

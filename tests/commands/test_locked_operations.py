@@ -62,6 +62,7 @@ def test_upload_does_not_recover_a_locked_run(
     assert upload.main([str(killed), f"memory://{tmp_path}/there"]) == 0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("main", COMMANDS)
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
 def test_command_works_with_a_damaged_run_json(main: Main, killed: Path, content: str) -> None:

@@ -38,6 +38,7 @@ def test_sweep_with_an_unwritable_record_is_not_started(cli: Cli, monkeypatch: p
     assert not Path("out/0").exists()
 
 
+@pytest.mark.slow
 def test_job_with_chdir_is_named_by_its_folder(cli: Cli) -> None:
     overrides = ("hydra.job.chdir=true", "hydra.sweep.dir=out")
     answer = cli("-m", "seed=1,-2", *TINY, *overrides).expect(2)
@@ -46,6 +47,7 @@ def test_job_with_chdir_is_named_by_its_folder(cli: Cli) -> None:
     assert list(instrument.load("out").runs.run) == ["0"]
 
 
+@pytest.mark.slow
 def test_job_refused_without_a_message_is_failed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_without_message(config: object) -> None:
         raise ValueError
@@ -87,6 +89,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("refusal", tiered(REFUSALS, ["configuration", "shape", "composition"]))
 def test_refused_run_leaves_no_folder(cli: Cli, refusal: str) -> None:
     assert cli(*TINY, *REFUSALS[refusal]).code == 2
@@ -94,6 +97,7 @@ def test_refused_run_leaves_no_folder(cli: Cli, refusal: str) -> None:
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_refused_run_keeps_other_files_of_its_folder(cli: Cli) -> None:
     for file in ("out/.hydra/config.yaml", "out/notes.txt"):
         write(file, "mine\n")
@@ -107,6 +111,7 @@ def test_refused_run_keeps_other_files_of_its_folder(cli: Cli) -> None:
     assert list(Path("empty").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_refused_run_keeps_the_runs_next_to_it(cli: Cli) -> None:
     assert cli(*TINY, "name=mine").code == 0
     before = contents("runs")
@@ -115,6 +120,7 @@ def test_refused_run_keeps_the_runs_next_to_it(cli: Cli) -> None:
     assert len(list(Path("runs/mine").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_refused_resume_does_not_change_the_run(cli: Cli) -> None:
     Path("net_of_guard.py").write_text(
         "import torch\n\n\nclass Net(torch.nn.Sequential):\n    def __init__(self):\n"
@@ -133,6 +139,7 @@ def test_refused_resume_does_not_change_the_run(cli: Cli) -> None:
     assert contents("out") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("refusal", tiered(["configuration", "shape", "composition"], ["shape", "composition"]))
 def test_sweep_without_a_started_job_leaves_no_folder(cli: Cli, refusal: str) -> None:
     answer = cli("-m", *TINY, *REFUSALS[refusal], "seed=1,2").expect(2)
@@ -142,6 +149,7 @@ def test_sweep_without_a_started_job_leaves_no_folder(cli: Cli, refusal: str) ->
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_refused_job_of_a_sweep_leaves_the_reason_and_no_run(cli: Cli) -> None:
     factor = "+hooks.x={layers:layers.0,kind:forward,action:scale,factor:1}"
     cli("-m", *TINY, factor, "hooks.x.factor=2,[1,2]", "hydra.sweep.dir=out").expect(2)

@@ -145,6 +145,7 @@ def test_layers_are_in_execution_order(same: Diff) -> None:
     assert layers["role"].drop_duplicates().tolist() == ["input", "output", "grad_output", "param_grad"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_wrong_layer_of_a_port_is_named(original: Run, block: int) -> None:
     found = instrument.diff(original, record(Port(block)), rename=RENAME)
@@ -171,6 +172,7 @@ def test_correct_port_is_identical(original: Run) -> None:
     assert "only in B: backbone" in str(found)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_within_its_tolerance(original: Run) -> None:
     found = instrument.diff(original, record(Original(), {**HOOKS, **TENSORS}, steps=1, dtype=torch.bfloat16))
     assert found.dtypes == ("float32", "bfloat16")
@@ -222,6 +224,7 @@ def test_float64_has_a_small_tolerance(written: Write) -> None:
     assert found.tolerance == 1e-10
 
 
+@pytest.mark.slow
 def test_first_difference_in_time_is_found(original: Run) -> None:
     model = Original()
 
@@ -305,6 +308,7 @@ VALUES: dict[str, tuple[Tensor, Tensor, str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 def test_verdict_claims_only_what_was_compared(name: str) -> None:
     model = nn.Sequential(nn.Identity())
@@ -322,6 +326,7 @@ def test_verdict_claims_only_what_was_compared(name: str) -> None:
         assert found.is_within_tolerance is ("DIFFERENT" not in str(found))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stats", [["fingerprint"], ["default", "fingerprint"]], ids=["alone", "with_sums"])
 def test_fingerprints_prove_equal_bits(stats: list[str]) -> None:
     def recorded(*values: Tensor) -> Run:
@@ -349,6 +354,7 @@ def test_fingerprints_prove_equal_bits(stats: list[str]) -> None:
             assert "the first bits that differ: step 1, 0 (Identity), forward output" in str(found)
 
 
+@pytest.mark.slow
 def test_tolerance_zero_counts_every_difference(written: Write) -> None:
     runs = [written([{"rms": 1.0, "max": 2.0, "custom": rest}]) for rest in (None, [("max_remainder", 1.0)])]
     assert instrument.diff(*runs).first is None
@@ -433,6 +439,7 @@ def test_fractions_and_extremes_do_not_decide(written: Write) -> None:
     assert not found.is_identical
 
 
+@pytest.mark.slow
 def test_loss_decides_if_the_recorded_tensors_do_not_differ(tmp_path: Path) -> None:
     stats = [{"rms": 1.0}]
     losses = {"original": (1.0, 2.0, 3.0), "other": (1.0, 3.0, math.nan), "missing": (None, None, None)}
@@ -493,6 +500,7 @@ def test_changed_seed_names_no_layer(trained: Path) -> None:
     assert "layers.0" not in verdict
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("mode", "cause"), [("forward", ""), ("train", "seed")])
 def test_seed_is_no_cause_with_loaded_weights_in_forward_mode(written: Write, mode: str, cause: str) -> None:
     record: dict[str, Any] = {"config": {"mode": mode}, "used": {"init_from": {"path": "weights.pt"}}}
@@ -524,6 +532,7 @@ def test_other_batches_name_no_layer(trained: Path) -> None:
 VERSIONS = [REPOSITORY / "tests" / "recorded_runs" / f"torch-{version}" for version in ("2.13.0", "2.14.1")]
 
 
+@pytest.mark.slow
 def test_two_versions_of_torch_are_within_the_tolerance() -> None:
     found = instrument.diff(*VERSIONS)
     assert found.settings == {"torch version": ("2.13.0+cpu", "2.14.1")}

@@ -234,6 +234,7 @@ def test_tensors_that_cannot_be_read_are_reported(tmp_path: Path, call: Call) ->
     assert {*tensors_of(one)} == {"0", "1.y"}
 
 
+@pytest.mark.slow
 def test_equal_bits_are_stated(tmp_path: Path, call: Call) -> None:
     one = write(tmp_path / "a" / "x.pt", {"x": X, "y": X.to(torch.bfloat16)})
     other = write(tmp_path / "b" / "x.npz", {"x": X})
@@ -260,6 +261,7 @@ EXPRESSIONS: dict[str, tuple[str, Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_expressions_compute_tensors(name: str, tmp_path: Path) -> None:
     text, expected = EXPRESSIONS[name]
@@ -317,6 +319,7 @@ def recorded(network: nn.Module, x: Tensor) -> Any:
     return probe.run
 
 
+@pytest.mark.slow
 def test_run_is_compared_with_a_folder_of_tensors(tmp_path: Path) -> None:
     network = model()
     run = recorded(network, X)
@@ -368,6 +371,7 @@ def test_names_with_a_hyphen_are_not_expressions(tmp_path: Path) -> None:
     assert instrument.diff(one, other, rename={"a-1": "b-1"}).is_identical
 
 
+@pytest.mark.slow
 def test_given_tolerance_replaces_the_noise(tmp_path: Path) -> None:
     one = write(tmp_path / "a" / "x.pt", {"x": X, "y": X})
     other = write(tmp_path / "b" / "x.pt", {"x": X, "y": X * 1.01})
@@ -401,6 +405,7 @@ def test_first_tensors_correspond_if_paths_differ(tmp_path: Path) -> None:
     assert [*found.unmatched["path"]] == ["1"]
 
 
+@pytest.mark.slow
 def test_leading_dimension_of_size_one_is_no_difference(tmp_path: Path) -> None:
     positions = torch.arange(5.0)
     for name, tensor in (("a", positions[None]), ("b", positions), ("c", positions[None] + 1), ("d", positions[:4])):
@@ -419,6 +424,7 @@ def test_renaming_that_is_no_mapping_is_reported() -> None:
         instrument.diff("a", "b", rename=[("x", "y")])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_dump_requires_only_torch(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     source = (REPOSITORY / "instrument/integrations/dump.py").read_text()

@@ -50,6 +50,7 @@ def test_healthy_pair_has_a_relation_at_every_operator(folder: Path, name: str) 
     assert of_step["optimizer", "2.norm"] <= {PARTS if "fsdp" in name else "equal in all processes", DIVIDED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "expected", "reason"),
     [
@@ -86,6 +87,7 @@ def test_operator_of_one_process_without_an_effect_is_named(folder: Path) -> Non
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("SGD", (0, 1)), ("AdamW", (0,))])
 def test_steps_after_amplified_rounding_are_not_compared(folder: Path, name: str, steps: tuple[int, ...]) -> None:
     """Adam divides the gradient of the bias of a key, which is rounding, by its size."""

@@ -72,12 +72,14 @@ def compared(one: Any, other: Any, **options: Any) -> tuple[OperatorDifferences,
     return difference.operators, str(difference)
 
 
+@pytest.mark.slow
 def test_a_repeated_step_is_equal() -> None:
     operators, text = compared(recorded(nn.ReLU()), recorded(nn.ReLU()))
     assert operators.first is None
     assert f"EQUAL BITS: {operators.compared} outputs of operators are equal" in text
 
 
+@pytest.mark.slow
 def test_an_operator_that_is_not_deterministic_is_named() -> None:
     operators, text = compared(recorded(Drift()), recorded(Drift()))
     assert operators.first is not None
@@ -87,6 +89,7 @@ def test_an_operator_that_is_not_deterministic_is_named() -> None:
     assert "Its inputs are equal: this operator is the reason." in text
 
 
+@pytest.mark.slow
 def test_random_numbers_of_other_seeds_are_the_reason() -> None:
     class Noise(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +101,7 @@ def test_random_numbers_of_other_seeds_are_the_reason() -> None:
     assert "Its inputs are equal: it draws random numbers, so the random states differ." in text
 
 
+@pytest.mark.slow
 def test_other_weights_are_not_blamed_on_an_operator() -> None:
     _, text = compared(recorded(seed=0), recorded(seed=1))
     assert "the first operator that differs is aten.addmm.default in 0" in text
@@ -114,6 +118,7 @@ def test_operators_of_only_one_run_are_left_out() -> None:
     assert "outputs of operators only in B: " in text
 
 
+@pytest.mark.slow
 def test_small_differences_are_within_the_tolerance() -> None:
     one, other = recorded(Scaled(1.0)), recorded(Scaled(1.0 + 2**-23))
     operators, text = compared(one, other)
@@ -149,6 +154,7 @@ def rows(ranks: int, *, value: float = 1.0) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_relations_of_another_number_of_processes(tmp_path: Path, call: Call) -> None:
     for name, ranks, value in (("one", 1, 1.0), ("two", 2, 1.0), ("other", 2, 2.0)):
         write_run(tmp_path / name, rows={"operators": rows(ranks, value=value)}, used={"ranks": ranks})
@@ -168,6 +174,7 @@ def change(name: str, ranks: int, at: int, **cells: Any) -> list[dict[str, Any]]
     return [row | (cells if row["part"] == name and row["rank"] >= ranks - at else {}) for row in rows(ranks)]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("part", "cells", "text"),
     [

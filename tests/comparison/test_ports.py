@@ -45,6 +45,7 @@ def compare(
     return instrument.diff(folder / "a", folder / "b", rename=names or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(FAULTS, ["cast inside RMSNorm", "order of fused QKV", "mask", "tied head"]))
 def test_fault_of_a_llama_port_is_named(name: str, tmp_path: Path) -> None:
     fault, layer = FAULTS[name]
@@ -53,6 +54,7 @@ def test_fault_of_a_llama_port_is_named(name: str, tmp_path: Path) -> None:
     assert found.suspect == layer, str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(GPT2_FAULTS, ["variant of GELU", "missing bias"]))
 def test_fault_of_a_gpt2_port_is_named(name: str, tmp_path: Path) -> None:
     fault, layer = GPT2_FAULTS[name]
@@ -217,6 +219,7 @@ EQUAL: dict[Callable[[Path, Path], dict[str, str]], int] = {
 SLOW = (estimated_noise, packed_tokens)  # `estimated_noise_of_bfloat16` and `packed_row` are quick
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "pair",
     [pytest.param(pair, id=pair.__name__, marks=pytest.mark.slow if pair in SLOW else ()) for pair in EQUAL],

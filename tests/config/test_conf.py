@@ -62,6 +62,7 @@ def test_conf_groups_are_all_tested() -> None:
     assert {folder.name for folder in CONF.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))} == tested
 
 
+@pytest.mark.slow
 def test_hydra_output_folders_are_separate_from_runs() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose_hydra("config", list(BASE), return_hydra_config=True)
@@ -99,6 +100,7 @@ def test_experiment_file_starts_with_its_command(file: Path) -> None:
 GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply", "rules"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 def test_one_option_of_every_group_composes_with_an_experiment(which: int) -> None:
     chosen = {group: options(group)[which] for group in GROUPS}
@@ -147,6 +149,7 @@ def test_every_model_builds_and_accepts_its_input(name: str) -> None:
     assert (result[0] if isinstance(result, tuple) else result).shape == output
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["digits", "random"])
 def test_data_without_download_loads(name: str) -> None:
     data = load_data(config_with_option("data", name).data)
@@ -205,6 +208,7 @@ def test_every_task_returns_a_differentiable_loss(name: str) -> None:
     assert sum(float(gradient.abs().sum()) for gradient in gradients if gradient is not None) > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", options("optimizer"))
 def test_every_optimizer_takes_a_step(name: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("generator", "critic")})
@@ -221,6 +225,7 @@ def test_every_optimizer_takes_a_step(name: str) -> None:
     assert all((now < was).all() for now, was in zip(model.parameters(), before.parameters(), strict=True))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", options("scheduler"))
 def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
     experiment = prepare(config_of("model=mlp", "model.sizes=[64,10]", "data=digits", f"scheduler={name}"))
@@ -236,6 +241,7 @@ def test_every_scheduler_is_built_on_the_optimizer(name: str) -> None:
     assert group["lr"] / first == pytest.approx({"cosine": 0.0, "step": 0.1}[name], abs=1e-9)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("group", ["train", "sink"])
 def test_every_option_sets_its_values(group: str) -> None:
     expected = {"default": (100, None), "epochs": (None, 1), "parquet": None, "volume": "bytes"}
@@ -260,6 +266,7 @@ def test_every_hooks_option_matches_the_cnn_or_a_transformer(name: str) -> None:
     assert all(plan.of(hook) for hook in plan.specs)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", options("apply"))
 def test_every_apply_option_changes_the_model(name: str) -> None:
     config = config_with_option("apply", name)
@@ -275,6 +282,7 @@ def test_every_apply_option_changes_the_model(name: str) -> None:
     assert [module.inplace for module in rectifiers] == [name != "no_inplace"] * len(rectifiers)
 
 
+@pytest.mark.slow
 def test_command_line_combines_changes_and_removes_hooks() -> None:
     config = config_of(*BASE, "hooks=[gradients,dead_relu]", "+hooks.mine={layers: '.', kind: forward, action: record}")
     assert list(config.hooks) == ["output_gradients", "parameter_gradients", "dead_relu", "mine"]
@@ -318,6 +326,7 @@ QUICK = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("skip_init")
 @pytest.mark.parametrize("pair", tiered(PAIRS, QUICK))
 def test_every_model_accepts_data_or_reports_the_misfit(pair: tuple[str, str]) -> None:

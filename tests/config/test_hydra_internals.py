@@ -73,6 +73,7 @@ def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+@pytest.mark.slow
 def test_known_fields_are_overridden_without_a_plus() -> None:
     overrides = [
         *("hooks.tame.every=5", "hooks.tame.scope=tensor", "hooks.noisy.heads.of=4", "hooks.noisy.heads.take=[0,3]"),
@@ -106,6 +107,7 @@ def _model(path: tuple[str, ...]) -> Any:
     return model_at(RunConfig, path)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "override",
     ["hooks.tmae.every=5", "hooks.tame.evry=5", "hooks.tame.heads.fo=5", "data.slice.stp=1", "optimizr.lr=1"],
@@ -115,6 +117,7 @@ def test_unknown_keys_are_refused(override: str) -> None:
         composed(override)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "overrides", [["+hooks.tame={norm: 5}"], ["+apply.init={mode: fan_out}"], [MINE, "+hooks.mine={every: 2}"]]
 )
@@ -123,6 +126,7 @@ def test_plus_refuses_an_existing_spec(overrides: list[str]) -> None:
         composed(*overrides)
 
 
+@pytest.mark.slow
 def test_specs_are_removed_and_added_again() -> None:
     spec = {"layers": "layers.0", "kind": "forward", "action": "record"}
     for removal in ("~hooks.tame", "hooks.tame=null"):
@@ -134,6 +138,7 @@ def test_specs_are_removed_and_added_again() -> None:
     assert (list(left.hooks), list(left.apply)) == (["mine"], [])
 
 
+@pytest.mark.slow
 def test_pickled_loader_composes_the_same_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Hydra keeps the first classes of its sources if a launcher imports the plugins again, and cannot pickle them.
     sources = SourcesRegistry.instance().types
@@ -153,6 +158,7 @@ def test_sweep_values_of_a_single_run_are_refused() -> None:
         loader.load_configuration("config", [*overrides, "hydra.mode=RUN"], RunMode.RUN)
 
 
+@pytest.mark.slow
 def test_sweep_values_take_known_fields(workdir: Path) -> None:
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text(
@@ -173,6 +179,7 @@ def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     assert "EQUAL" in answer.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -198,6 +205,7 @@ def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert composed("model=local")[1].model == Model()
 
 
+@pytest.mark.slow
 def test_plugins_may_be_imported_again() -> None:
     before = composed()[1]
     Singleton.set_state(Singleton.get_state())  # as a launcher does for each job in the same process
@@ -206,6 +214,7 @@ def test_plugins_may_be_imported_again() -> None:
     assert text_of(after) == text_of(before)
 
 
+@pytest.mark.slow
 def test_defaults_list_may_name_another_choice(tmp_path: Path) -> None:
     for name, text in {
         "config.yaml": "defaults: [data: small, model: '${data}_net', _self_]",

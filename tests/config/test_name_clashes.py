@@ -40,6 +40,7 @@ def composed(*overrides: str) -> dict[str, Any]:
     return dict(plain)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("overrides", "where", "files"),
     [
@@ -59,6 +60,7 @@ def test_name_in_two_files_is_refused(overrides: list[str], where: str, files: l
     assert all(file in problem.message for file in files)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("overrides", "every"),
     [
@@ -74,6 +76,7 @@ def test_listed_file_and_command_line_change_fields(overrides: list[str], every:
     assert composed(*overrides)["hooks"] == {"activations": hook}
 
 
+@pytest.mark.slow
 def test_experiment_changes_the_default_rules_and_adds_hooks() -> None:
     rules = composed("+exp=strict")["rules"]
     assert rules["dead_units"] == {"rule": "dead_units", "optional": True, "above": 0.3}

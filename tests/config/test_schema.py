@@ -40,6 +40,7 @@ def test_schema_is_a_valid_json_schema() -> None:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("file", sorted((CONF / "exp").glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_experiment_is_valid_and_refers_to_the_schema(file: Path) -> None:
     text = file.read_text()
@@ -48,6 +49,7 @@ def test_every_experiment_is_valid_and_refers_to_the_schema(file: Path) -> None:
     assert (file.parent / comment.partition("$schema=")[2]).resolve() == CONF / "schema.json"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("section", ["hooks", "apply"])
 def test_every_hooks_and_apply_option_is_valid(section: str) -> None:
     files = sorted((CONF / section).glob("*.yaml"))

@@ -106,6 +106,7 @@ def test_same_code_may_register_its_entry_again(shapes: Shapes) -> None:
     assert shapes["cell"] is dict
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("module", "message"),
     [

@@ -62,6 +62,7 @@ def heads(*sizes: tuple[int, int], width: int = 4, dtype: torch.dtype = torch.fl
 MASK = torch.tensor([[True, False, True], [True, True, True], [False, False, False], [False, True, False]])
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
@@ -125,6 +126,7 @@ def padded_batch() -> dict[str, Any]:
     return {"key_padding_mask": mask}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("need_weights", [True, False])
 @pytest.mark.parametrize(
     ("options", "lengths", "arguments"),
@@ -187,6 +189,7 @@ def transformers_model(family: str, how: str) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_weights_of_transformers_are_their_attentions(family: str) -> None:
     ids, mask = torch.arange(14).reshape(2, 7), torch.ones(2, 7, dtype=torch.long)
@@ -202,6 +205,7 @@ def test_weights_of_transformers_are_their_attentions(family: str) -> None:
     assert not any(is_incomplete(row) for each in (probe, fused) for row in each.coverage())
 
 
+@pytest.mark.slow
 def test_weights_of_timm_do_not_depend_on_its_implementation() -> None:
     import timm
 
@@ -217,6 +221,7 @@ def test_weights_of_timm_do_not_depend_on_its_implementation() -> None:
     assert_close(*seen, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("function", "shape", "cause"),
     [
@@ -251,6 +256,7 @@ def test_router_next_to_attention_is_no_warning() -> None:
     assert not any(map(is_incomplete, probe.coverage()))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("functional", [False, True])
 def test_recording_attention_changes_nothing(functional: bool, dropout: float) -> None:
@@ -300,6 +306,7 @@ def test_condition_reads_the_entropy_of_attention() -> None:
     assert [row["step"] for row in probe.sink.records("stats")] == [1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_attention_is_recorded_once(reentrant: bool) -> None:
     inner = Calls(lambda linear, x: sdpa(*linear(x)[:, None].chunk(3, -1)), linear=nn.Linear(8, 24))

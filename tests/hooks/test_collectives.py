@@ -222,6 +222,7 @@ def record(hooks: dict[str, Any], *, wait: bool = True, steps: int = 1) -> Any:
     return probe
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_result_that_is_not_awaited_is_in_coverage() -> None:
     with pytest.warns(match="did not wait for the result"):
@@ -231,6 +232,7 @@ def test_result_that_is_not_awaited_is_in_coverage() -> None:
     assert "did not wait for the result" in row["cause"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_result_awaited_when_the_hook_is_not_scheduled_is_in_coverage() -> None:
     hooks = {"first": {**GOT, "steps": [0]}, "second": {**GOT, "steps": [1]}, "all": GOT}
@@ -304,6 +306,7 @@ def test_duration_on_a_device_is_read_after_the_hook(monkeypatch: pytest.MonkeyP
     assert seconds.tolist() == [0.002] * 4 if accelerator == "cuda" else seconds.isna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_sparse_message() -> None:
     tensor = torch.tensor([1.0, 0.0, 2.0, 0.0]).to_sparse()
@@ -378,6 +381,7 @@ def test_selection_of_operations_and_paths() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_phases_and_counts_during_the_block() -> None:
     hooks = {"trained": RECORD, "evaluated": {**RECORD, "phase": "eval"}}
@@ -393,6 +397,7 @@ def test_phases_and_counts_during_the_block() -> None:
     assert rows == [[0, "train", "trained", 3], [1, "train", "trained", 3], [2, "eval", "evaluated", 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("process_group")
 def test_fraction_of_messages_is_drawn_with_the_seed() -> None:
     hooks = {"fault": {"kind": "collective", "action": "scale", "factor": 0.0, "fraction": 0.25}}

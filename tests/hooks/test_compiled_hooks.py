@@ -150,6 +150,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(list(MODELS), quick=["nested", "checkpointed", "repeated"]))
 @pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], quick=["aot_eager"]))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -226,6 +227,7 @@ def change_by_hand(module: nn.Module, name: str, step: Callable[[], int]) -> Non
         module.register_full_backward_pre_hook(lambda m, gradients: (gradients[0] * value[0].tanh(),))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("change", tiered(list(CHANGES), quick=["gradient", "function", "when"]))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_interventions_train_like_pytorch_hooks(change: str) -> None:
@@ -247,6 +249,7 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
     pd.testing.assert_frame_equal(effects, expected, check_exact=True)
 
 
+@pytest.mark.slow
 def test_schedules_switch_between_two_graphs() -> None:
     called = compiled(make("small"))
     specs = {"often": record("forward", "*", every=2), "rarely": record("forward", "*", every=4)}
@@ -292,6 +295,7 @@ def called_by_its_hook() -> nn.Module:
     return Calls(lambda layer, x: layer(x), layer=layer)
 
 
+@pytest.mark.slow
 def test_calls_that_a_hook_of_other_code_makes_have_the_indices_of_the_uncompiled_model() -> None:
     rows = []
     for compiled in (False, True):
@@ -305,6 +309,7 @@ def test_calls_that_a_hook_of_other_code_makes_have_the_indices_of_the_uncompile
     assert_equal(rows[0].values(), rows[1].values())
 
 
+@pytest.mark.slow
 def test_compiled_blocks_share_their_graph() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(12)])
     for block in model:
@@ -325,6 +330,7 @@ def test_compiled_blocks_share_their_graph() -> None:
     assert [row["fired"] for row in probe.coverage()] == [1] * 48
 
 
+@pytest.mark.slow
 def test_sizes_are_dynamic() -> None:
     model = make("small").eval()
     called = compiled(model, dynamic=True)
@@ -337,6 +343,7 @@ def test_sizes_are_dynamic() -> None:
     assert sizes == {(0, 3), (1, 5), (2, 7)}
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
     model, plain = make("layers"), make("layers")
     results = []
@@ -396,6 +403,7 @@ def test_compiled_rows_on_a_gpu_equal_uncompiled_rows(mode: str) -> None:
         }
 
 
+@pytest.mark.slow
 def test_other_models_of_the_class_keep_their_code() -> None:
     with instrument.attach(nn.Linear(1, 1), VALUES):
         pass  # from here on, code is compiled with guards on hooks
@@ -410,6 +418,7 @@ def test_other_models_of_the_class_keep_their_code() -> None:
     assert {row["fired"] for row in probe.coverage()} == {1}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_detach() -> None:
     model = make("small").eval()
     called = compiled(model)
@@ -425,6 +434,7 @@ def test_nothing_is_left_after_detach() -> None:
     assert rows == 2
 
 
+@pytest.mark.slow
 def test_modules_without_tensors_have_the_reason_of_the_uncompiled_model() -> None:
     model = make("pairs").eval()
     spec = record("forward", "pair", path="9")
@@ -437,6 +447,7 @@ def test_modules_without_tensors_have_the_reason_of_the_uncompiled_model() -> No
     assert "no tensor" in rows[0][0]["cause"]
 
 
+@pytest.mark.slow
 def test_code_from_before_the_first_hooks_notices_them() -> None:
     """Here, the hooks are attached to the model itself, so that nothing tells that other code has compiled it."""
     torch._dynamo.config.skip_nnmodule_hook_guards = True  # as in a new process
@@ -448,6 +459,7 @@ def test_code_from_before_the_first_hooks_notices_them() -> None:
     assert {row["fired"] for row in probe.coverage()} == {1}
 
 
+@pytest.mark.slow
 def test_copies_compile_without_hooks() -> None:
     """The hooks of a copy do nothing. The compiler must not look for operators in them."""
     model = make("small").eval()
@@ -460,6 +472,7 @@ def test_copies_compile_without_hooks() -> None:
     assert not len(probe.effects)
 
 
+@pytest.mark.slow
 def test_evaluation_has_its_own_schedule() -> None:
     called = compiled(make("small"))
     with instrument.attach(called, {"seen": record("forward", "0", phase="eval")}) as probe:
@@ -494,6 +507,7 @@ def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str, in_
     assert ("fullgraph=False" in problem.fix) == (name != "function")
 
 
+@pytest.mark.slow
 def test_hooks_break_graphs_where_that_is_allowed() -> None:
     called = torch.compile(make("small"), backend="aot_eager")
     specs = {"total": record("tensor", "1", role="input")}
@@ -504,6 +518,7 @@ def test_hooks_break_graphs_where_that_is_allowed() -> None:
     assert "graph breaks" in messages["graph_break"]
 
 
+@pytest.mark.slow
 def test_errors_of_hooks_have_their_place() -> None:
     def fails(tensor: Tensor, ctx: Any) -> Tensor:
         raise ValueError("no")
@@ -514,6 +529,7 @@ def test_errors_of_hooks_have_their_place() -> None:
         run_step(compiled(make("small")), specs, torch.ones(4, WIDTH))
 
 
+@pytest.mark.slow
 def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
     stats = ["default", "l1", "kurtosis", "negative_fraction", "dead_fraction"]
     spec = record("forward", "*", stats=stats, quantiles=[0.25, 0.5], histogram=5, tensors=True, cast="nvfp4")
@@ -568,6 +584,7 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(WRITERS, ["in-place module", "list"]))
 def test_code_that_writes_in_place_gives_the_losses_of_the_bare_model(name: str) -> None:
     """Interventions that are not due change nothing either."""
@@ -607,6 +624,7 @@ def test_trained_tensors_of_a_function_get_their_gradient() -> None:
     assert torch.equal(gradients[0], gradients[1])
 
 
+@pytest.mark.slow
 def test_backward_pass_after_the_block_repeats_the_interventions() -> None:
     gradients = []
     for compiles in (False, True):
@@ -627,6 +645,7 @@ class Result:
     values: Tensor
 
 
+@pytest.mark.slow
 def test_outputs_in_unknown_containers_are_recorded_outside_of_the_graph() -> None:
     model = nn.Sequential(Calls(lambda layer, x: Result(layer(x)), layer=nn.Linear(WIDTH, WIDTH)))
     called = torch.compile(model, backend="aot_eager")

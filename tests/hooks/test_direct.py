@@ -207,6 +207,7 @@ def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
     return rows | {"gradients": [gradient.view(torch.int32).tolist() for gradient in gradients]}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize(
     "specs",
@@ -232,6 +233,7 @@ def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> Non
     assert repr(fast) == repr(general)  # as text, since NaN differs from itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", portions(quick=10, total=300, size=97))
 def test_both_paths_write_the_same_rows_for_random_networks(seeds: range) -> None:
     hooks = {name: SPECS[name] for name in ("outputs", "gradients", "totals")}
@@ -292,6 +294,7 @@ FAST: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("specs", "directly"), FAST.values(), ids=FAST)
 def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: int) -> None:
     assert measured_directly(specs) == directly
@@ -327,6 +330,7 @@ INTERVENED: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("module", "spec", "directly"), INTERVENED.values(), ids=INTERVENED)
 def test_interventions_take_the_fast_path_where_it_applies(
     module: nn.Module, spec: dict[str, Any], directly: int
@@ -338,6 +342,7 @@ def test_interventions_take_the_fast_path_where_it_applies(
     assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("action", "field", "values"),
     [
@@ -380,6 +385,7 @@ def test_budget_counts_each_firing_once() -> None:
     assert len(probe.sink.rows["stats"]) == 3
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["full_backward", "tensor", "parameter_grad_micro"])
 def test_scaled_gradients_are_measured_directly(kind: str) -> None:
     role = {"role": "grad_output"} if kind == "full_backward" else {}
@@ -391,6 +397,7 @@ def test_scaled_gradients_are_measured_directly(kind: str) -> None:
     assert measured_directly({"a": {"layers": "*", "kind": kind, "action": "clip", "value": 0.1}}, scaler=scaler) == 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("init_scale", [2.0**16, 1000.0, 2.0**-40])
 def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
     """In the second step, the scale changes between two backward passes."""
@@ -503,6 +510,7 @@ def test_hook_is_composed_once_for_all_times_at_which_it_is_scheduled(monkeypatc
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 100_000])
 def test_threads_record_at_the_same_time(size: int) -> None:
     model = nn.ModuleList([nn.Identity(), nn.Identity()])
@@ -620,6 +628,7 @@ def test_plain_calls_create_no_call_objects(names: tuple[str, ...]) -> None:
     assert indices == [0, 1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("names", [("outputs", "gradients"), ("outputs", "tame")])
 def test_model_of_plain_calls_is_freed(names: tuple[str, ...]) -> None:
     """The objects of plain calls and the hooks of a module refer to each other."""
@@ -681,6 +690,7 @@ def test_compiled_types_reject_other_objects() -> None:
         native.PlainCalls(None, counter, (), (), (), print).enter()
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_without_the_c_extension(tmp_path: Path) -> None:
     """A process that imports the package without the compiled module writes the same rows, up to rounding."""
     program = tmp_path / "without_c_extension.py"

@@ -81,6 +81,7 @@ def results(function: Callable[..., Any], args: tuple[Any, ...], *, record: bool
     return values, list(rows[rows.kind == "function"].path)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", CASES)
 def test_recorded_operator_computes_the_same_and_has_a_row(name: str) -> None:
     expected, _ = results(*CASES[name], record=False)

@@ -98,6 +98,7 @@ def test_recorded_attention_equals_the_computation_of_the_module() -> None:
     assert causes(probe) == {"h": ""}
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("function", "paths"),
     [
@@ -292,6 +293,7 @@ def test_removed_residual_branch_equals_the_edited_model() -> None:
     assert (effect["path"], effect["norm_after"]) == ("add.0.1", 0.0)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("function", "names", "wanted"),
     [
@@ -716,6 +718,7 @@ class PaddedEncoder(nn.Module):
         return self.head(hidden.mean(1))  # type: ignore[no-any-return]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("layers", ["**", ".", "encoder", "encoder.layers.*", "encoder.layers.*.self_attn", "head"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_padded_encoder_computes_the_same(layers: str, grad: bool) -> None:
@@ -744,6 +747,7 @@ def test_compiled_parts_of_a_module_are_left_out() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_branch_of_a_condition_is_left_out() -> None:
     double, negate = nn.Linear(4, 4), nn.Linear(4, 4)
     model = Calls(lambda a, b, x: torch.cond(x.sum() > 0, a, b, (x,)), a=double, b=negate)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
 from hook_runs import run_steps
 from torch import Tensor, nn
 
@@ -20,11 +19,15 @@ SIZES = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "im
 
 
 def dinov2() -> nn.Module:
+    import transformers
+
     options = {"mlp_ratio": 2, "out_features": ["stage2"], "apply_layernorm": False}
     return transformers.Dinov2Backbone(transformers.Dinov2Config(**SIZES, **options))
 
 
 def clip() -> nn.Module:
+    import transformers
+
     return transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES, intermediate_size=16))
 
 
@@ -36,6 +39,7 @@ def resnet() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize(
     ("make", "layer", "collected"),

@@ -70,6 +70,7 @@ def hooks_at(keeper: int, consumer: int, keep: dict[str, Any] = RECORD, fn: Any 
     }
 
 
+@pytest.mark.spread(3)
 @REENTRANT
 @pytest.mark.parametrize("keep", [RECORD, SCALE], ids=["record", "scale"])
 @pytest.mark.parametrize("start", [0, 2], ids=["kept inside", "kept outside"])

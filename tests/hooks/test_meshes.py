@@ -109,6 +109,7 @@ def assert_tables_equal(one: Any, merged: instrument.Run) -> None:
     np.testing.assert_allclose(both["quantization_error"], both["quantization_error_there"], rtol=1e-3)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", ["tp", "sp"])
 def test_merged_rows_of_two_processes_equal_one(programs: Programs, variant: str, one_process: Any) -> None:
     expected, probe = one_process("hooks")

@@ -68,6 +68,7 @@ def chain() -> nn.Sequential:
     return model
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("spec", "output", "gradients"),
     [
@@ -102,6 +103,7 @@ def test_intervention_gives_the_expected_output_and_gradients(
 ADD = {"action": "modify", "fn": lambda tensor, context: tensor + 1}
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward", "tensor"])
 @pytest.mark.parametrize("first", ["scale", "add"])
 def test_specs_at_one_module_act_in_the_written_order(kind: str, first: str) -> None:
@@ -191,6 +193,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [t for v in vars(value).values() for t in tensors_of(v)] if hasattr(value, "__dict__") else []
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", VALUES)
 def test_every_tensor_of_a_nested_output_has_a_row(name: str) -> None:
     make, paths = VALUES[name]
@@ -206,6 +209,7 @@ def test_every_tensor_of_a_nested_output_has_a_row(name: str) -> None:
     assert output is kept[0], "recording returns the same object"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", VALUES)
 def test_intervention_keeps_the_type_of_a_nested_output(name: str) -> None:
     make, paths = VALUES[name]
@@ -265,6 +269,7 @@ def test_path_without_tensor_is_reported_in_coverage() -> None:
     assert len(probe.sink.rows["events"]) == 1
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("value", [None, 3, "words", {}, ()], ids=repr)
 def test_output_without_tensor_is_reported_in_coverage(value: Any) -> None:
     output, probe = run_step(Calls(lambda x: value), {"h": keep("forward"), "g": keep("tensor")}, torch.ones(1))
@@ -336,6 +341,7 @@ MODULE_KINDS = ["forward_pre", "forward", "full_backward_pre", "full_backward", 
 ALL_KINDS = [*MODULE_KINDS, "parameter_grad", "post_accumulate_grad", "step_post"]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("schedule", "steps"),
     [

@@ -105,6 +105,7 @@ def network() -> nn.Sequential:
 pytestmark = pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_recording_operators_changes_nothing(foreach: bool) -> None:
     batch, states = torch.randn(4, 1, 4, 4), []
@@ -163,6 +164,7 @@ def test_views_and_uninitialized_memory_have_no_numbers() -> None:
     assert {*rows[rows["random"]]["operator"]} == {"aten.bernoulli_.float"}
 
 
+@pytest.mark.slow
 def test_hooks_that_record_add_no_operators() -> None:
     batch, columns = torch.randn(4, 1, 4, 4), ["part", "layer", "operator", "source", "output", "fingerprint"]
     frames = []
@@ -214,6 +216,7 @@ def test_a_repeated_forward_pass_is_a_part_of_its_own(reentrant: bool) -> None:
     assert backward["layer"]["aten.mul.Tensor"] == "1"  # of exp
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("module", "text"), [(Slices(), "sqrt_()"), (Views(), "sqrt()"), (Lists(), "_foreach_sqrt(")])
 def test_each_of_several_nodes_has_its_line(module: nn.Module, text: str) -> None:
     """An operator on a view makes a node after it runs, and one on a list makes several nodes before."""
@@ -257,6 +260,7 @@ def test_blocks_of_one_step_continue() -> None:
         assert operators.get_group(name)[["layer", "source"]].isna().all(axis=None)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("module", "part", "operator", "line"),
     [

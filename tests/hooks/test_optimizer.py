@@ -94,6 +94,7 @@ def train_with(
     return [parameter.detach() for parameter in model.parameters()], changes, probe
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("habit", tiered(HABITS, {*HABITS} - {"compiled step"}))
 def test_hooks_around_the_step_work_with_habits_of_gpu_trainings(habit: str) -> None:
     hooks = {
@@ -111,6 +112,7 @@ def test_hooks_around_the_step_work_with_habits_of_gpu_trainings(habit: str) -> 
     assert norms == pytest.approx([torch.linalg.vector_norm(change.double()).item() for change in changes], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_intervention_before_a_compiled_step_changes_what_it_uses() -> None:
     hooks = {"zero": {"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.0}}
     weights, _, probe = train_with(hooks, compiled=True, weight_decay=0.0)
@@ -150,6 +152,7 @@ class Wrapper(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("kind", ["plain", "subclass", "DTensor", "other dtype after the step"])
 def test_update_of_parameters_of_any_class(kind: str) -> None:
     model = nn.Module()
@@ -215,6 +218,7 @@ def test_unknown_optimizer_state_is_refused_before_step_0(make: Any, role: str, 
     assert not optimizer.state
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("make", "role"),
     [

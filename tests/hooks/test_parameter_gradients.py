@@ -59,6 +59,7 @@ def test_post_accumulate_grad_records_the_running_sum() -> None:
     assert {(row["expected"], row["fired"]) for row in probe.coverage()} == {(6, 6)}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("bound", [0.01, 0.3, 1e6])
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norm_clip_is_bit_identical_to_clip_grad_norm(bound: float, order: float) -> None:
@@ -195,6 +196,7 @@ def test_missing_optimizer_step_is_reported() -> None:
     assert {row["cause"] for row in probe.coverage()} == {NO_STEP}
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("kind", "role"),
     [

@@ -113,6 +113,7 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", CASES)
 def test_records_equal_pytorch_hooks_and_change_nothing(name: str) -> None:
     make, shape, call, paths = CASES[name]
@@ -136,6 +137,7 @@ def test_records_equal_pytorch_hooks_and_change_nothing(name: str) -> None:
     assert not probe.warnings
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("call", "factors"),
     [
@@ -162,6 +164,7 @@ def test_keyword_and_nested_arguments_have_their_own_gradients(
     assert counts(probe) == [(1, 1)]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("path", ["0", "1", "2"])
 @pytest.mark.parametrize("name", ["three", "attention"])
 def test_intervention_changes_one_path(name: str, path: str) -> None:
@@ -364,6 +367,7 @@ def run_changed(net: Net, specs: dict[str, Any]) -> Any:
     return run_steps(net, specs, lambda: net(x).backward(), rules=None)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("name", CHANGED)
 def test_gradients_match_pytorch_if_module_is_changed(name: str) -> None:
     make, call, change = CHANGED[name]
@@ -384,6 +388,7 @@ def test_gradients_match_pytorch_if_module_is_changed(name: str) -> None:
         torch.testing.assert_close(row["values"], gradient.to(row["values"].dtype), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", [*CHANGED_BY_HOOKS, *INTERVENTIONS])
 def test_gradients_that_hooks_change_are_reported(name: str) -> None:
     specs = {"change": {**INTERVENTIONS[name], "layers": "inner.*"}} if name in INTERVENTIONS else {}

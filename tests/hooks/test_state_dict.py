@@ -28,6 +28,7 @@ def stats(probe: Probe, hook: str = "seen") -> dict[str, float]:
     return {".".join([row["layer"], row["path"]]): row["mean"] for row in rows}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_every_state_dict_entry_is_recorded(kind: str) -> None:
     model, _ = make()

@@ -71,6 +71,7 @@ def test_suspended_hook_notices_another_phase() -> None:
     assert attached.other_phases == {"train", "eval"}
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_without_a_suspended_hook_is_compiled_again() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     called: nn.Module | Callable[..., Any] = model

@@ -140,6 +140,7 @@ def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[dict[str, G
     return seen, probe
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
     torch.manual_seed(0)
@@ -188,6 +189,7 @@ PASS_THROUGH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.spread(2)
 @PASS_THROUGH
 def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) -> None:
     torch.manual_seed(0)
@@ -203,6 +205,7 @@ def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) 
         assert torch.equal(rows[hook, "inner"], full), "one tensor has one gradient"
 
 
+@pytest.mark.spread(3)
 @PASS_THROUGH
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
 def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind: str) -> None:
@@ -239,6 +242,7 @@ def test_grad_input_of_a_module_that_writes_to_a_view(view: Any) -> None:
     assert_equal(gradients(model), gradients(baseline))
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
 @pytest.mark.parametrize(
     "between", [nn.Identity, nn.Flatten, first_columns], ids=["identity", "flatten", "part of a tensor"]
@@ -284,6 +288,7 @@ def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
     assert torch.equal(row["values"], weights * (output > 0))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("kind", ["full_backward", "tensor"])
 @pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
 @pytest.mark.parametrize("between", [last_columns, last_rows, nn.Flatten], ids=["columns", "rows", "all"])
@@ -313,6 +318,7 @@ def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
     assert found == {0: positive, 1: 2 * positive, 2: 3 * positive}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("stats", [["l1"], ["l1", "skewness"]], ids=["C", "Python"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1, 1)], ids=str)
 def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int, ...], stats: list[str]) -> None:
@@ -329,6 +335,7 @@ def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int
     assert sorted((row["backward"], row["l1"]) for row in probe.sink.records("stats")) == expected
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("view", [last_columns(), last_rows()], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
@@ -368,6 +375,7 @@ def prompt() -> nn.Module:
     return Calls(lambda prompt, give, head: head(prompt) + give().sum(), **parts)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("spec", "of"),
     [
@@ -437,6 +445,7 @@ EVERY_GRADIENT = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
 def test_graph_with_gradient_hooks_is_freed_immediately(backward: bool) -> None:
     model = Leaky()

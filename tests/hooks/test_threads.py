@@ -58,6 +58,7 @@ def meeting(threads: int) -> nn.Module:
     return Calls(forward)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("options", [{}, {"action": "record", "stats": ["mean"]}], ids=["general", "plain"])
 def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> None:
     model = meeting(THREADS)
@@ -91,6 +92,7 @@ def test_hook_gets_the_tensor_that_its_thread_kept() -> None:
     assert results == [0.0] * THREADS
 
 
+@pytest.mark.slow
 def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     """An intervention and a hook on functions have hook groups of their own."""
     model = nn.Linear(1, 1, bias=False)
@@ -116,6 +118,7 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     assert (means.function == 2 * means.input).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only_records", [False, True])
 def test_counters_hold_while_steps_end(only_records: bool) -> None:
     """One thread ends steps while the others call the model. Some hooks only record outputs and their gradients."""
@@ -229,6 +232,7 @@ def test_thread_in_a_call_stops_observing_when_the_call_ends(during: str) -> Non
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("shared", [False, True], ids=["own leaves", "shared leaf"])
 def test_gradient_of_a_leaf_belongs_to_its_call(shared: bool) -> None:
     """Each thread runs its own backward pass. A hook of PyTorch on the same module gives the gradient of each call."""
@@ -260,6 +264,7 @@ def schedule(model: nn.Module, inputs: list[Tensor], after: Callable[[], object]
         after()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("ends_micro_steps", [False, True])
 @pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre", "tensor"])
 def test_gradients_of_batches_in_flight_belong_to_their_calls(kind: str, ends_micro_steps: bool) -> None:

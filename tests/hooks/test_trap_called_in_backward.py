@@ -102,6 +102,7 @@ def batch_of(model: Caller) -> Tensor:
     return torch.randn(2, width, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", MAKE)
 def test_records_equal_those_of_forward_hooks(name: str) -> None:
     torch.manual_seed(0)
@@ -130,6 +131,7 @@ def test_records_equal_those_of_forward_hooks(name: str) -> None:
     assert len(probe.stats.query("hook == 'plain'")) == calls
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("change", [{"action": "scale", "factor": 0.5}, {"action": "clip", "value": 0.1}], ids=str)
 @pytest.mark.parametrize("name", MAKE)
 def test_intervention_equals_a_forward_hook(name: str, change: dict[str, Any]) -> None:
@@ -168,6 +170,7 @@ def test_gradients_of_calls_in_a_backward_pass_are_recorded() -> None:
     assert (row["expected"], row["fired"], row["cause"]) == (10, 6, "the module was called under torch.no_grad()")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("name", MAKE)
 def test_caller_inside_a_checkpoint_counts_its_calls(name: str, reentrant: bool) -> None:

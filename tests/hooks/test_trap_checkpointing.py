@@ -103,6 +103,7 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
@@ -197,6 +198,7 @@ def test_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> None:
 
 
 # The method name since transformers 4.46; the newest versions have another one.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", tiered(["GPT2LMHeadModel", "LlamaForCausalLM"], ["GPT2LMHeadModel"]))
@@ -272,6 +274,7 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
         train(model, specs, batch)
 
 
+@pytest.mark.spread(1)
 @VARIANTS
 def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) -> None:
     locations = [*LOCATIONS, ("forward", "input")]
@@ -322,6 +325,7 @@ def test_selective_checkpointing_does_not_save_results_of_hooks(hook: dict[str, 
     assert_equal(gradients(model), gradients(baseline))
 
 
+@pytest.mark.slow
 def test_checkpointed_graph_is_freed_while_hooked() -> None:
     """An aborted recomputation leaves calls that never return; nothing of their graph is kept."""
     specs = {kind: record(kind, "**") for kind in ("full_backward", "tensor")}
@@ -367,6 +371,7 @@ class RandomSegments(nn.Module):
         return self.segment(random.Random(self.seed))(x)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])

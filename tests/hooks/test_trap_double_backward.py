@@ -61,6 +61,7 @@ def test_rows_of_both_passes_have_distinct_keys() -> None:
     assert table.duplicated(of[:-1]).any()
 
 
+@pytest.mark.slow
 def test_recording_does_not_change_the_second_derivative() -> None:
     baseline = critic()
     penalty(baseline, points()).backward()
@@ -93,6 +94,7 @@ def test_both_backward_passes_are_recorded_in_order() -> None:
     assert not probe.warnings
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("factor", [3.0, -0.5])
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
 def test_change_has_the_derivative_of_the_changed_function(kind: str, factor: float) -> None:
@@ -158,6 +160,7 @@ def test_autograd_grad_is_unchanged_and_fills_no_parameter() -> None:
     assert any("post_accumulate_grad" in message for message in probe.warnings)
 
 
+@pytest.mark.slow
 def test_penalised_critic_trains_the_same_weights() -> None:
     """Two full steps: scores, penalty, accumulation of both, and the optimizer step."""
 

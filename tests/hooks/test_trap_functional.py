@@ -17,6 +17,7 @@ KINDS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "vmap of grad"])
 def test_transform_result_is_unchanged_and_reported_in_coverage(transform: str) -> None:
     torch.manual_seed(0)

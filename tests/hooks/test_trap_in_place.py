@@ -166,11 +166,13 @@ def check(architecture: Architecture | SmallArchitecture) -> tuple[int, int]:
     return len(recorded), len(in_place) + replacement.replaced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(ARCHITECTURES, ["small"]))
 def test_gradients_equal_those_without_in_place_operations(name: str) -> None:
     run_by_size(name, check, ARCHITECTURES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "role"), INTERVENTION_LOCATIONS)
 @pytest.mark.parametrize("name", tiered(CHANGED, ["small"]))
 def test_changes_equal_those_without_in_place_operations(name: str, kind: str, role: str) -> None:

@@ -197,6 +197,7 @@ def test_every_nested_tensor_is_recorded_with_its_gradient(name: str) -> None:
 VISION = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
 def test_attention_functions_of_transformers_are_recorded(name: str, implementation: str) -> None:

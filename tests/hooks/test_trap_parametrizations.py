@@ -79,6 +79,7 @@ def train(model: nn.Module, hooks: dict[str, Any]) -> tuple[instrument.Probe, to
     return probe, optimizer
 
 
+@pytest.mark.spread(3)
 @CASES
 def test_clip_of_a_layer_includes_its_parametrized_weight(model: nn.Module) -> None:
     try:
@@ -97,6 +98,7 @@ def test_clip_of_a_layer_includes_its_parametrized_weight(model: nn.Module) -> N
             assert torch.equal(parameter.grad, wanted.grad)
 
 
+@pytest.mark.spread(3)
 @CASES
 def test_each_role_has_the_tensors_of_the_layer(model: nn.Module) -> None:
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -151,6 +153,7 @@ def test_one_part_of_a_parametrized_weight_has_several_names(model: nn.Module, f
     assert site.parameter is model[0].parametrizations.weight.original0
 
 
+@pytest.mark.spread(6)
 @CASES
 @pytest.mark.parametrize("kind", ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"])
 def test_state_dict_hooks_of_a_layer_have_its_entries(model: nn.Module, kind: str) -> None:
@@ -170,6 +173,7 @@ def test_state_dict_intervention_changes_a_parametrized_entry(model: nn.Module) 
     assert torch.equal(model[0].parametrizations.weight.original0, 2 * before)
 
 
+@pytest.mark.spread(4)
 @CASES
 def test_parameters_are_counted_at_the_parametrized_layer(model: nn.Module) -> None:
     hook = {"layers": "0", "kind": "forward", "action": "record"}

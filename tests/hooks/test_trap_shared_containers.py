@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from geometric import Data
 from hook_runs import Calls, assert_close, record, scale
 from torch import Tensor, nn
 
@@ -27,13 +26,19 @@ class Slotted:
     h: Tensor | None = None
 
 
+def graph(x: Tensor) -> Any:
+    from geometric import Data
+
+    return Data(x=x)
+
+
 GIVEN: dict[str, Callable[[Tensor], Any]] = {
     "dict": lambda x: {"x": x},
     "user dict": lambda x: UserDict(x=x),
     "list": lambda x: [x],
     "dataclass": Slotted,
     "namespace": lambda x: SimpleNamespace(x=x),
-    "graph": lambda x: Data(x=x),
+    "graph": graph,
 }
 RETURNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "nothing": lambda given, h: None,
@@ -104,6 +109,7 @@ def halve(key: str) -> Callable[..., None]:
 HALF = {"layers": "embed", "action": "scale", "factor": 0.5}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_interventions_reach_the_container_of_the_caller(given: str, returned: str) -> None:
@@ -129,6 +135,7 @@ def test_interventions_reach_the_container_of_the_caller(given: str, returned: s
             Result(model, given, {"b": {**at_output, "kind": kind}}).assert_equals(output, weight * 0.5, x * 0.5)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_record_hooks_change_nothing(given: str, returned: str) -> None:

@@ -87,6 +87,7 @@ def train(
     return probe, found
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_hooks_fire_from_the_first_gradient_after_unfreezing(at: int) -> None:
     model, optimizer = make()

@@ -88,6 +88,7 @@ def test_unreadable_tensor_is_reported_in_coverage(kind: str) -> None:
     assert not probe.sink.records("stats")
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("kind", READABLE)
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:Sparse .* is in beta")
 def test_every_readable_layout_is_recorded(kind: str) -> None:
@@ -100,6 +101,7 @@ def test_every_readable_layout_is_recorded(kind: str) -> None:
     assert [row["cause"] for row in probe.coverage()] == [""]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("action", [{"action": "record"}, {"action": "clip", "value": 1.0}], ids=["record", "clip"])
 def test_training_on_the_meta_device_continues(action: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to("meta")

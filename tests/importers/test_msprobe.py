@@ -49,6 +49,7 @@ def test_functions_are_recorded_with_their_tensors(convert: Converter) -> None:
     assert result.has_note("rank", "column 'rank'")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("modes", "hooks"),
     [

@@ -59,6 +59,7 @@ def hook_count(model: nn.Module) -> int:
     )
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "form", ["mapping", "list", "section", "yaml", "yaml section", "yaml list", "objects", "object list"]
 )
@@ -141,6 +142,7 @@ def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> 
     assert hook_count(loop.model) == 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("raised", "status"), [(ZeroDivisionError, "failed"), (KeyboardInterrupt, "interrupted")])
 def test_error_in_the_loop_is_raised_and_rows_are_kept(
     loop: Loop, tmp_path: Path, raised: type[BaseException], status: str

@@ -64,6 +64,7 @@ def same(one: pd.DataFrame, other: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(one, other)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("table", TABLES)
 def test_tables_in_memory_equal_those_of_a_folder(probes: Any, table: str) -> None:
     in_memory, in_folder = probes
@@ -132,6 +133,7 @@ def test_views_show_rows_and_status(probes: Any) -> None:
     assert in_memory.problems == []
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("out", [None, "run"])
 def test_rows_can_be_read_during_the_block(tmp_path: Path, out: str | None) -> None:
     model = nn.Linear(2, 2)

@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 import torch
 import torchvision
-import transformers
 from architectures import Architecture
 from conftest import Answer
 from hook_runs import refused, run_step
@@ -65,6 +64,7 @@ def rows(probe: Any, hook: str) -> pd.DataFrame:
     return probe.stats[probe.stats["hook"] == hook]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name", ["GPT-2", "Llama", "BERT", "T5", "Mixtral", "nn.TransformerEncoder", "nanoGPT", "minGPT"]
 )
@@ -84,6 +84,8 @@ def test_transformer_set_records_every_head_and_block(name: str) -> None:
 
 
 def test_masks_are_in_no_number_of_the_transformer_set() -> None:
+    import transformers
+
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=D, n_layer=1, n_head=HEADS)
     probe = train(transformers.GPT2LMHeadModel._from_config(config, attn_implementation="eager"), "transformer")
     numbers = rows(probe, "attention_scores").select_dtypes("float64")  # the masks have the smallest float32
@@ -146,6 +148,7 @@ def test_attention_without_a_dimension_of_heads_has_one_row_per_module() -> None
     assert [*rows(probe, "attention")["path"]] == ["softmax.0:0"] * (LAYERS * HEADS)
 
 
+@pytest.mark.slow
 def test_hook_sets_do_not_change_the_training() -> None:
     results = []
     for specs in ({}, "transformer"):
@@ -210,6 +213,7 @@ def test_low_precision_set_records_the_operands_of_products() -> None:
         assert row.quantization_error == pytest.approx(error.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rules_on_casts_report_nothing_in_a_healthy_training() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
@@ -239,6 +243,7 @@ def test_low_precision_set_ignores_blocks_that_contain_products() -> None:
     assert layers == {"0.0", "1"}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "part"), [("transformer", "attention"), ("moe", "router")])
 def test_hook_set_on_a_convolutional_network_is_an_error(name: str, part: str) -> None:
     assert f"no {part} found" in refused(Architecture("torchvision", "resnet18").make(), name)
@@ -268,6 +273,7 @@ def test_file_precedes_the_hook_set_of_its_name(workdir: Any) -> None:
     assert [*read_specs("moe")] == ["mine"]
 
 
+@pytest.mark.slow
 def test_transformer_set_in_the_command_line(cli: Callable[..., Answer]) -> None:
     plan = cli("+exp=language", "hooks=transformer", "plan=true").expect(0)
     assert "self_attn MultiheadAttention  3,168 parameters  [16, 64, 32]  attention, attention_scores" in plan.out

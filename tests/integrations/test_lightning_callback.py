@@ -150,6 +150,7 @@ def test_several_optimizers_are_recorded_at_their_own_steps() -> None:
     assert (stats.l2 > 0).all()
 
 
+@pytest.mark.slow
 def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     rule = {"watch": "raw", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
     callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
@@ -215,6 +216,7 @@ EVALUATIONS: dict[str, tuple[str, Callable[[Any], None], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("case", EVALUATIONS)
 def test_phase_is_the_mode_of_the_module(case: str) -> None:
     event, action, settings = EVALUATIONS[case]
@@ -246,6 +248,7 @@ def test_evaluation_in_training_mode_is_an_evaluation() -> None:
     assert calls_of(stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("part", ["", "net"], ids=["module", "part"])
 def test_training_in_evaluation_mode_is_training(part: str) -> None:
     module, callback = module_of(), callback_of(CALLS, rules=None)
@@ -309,6 +312,7 @@ def test_rule_sees_gradients_before_the_clip() -> None:
     assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["the end of an epoch", "the middle of an epoch"])
 def test_steps_and_epochs_continue_after_a_checkpoint(at: str, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -359,6 +363,7 @@ def test_second_training_is_refused_or_replaces_the_run(tmp_path: Path) -> None:
     assert run.metrics.loss.tolist() != started.loss.tolist()
 
 
+@pytest.mark.slow
 def test_batch_size_finder_is_not_recorded(tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import BatchSizeFinder
 

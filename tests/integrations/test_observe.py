@@ -41,6 +41,7 @@ def state(model: nn.Module) -> list[Any]:
     return [copies, modes, hooks, random_states]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_observe_leaves_no_trace(training: bool, has_gradients: bool) -> None:
@@ -93,6 +94,7 @@ def test_rows_are_in_execution_order_with_all_columns() -> None:
     ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("batch", [torch.ones(3, 4), (torch.ones(3, 4),), {"inputs": torch.ones(3, 4), "factor": 1.0}])
 def test_batch_is_a_tensor_a_tuple_or_a_mapping(batch: Any) -> None:
     frame = instrument.observe(Model().eval(), batch, "shared")

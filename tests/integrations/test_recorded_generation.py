@@ -86,6 +86,7 @@ def recorded(model: nn.Module, hooks: Mapping[str, Any], ids: Any, **options: An
     return probe, output, new
 
 
+@pytest.mark.slow
 @pytest.mark.combinations
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_window_of_tokens_is_that_of_one_pass(name: str, options: dict[str, Any]
     assert {(row["expected"], row["fired"], row["cause"]) for row in probe.coverage()} == {(3, 3, "")}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_of_beams_are_found_by_their_indices(name: str) -> None:
     model, layer = language_model(name), f"{LAYERS[name]}.0"
@@ -124,6 +126,7 @@ def test_rows_of_beams_are_found_by_their_indices(name: str) -> None:
     np.testing.assert_allclose(X, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", LAYERS)
 def test_positions_tell_the_tokens_of_assisted_decoding(name: str) -> None:
     model, layer = language_model(name), f"{LAYERS[name]}.1"
@@ -282,6 +285,7 @@ def test_invalid_calls_are_reported(calls: Any, kind: str, message: str) -> None
         pass
 
 
+@pytest.mark.slow
 def test_compiled_code_acts_in_the_selected_calls() -> None:
     model = nn.Linear(2, 2).eval()
     hooks = {
@@ -296,6 +300,7 @@ def test_compiled_code_acts_in_the_selected_calls() -> None:
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3), (1, 1)]
 
 
+@pytest.mark.slow
 def test_command_line_records_a_window_of_each_prompt(tmp_path: Path) -> None:
     run = train_here(
         tmp_path / "run",
@@ -308,6 +313,7 @@ def test_command_line_records_a_window_of_each_prompt(tmp_path: Path) -> None:
     assert X.argmax(-1).tolist() == [[*tokens[2:5]] for tokens in run.generated["tokens"]]
 
 
+@pytest.mark.slow
 def test_data_set_has_the_tokens_of_each_request(tmp_path: Path) -> None:
     model = language_model("llama")
     hooks = {

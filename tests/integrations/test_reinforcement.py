@@ -134,6 +134,7 @@ def test_command_line_has_no_rollouts(tmp_path: Any) -> None:
         train_here(tmp_path / "run", "model=mlp", "data=digits", hook)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_up", [False, True])
 def test_loss_of_a_policy_without_preferences_is_no_reference(warm_up: bool) -> None:
     model = policy(zero_head=True)
@@ -151,6 +152,7 @@ def test_loss_of_a_policy_without_preferences_is_no_reference(warm_up: bool) -> 
     assert probe.run.events.query("severity == 'warning'").empty
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollouts", [True, False])
 @pytest.mark.parametrize("rule", ["loss_not_decreasing", "loss_spike"])
 def test_losses_of_data_that_a_policy_collects_are_no_errors(rule: str, rollouts: bool) -> None:
@@ -249,6 +251,7 @@ def test_repeated_draws_of_a_buffer_are_numbered() -> None:
         probe.features("3")
 
 
+@pytest.mark.slow
 def test_target_network_and_delayed_updates_have_no_warning() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(3, 1) for name in ("actor", "critic", "target")})

@@ -97,6 +97,7 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(
     assert not any(row["cause"] for row in callback.probe.coverage())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"label_smoothing_factor": 0.1}])
 def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in torch.arange(96).view(16, 6) % 32]
@@ -115,6 +116,7 @@ def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: P
     assert (rows.step.tolist(), rows.loss.tolist()) == ([2, 3], pytest.approx(evaluated, rel=1e-6))
 
 
+@pytest.mark.slow
 def test_custom_evaluation_may_pass_other_metrics(tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in torch.arange(48).view(8, 6) % 32]
     sets = {"train_dataset": data, "eval_dataset": data}
@@ -139,6 +141,7 @@ def test_recording_keeps_weights_bit_identical(
     assert_equal(recorded[0].parameters(), baseline.parameters())
 
 
+@pytest.mark.slow
 def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
     model = model_of(fail_at=4)
     with pytest.raises(ValueError, match="a bug of the user's"), callback_of(out=tmp_path / "run") as hooks:
@@ -160,6 +163,7 @@ def test_batch_encoding_is_counted_and_moved() -> None:
     assert moved["labels"].device.type == "meta"
 
 
+@pytest.mark.slow
 def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     rule = {"watch": "sums", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
     callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
@@ -291,6 +295,7 @@ QUICK_EVALUATIONS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.combinations
 @pytest.mark.parametrize("before", [True, False], ids=["earlier callback", "later callback"])
 @pytest.mark.parametrize("case", tiered(EVALUATIONS, QUICK_EVALUATIONS))
@@ -330,6 +335,7 @@ def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path)
     assert not any(row["cause"] for row in coverage if evaluated or row["hook"] not in ("eval", "model"))
 
 
+@pytest.mark.slow
 def test_call_without_gradients_between_steps_is_no_training(tmp_path: Path) -> None:
     callback, evaluator = callback_of(CALLS, rules=None), Evaluator("on_step_end", call_without_gradients)
     evaluator.trainer = trainer_of(Small(), tmp_path, [evaluator, callback])
@@ -338,6 +344,7 @@ def test_call_without_gradients_between_steps_is_no_training(tmp_path: Path) -> 
     assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)} | {("eval", 2): 1}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_evaluation_within_a_step_interrupts_the_training(order: str, tmp_path: Path) -> None:
     hooks = {**CALLS, "gradient": {**CALLS["train"], "kind": "full_backward", "role": "grad_output"}}
@@ -362,6 +369,7 @@ def test_evaluation_within_a_step_interrupts_the_training(order: str, tmp_path: 
     assert {(row["expected"], row["fired"], row["cause"]) for row in callback.probe.coverage()} == {(4, 4, "")}
 
 
+@pytest.mark.slow
 def test_evaluation_after_the_training_is_not_recorded(tmp_path: Path) -> None:
     with callback_of(CALLS, rules=None) as callback:
         trainer = trainer_of(Small(), tmp_path, [callback])
@@ -371,6 +379,7 @@ def test_evaluation_after_the_training_is_not_recorded(tmp_path: Path) -> None:
     assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)}
 
 
+@pytest.mark.slow
 def test_phase_of_the_user_is_kept(tmp_path: Path) -> None:
     hooks = {**CALLS, "probe": {**CALLS["train"], "phase": "probe"}}
     callback = callback_of(hooks, rules=None)
@@ -384,6 +393,7 @@ def test_phase_of_the_user_is_kept(tmp_path: Path) -> None:
     assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)} | {("probe", 2): 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_parameter_grad_is_before_the_clip_of_the_trainer(
     accumulate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -405,6 +415,7 @@ def test_parameter_grad_is_before_the_clip_of_the_trainer(
     assert event in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_unclipped_gradients_need_no_event(tmp_path: Path) -> None:
     with callback_of(GRADIENTS, rules=None) as callback:
         trainer_of(Small(), tmp_path, [callback], max_grad_norm=0.0).train()
@@ -435,6 +446,7 @@ def test_clip_that_is_not_observed_is_reported(tmp_path: Path) -> None:
     assert warning
 
 
+@pytest.mark.slow
 def test_rule_sees_gradients_before_the_clip(tmp_path: Path) -> None:
     model = Small()
     model.factors = {6: 1e6}
@@ -444,6 +456,7 @@ def test_rule_sees_gradients_before_the_clip(tmp_path: Path) -> None:
     assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
 
 
+@pytest.mark.slow
 def test_steps_and_epochs_continue_after_a_checkpoint(tmp_path: Path) -> None:
     settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
     trainer_of(Small(), tmp_path, [], **settings).train()
@@ -464,6 +477,7 @@ def test_steps_and_epochs_continue_after_a_checkpoint(tmp_path: Path) -> None:
     assert {*callback.probe.events.rule} == {"clipping", "coverage"}  # no rule for the first step
 
 
+@pytest.mark.slow
 def test_epoch_that_is_ended_early_counts_as_an_epoch(tmp_path: Path) -> None:
     evaluator = Evaluator("on_step_end", lambda each: setattr(each.trainer.control, "should_epoch_stop", True))
     with callback_of(CALLS, rules=None) as callback:
@@ -472,6 +486,7 @@ def test_epoch_that_is_ended_early_counts_as_an_epoch(tmp_path: Path) -> None:
     assert callback.probe.stats.epoch.tolist() == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fails_at", "where"), [(2, "folder"), pytest.param(0, "memory", marks=pytest.mark.slow)])
 def test_auto_find_batch_size_discards_the_failed_attempt(fails_at: int, where: str, tmp_path: Path) -> None:
     model = Small(fails_at, largest_batch=7)
@@ -493,6 +508,7 @@ def test_auto_find_batch_size_discards_the_failed_attempt(fails_at: int, where: 
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_second_training_is_refused_or_replaces_the_run(tmp_path: Path) -> None:
     model, callback = Small(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     trainer = trainer_of(model, tmp_path, [callback], max_steps=2)
@@ -521,6 +537,7 @@ def test_training_after_an_error_attaches_once(tmp_path: Path) -> None:
     assert torch.nn.utils.clip_grad_norm_ is original
 
 
+@pytest.mark.slow
 def test_several_callbacks_record_the_same_rows(tmp_path: Path) -> None:
     one, other = callback_of({**CALLS, **GRADIENTS}, rules=None), callback_of({**CALLS, **GRADIENTS}, rules=None)
     original = torch.nn.utils.clip_grad_norm_

@@ -87,6 +87,7 @@ def labels_of(axes: Axes) -> tuple[list[str], list[str]]:
     return queries, keys
 
 
+@pytest.mark.slow
 def test_maps_equal_the_probabilities_of_the_module(model: Model, run: instrument.Run) -> None:
     maps = maps_of(attention(run, "blocks.1", sample=3))
     model(TOKENS)
@@ -96,6 +97,7 @@ def test_maps_equal_the_probabilities_of_the_module(model: Model, run: instrumen
         assert axes.images[0].get_clim() == (0.0, 1.0)  # the first token attends only to itself
 
 
+@pytest.mark.slow
 def test_sample_is_selected_by_id(run: instrument.Run) -> None:
     frame = run.tensors(hook="probabilities", layer="blocks.0")
     for sample, (step, position) in {3: (0, 1), 9: (1, 1), None: (1, 0)}.items():
@@ -108,6 +110,7 @@ def test_sample_is_selected_by_id(run: instrument.Run) -> None:
         )
 
 
+@pytest.mark.slow
 def test_frame_and_run_without_ids_select_by_position(model: Model, run: instrument.Run) -> None:
     frame = run.tensors(hook="probabilities", step=0)
     expected = frame[frame.layer == "blocks.0"]["values"].iloc[0][1, 2]
@@ -120,6 +123,7 @@ def test_frame_and_run_without_ids_select_by_position(model: Model, run: instrum
     np.testing.assert_array_equal(values_of(axes), expected)
 
 
+@pytest.mark.slow
 def test_tokens_are_labels(run: instrument.Run) -> None:
     ids = [str(token) for token in TOKENS[1].tolist()]
     texts = ["a", " _", "b", r"\$", "c", "↵"]
@@ -134,6 +138,7 @@ def test_tokens_are_labels(run: instrument.Run) -> None:
         assert labels_of(axes) == (expected, expected)
 
 
+@pytest.mark.slow
 def test_tokens_of_a_long_sequence_are_thinned(model: Model) -> None:
     run = forward_steps(model, {"probabilities": SOFTMAX}, [torch.randint(0, 128, (1, 90))]).run
     figure = attention(run, "blocks.0", head=[0, 1])
@@ -143,6 +148,7 @@ def test_tokens_of_a_long_sequence_are_thinned(model: Model) -> None:
     assert queries[:2] == ["0", "5"]
 
 
+@pytest.mark.slow
 def test_rows_are_layers_in_forward_order(run: instrument.Run) -> None:
     figure = attention(run, ["blocks.1", "blocks.0"], head=[2, 0])
     maps = [axes for axes in figure.axes if axes.images]
@@ -170,6 +176,7 @@ def test_selected_heads_and_positions_keep_their_numbers(model: Model) -> None:
         attention(run, "blocks.0", hook="last", sample=5)
 
 
+@pytest.mark.slow
 def test_reordered_heads_and_samples_keep_their_numbers(model: Model) -> None:
     hook = {**SOFTMAX, "units": [2, 0, 1], "samples": [1, 0]}
     run = forward_steps(model, {"kept": hook}, [TOKENS], sample_ids=[[5, 6]]).run
@@ -186,6 +193,7 @@ def test_selected_heads_of_a_frame_are_unknown(model: Model) -> None:
         attention(run.tensors())
 
 
+@pytest.mark.slow
 def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
     probe = forward_steps(model, {"probabilities": SOFTMAX}, [TOKENS, TOKENS], sample_ids=[[8, 9]])
     assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
@@ -201,6 +209,7 @@ def test_title_names_the_first_of_several_calls(model: Model) -> None:
     np.testing.assert_array_equal(values_of(axes), probe.run.tensors(call=0, layer="blocks.0")["values"].iloc[0][0, 0])
 
 
+@pytest.mark.slow
 def test_input_ids_are_preferred_to_a_mask() -> None:
     class Masked(Model):
         def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
@@ -212,6 +221,7 @@ def test_input_ids_are_preferred_to_a_mask() -> None:
     assert labels_of(axes)[1] == [str(token) for token in TOKENS[0].tolist()]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_that_a_module_returns_are_found(average: bool) -> None:
     returns = Calls(
@@ -248,6 +258,7 @@ def test_masked_queries_are_blank(run: instrument.Run) -> None:
     assert axes.images[0].get_array().mask.all(1).tolist() == [False, False, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_scores_are_drawn_if_their_location_is_named(run: instrument.Run) -> None:
     figure = attention(run, "blocks.0[masked_fill.0]", sample=3)
     scores = run.tensors(hook="scores", layer="blocks.0", step=0)["values"].iloc[0][1, 0]

@@ -141,6 +141,7 @@ def test_columns_are_positions_or_heads(model: nn.Module, x: Tensor) -> None:
     assert maps.grid.shape == (1, 1)
 
 
+@pytest.mark.slow
 def test_captum_gives_the_same_values(model: nn.Module, x: Tensor) -> None:
     captum = pytest.importorskip("captum.attr")
     model, base = copy.deepcopy(model).eval(), x.flip(0)
@@ -167,6 +168,7 @@ def test_captum_gives_the_same_values(model: nn.Module, x: Tensor) -> None:
             same(found, layer.attribute(x, zero, target=2, n_steps=20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["transformer.wte", "transformer.h.0.mlp", "transformer.h.1.ln_1"])
 def test_captum_gives_the_same_values_for_layers_of_a_language_model(layer: str) -> None:
     """Token ids have no baseline of zeros: other prompts and padding are the baselines."""
@@ -206,6 +208,7 @@ def test_compiled_circuit_computes_its_program(circuit: CompiledCircuit) -> None
     assert circuit(corrupted)[range(100), -1, answers].max() < 0.2
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", ["attribution_patching", "integrated_gradients"])
 def test_role_of_each_component_is_found(circuit: CompiledCircuit, method: Any) -> None:
     """Each of the seven components carries the answer at its one position, or nowhere; the exact patches agree."""
@@ -269,6 +272,7 @@ def recorded(model: nn.Module, *batches: Tensor, **fields: Any) -> instrument.Ru
     return probe.run
 
 
+@pytest.mark.slow
 def test_run_gives_the_values_of_the_model(model: nn.Module, x: Tensor) -> None:
     model = copy.deepcopy(model).eval()
     layers, of = ["act", "head"], "[:, 2]"
@@ -300,6 +304,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return train_here(folder, "+exp=attribution_patching", "init_from=null", "data.slice.stop=8", "report=true")
 
 
+@pytest.mark.slow
 def test_yaml_gives_the_estimates_of_the_exact_patches(pairs: instrument.Run, tmp_path: Path) -> None:
     found = attribute(pairs)
     assert (found.method, found.of, found.grid.shape) == ("attribution_patching", "loss", (3, 6))
@@ -318,6 +323,7 @@ def test_yaml_gives_the_estimates_of_the_exact_patches(pairs: instrument.Run, tm
     assert found.rank_correlation(exact) > 0.9
 
 
+@pytest.mark.slow
 def test_yaml_gives_integrated_gradients_of_the_inputs(tmp_path: Path) -> None:
     """The passes are the points of the integral: the same values as those of the trained model itself."""
     trained = ["model=mlp", "data=digits", "train.batch_size=8", "data.slice.stop=16", "train.steps=2"]
@@ -372,6 +378,7 @@ def test_clean_sample_is_found_among_recorded_samples() -> None:
         attribute(run)
 
 
+@pytest.mark.slow
 def test_picture_and_panel_are_those_of_patching(pairs: instrument.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = attribute(pairs)
     axes, bar = patching(found, tokens=list("ABCDAB")).axes
@@ -400,6 +407,7 @@ def test_layers_without_positions_have_a_column(model: nn.Module, x: Tensor) -> 
     assert not axes.get_xlabel()
 
 
+@pytest.mark.slow
 def test_panel_is_only_on_pages_of_runs_with_gradients(tmp_path: Path) -> None:
     options = ["forward={grad: false, from_sample: null}", "hooks.gradients=null"]
     run = train_here(tmp_path / "run", "+exp=attribution_patching", "init_from=null", "data.slice.stop=4", *options)
@@ -487,6 +495,7 @@ def test_correlation_and_picture_name_what_is_missing(pairs: instrument.Run) -> 
         patching(found, layer="blocks.0")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

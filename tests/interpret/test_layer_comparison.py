@@ -45,6 +45,7 @@ def run(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> instrumen
     return recorded(model, batch, torch.arange(30), 16, out=tmp_path_factory.mktemp("similarity") / "run")
 
 
+@pytest.mark.slow
 def test_similarity_equals_the_formula(run: instrument.Run) -> None:
     table = layer_similarity(run)
     assert list(table.index) == list(table.columns) == ["0", "1", "2", "3"]

@@ -75,6 +75,7 @@ def run(model: Model, tokens: Tensor, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("block", [2**26, 1])
 def test_predictions_equal_hand_written_code(
     model: Model, tokens: Tensor, run: instrument.Run, monkeypatch: pytest.MonkeyPatch, block: int
@@ -116,6 +117,7 @@ def test_output_layers_of_all_forms_are_equal(model: Model, run: instrument.Run)
     assert not bare["target_log_prob"].equals(expected["target_log_prob"])
 
 
+@pytest.mark.slow
 def test_weights_are_those_that_the_run_was_started_from(
     model: Model, tokens: Tensor, run: instrument.Run, tmp_path: Path
 ) -> None:
@@ -150,6 +152,7 @@ def test_runs_without_ids_and_with_vectors() -> None:
     assert table["target"].isna().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "positions"),
     [

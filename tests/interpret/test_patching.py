@@ -77,6 +77,7 @@ def by_hand(model: nn.Sequential, layer: int, position: int, number: Callable[[T
         return number(model[layer + 1 :](hidden)).item() - number(model(BATCH)).item()
 
 
+@pytest.mark.slow
 def test_cells_are_differences_to_the_baseline(model: nn.Sequential, positions: Path) -> None:
     figure = patching(instrument.load(positions))
     axes, bar = figure.axes
@@ -111,6 +112,7 @@ def test_tokens_are_labels_of_positions(positions: Path) -> None:
         patching(instrument.load(positions), tokens=[])
 
 
+@pytest.mark.slow
 def test_baseline_is_optional_or_an_argument(model: nn.Sequential, positions: Path, tmp_path: Path) -> None:
     folders = sorted(folder for folder in positions.iterdir() if folder.name != "baseline")
     runs = [instrument.load(folder) for folder in folders]
@@ -130,6 +132,7 @@ def test_baseline_must_be_one_run_without_the_intervention(positions: Path) -> N
         patching(sweep, baseline=instrument.load(positions / "20"))
 
 
+@pytest.mark.slow
 def test_seeds_are_averaged_and_matched(positions: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(positions, tmp_path / "positions"))
     for folder in sorted(positions.iterdir()):
@@ -148,6 +151,7 @@ def test_seeds_are_averaged_and_matched(positions: Path, tmp_path: Path) -> None
     assert legend_of(figure) == ["no finished run with a baseline"]
 
 
+@pytest.mark.slow
 def test_runs_of_a_seed_without_a_baseline_are_not_averaged(positions: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(positions, tmp_path / "positions"))
     for name in ("20", "100"):
@@ -158,6 +162,7 @@ def test_runs_of_a_seed_without_a_baseline_are_not_averaged(positions: Path, tmp
     assert axes.get_xlabel().splitlines()[1:] == ["2 runs are not shown: no baseline with the same seed"]
 
 
+@pytest.mark.slow
 def test_heads_of_one_layer_are_one_row(record: Recorder, tmp_path: Path) -> None:
     for head in (2, 0, 1):
         record(tmp_path / str(head), layers="2", heads={"of": 3, "take": [head]})
@@ -169,6 +174,7 @@ def test_heads_of_one_layer_are_one_row(record: Recorder, tmp_path: Path) -> Non
         patching(instrument.load(tmp_path), tokens=["a"])
 
 
+@pytest.mark.slow
 def test_layers_alone_are_one_column(record: Recorder, tmp_path: Path) -> None:
     for layer in ("2", "3"):
         record(tmp_path / layer, layers=layer)

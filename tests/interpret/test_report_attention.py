@@ -75,6 +75,7 @@ def test_long_sequences_are_averaged(tmp_path: Path) -> None:
     assert np.shape(layer["z"]) == (3, PIXELS, PIXELS)
 
 
+@pytest.mark.slow
 def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> None:
     page = make(sweep).html
     assert '<a href="#panel-by_location">' in page
@@ -82,6 +83,7 @@ def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> No
     assert section.count("</svg>") == 1  # no accuracy was recorded
 
 
+@pytest.mark.slow
 def test_panels_of_other_code_are_shown(
     run: instrument.Run, sweep: instrument.Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

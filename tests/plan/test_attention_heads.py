@@ -107,6 +107,7 @@ def no_fast_path() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("no_fast_path")
 @pytest.mark.parametrize("name", MODELS)
 def test_documented_location_of_heads_is_that_of_an_ablation_by_hand(name: str) -> None:

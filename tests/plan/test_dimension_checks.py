@@ -170,6 +170,7 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("fields", "where"),
     [

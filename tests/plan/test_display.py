@@ -147,6 +147,7 @@ def test_plan_lists_output_tables_with_their_hooks() -> None:
     assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json are always written"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
 def test_names_and_numbers_are_never_truncated(width: int) -> None:
     lines = shown(width=width, **SPECS)

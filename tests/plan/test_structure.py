@@ -61,6 +61,7 @@ def found_in(model: nn.Module) -> dict[str, list[str]]:
     return {name: [layer.name for layer in layers] for name, layers in found.items()}
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     "example",
     [
@@ -74,6 +75,7 @@ def test_structure_of_a_transformer(example: Example) -> None:
     assert found == {**dict.fromkeys(NAMES, 0), **example.parts, **MISSES.get(example.name, {})}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "name",
     tiered(

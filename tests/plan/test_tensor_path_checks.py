@@ -24,6 +24,7 @@ def check(path: str, kind: str = "forward") -> None:
     check_paths(plan, {"train": inferred})
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("path", "kind"), [("0", "forward"), ("1.*", "forward"), ("1.1", "tensor"), ("0", "forward_pre")]
 )

@@ -31,6 +31,7 @@ from instrument.plot.axes_and_scales import (
 from instrument.plot.fit import fit
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_with_the_first_figure_without_pyplot(tmp_path: Path) -> None:
     stats_of({"a": [1.0, 2.0]}).to_pickle(tmp_path / "stats")
     code = (
@@ -52,6 +53,7 @@ def test_missing_matplotlib_names_the_package(monkeypatch: pytest.MonkeyPatch) -
         instrument.plot.heatmap(stats_of({"a": [1.0]}))
 
 
+@pytest.mark.slow
 def test_figure_is_saved_as_png_and_svg(tmp_path: Path) -> None:
     figure = instrument.plot.heatmap(stats_of({"<script>$a$": [1.0, 2.0]}))
     figure.savefig(tmp_path / "one.png")
@@ -113,6 +115,7 @@ def test_scale_without_finite_values_has_defaults() -> None:
     assert colours(np.full(3, np.nan)) == {"cmap": None, "vmin": 0.0, "vmax": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", tiered([4, 100], [4]))
 def test_step_labels_have_even_distances(examples: int) -> None:
     settings(max_examples=examples)(given(st.integers(1, 300), st.integers(1, 10**9))(check_steps))()
@@ -129,6 +132,7 @@ def check_steps(count: int, every: int) -> None:
     assert named == [int(at) * every for at in axes.get_xticks()]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("ends", tiered([(0.15, 7.0), (1.0, 1.2), (3.0, 3.0), (1e-9, 1e9)], [(1.0, 1.2), (3.0, 3.0)]))
 def test_logarithmic_axis_has_labels_for_any_range(ends: tuple[float, float]) -> None:
     low, high = ends

@@ -41,6 +41,7 @@ def metrics_table(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(step=0, phase="train", rank=0, accuracy=np.nan)
 
 
+@pytest.mark.slow
 def test_metric_over_steps_equals_the_table(sweep: instrument.Run) -> None:
     figure = compare(sweep)
     drawn = lines(figure.axes[0])
@@ -63,6 +64,7 @@ def test_run_with_nan_loss_has_a_cross(sweep: instrument.Run, x: str | None, at:
     assert words in legend_of(figure)
 
 
+@pytest.mark.slow
 def test_seeds_share_a_colour_and_differ_in_dashes(sweep: instrument.Run) -> None:
     drawn = [(line.get_color(), line.get_linestyle()) for line in compare(sweep).axes[0].lines]
     assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
@@ -70,6 +72,7 @@ def test_seeds_share_a_colour_and_differ_in_dashes(sweep: instrument.Run) -> Non
     assert drawn[1][1] == drawn[3][1] == "--"
 
 
+@pytest.mark.slow
 def test_list_sweep_and_frame_give_the_same_figure(sweep: instrument.Run) -> None:
     alone = [instrument.load(folder) for folder in sweep.folders]
     pictures = [compare(source) for source in (sweep, alone, sweep.metrics)]
@@ -81,6 +84,7 @@ def test_list_sweep_and_frame_give_the_same_figure(sweep: instrument.Run) -> Non
             np.testing.assert_array_equal(points, expected[label])
 
 
+@pytest.mark.slow
 def test_statistic_of_a_layer_is_drawn_over_steps(sweep: instrument.Run) -> None:
     axes = compare(sweep, "l2", layer="3.weight").axes[0]
     rows = sweep.stats.query("run == '2' and hook == 'grads' and layer == '3' and path == 'weight'")
@@ -98,6 +102,7 @@ def test_statistic_without_a_layer_is_drawn_over_layers(sweep: instrument.Run) -
     assert axis_labels(compare(sweep.stats, "std", hook="acts").axes[0]) == ["0", "1", "2", "3", "."]
 
 
+@pytest.mark.slow
 def test_last_value_over_an_override_has_points_and_means(sweep: instrument.Run) -> None:
     some = sweep.metrics.query("run != '5'")
     axes = compare(some, "loss", "clip.norm").axes[0]
@@ -128,6 +133,7 @@ def test_non_numeric_values_are_names_on_the_axis() -> None:
     assert axes.lines[0].get_xdata().tolist() == [0.0, 1.0, 2.0]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_last_metric_is_from_evaluations_if_available() -> None:
     frame = metrics_table(pd.DataFrame({"run": list("ab"), "loss": [1.0, 2.0], "width": [1, 2]}))
     both = pd.concat([frame, frame.assign(phase="eval", loss=[5.0, 6.0])])
@@ -136,6 +142,7 @@ def test_last_metric_is_from_evaluations_if_available() -> None:
     assert compare(both).axes[0].get_title() == "loss (train)"
 
 
+@pytest.mark.slow
 def test_labels_are_differing_overrides_with_folder_if_ambiguous(tmp_path: Path) -> None:
     same = pd.DataFrame(
         {"run": ["a", "b", "c"], "loss": 0.0, "lr_": [1.0, 1.0, np.nan], "exp": "e", "long": ["", "", "x" * 80]}
@@ -156,12 +163,14 @@ def test_override_with_the_name_of_a_column_is_found() -> None:
     assert compare(metrics_table(frame), x="lr").axes[0].lines[0].get_xdata().tolist() == [0.1, 0.2]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_single_run_is_drawn(tmp_path: Path) -> None:
     figure = compare(make_run(tmp_path / "_mine", hooks=HOOKS, steps=1))
     assert legend_of(figure) == [" _mine"]
     assert len(figure.axes[0].lines[0].get_xdata()) == 1  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_legend_of_many_runs_fits_the_figure() -> None:
     frame = metrics_table(pd.DataFrame({"run": [str(i) for i in range(40)], "loss": 1.0, "width": range(40)}))
     figure = compare(frame)

@@ -52,6 +52,7 @@ def test_pixels_equal_the_recorded_tensors(run: instrument.Run) -> None:
     assert figure.get_suptitle() == "maps: forward output, sample 1"
 
 
+@pytest.mark.slow
 def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
     one, two = charts_of(feature_maps(run, hook="maps")), charts_of(feature_maps(run.tensors(), hook="maps"))
     assert list(one) == list(two)
@@ -60,6 +61,7 @@ def test_frame_gives_the_same_figure(run: instrument.Run) -> None:
         np.testing.assert_array_equal(pixels_of(one[title]), pixels_of(two[title]))
 
 
+@pytest.mark.slow
 def test_filters_have_a_centered_color_scale_and_no_image(run: instrument.Run) -> None:
     (axes,) = charts_of(feature_maps(run, "0.weight", step=0)).values()
     filters = run.tensors(hook="filters", step=0)["values"].iloc[0]
@@ -72,6 +74,7 @@ def test_filters_have_a_centered_color_scale_and_no_image(run: instrument.Run) -
     assert len([label for label in scale.get_yticklabels() if label.get_text()]) >= 3
 
 
+@pytest.mark.slow
 def test_channel_number_is_the_sum_of_row_and_column_labels() -> None:
     values = np.ones((1, 10, 4, 4)) * np.arange(10.0)[None, :, None, None]
     (axes,) = charts_of(feature_maps(tensor_table(values))).values()
@@ -93,6 +96,7 @@ def test_filter_number_is_the_sum_of_row_and_column_labels() -> None:
             assert value == first + int(more.get_text()) or np.isnan(value)
 
 
+@pytest.mark.slow
 def test_rows_are_layers_and_columns_are_steps(run: instrument.Run) -> None:
     late = [tensor_table(np.ones((1, 2, 4, 4)), layer=layer, step=step) for step in (0, 7) for layer in ("b", "a")]
     figure = feature_maps(pd.concat([*late[:2], late[3]]))
@@ -103,6 +107,7 @@ def test_rows_are_layers_and_columns_are_steps(run: instrument.Run) -> None:
     assert boxes["a, step 0"].x1 < boxes["a, step 7"].x0
 
 
+@pytest.mark.slow
 def test_omissions_are_noted() -> None:
     many = feature_maps(tensor_table(np.ones((1, 300, 2, 2))))
     assert "the first 256 of 300 feature maps" in next(iter(charts_of(many)))
@@ -131,6 +136,7 @@ def test_number_of_maps_is_limited(shape: tuple[int, ...], kept: tuple[int, ...]
     assert cut(values).shape == kept
 
 
+@pytest.mark.slow
 def test_color_scale_of_a_step_of_all_steps_and_of_each_channel() -> None:
     weak, strong = np.array([[[[0.0, 1.0]], [[0.0, 0.5]]]]), np.array([[[[-4.0, 2.0]], [[1.0, 3.0]]]])
     frame = pd.concat([tensor_table(weak), tensor_table(strong, step=7)])

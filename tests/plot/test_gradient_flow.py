@@ -40,6 +40,7 @@ def recorded(run: instrument.Run, hook: str, statistic: str) -> dict[str, list[f
     return {place: [line.iloc[0], line.iloc[-1]] for place, line in lines}
 
 
+@pytest.mark.slow
 def test_marks_equal_the_table_in_forward_order(run: instrument.Run) -> None:
     flow, updates = gradient_flow(run).axes
     assert marks(flow) == recorded(run, "grads", "l2")
@@ -51,6 +52,7 @@ def test_marks_equal_the_table_in_forward_order(run: instrument.Run) -> None:
     assert [marks(axes) for axes in gradient_flow(run.stats).axes] == [marks(flow), marks(updates)]
 
 
+@pytest.mark.slow
 def test_usual_update_band_is_shaded_with_its_source(run: instrument.Run) -> None:
     figure = gradient_flow(run)
     (band,) = (patch for patch in figure.axes[1].patches)
@@ -82,6 +84,7 @@ def test_values_that_cannot_be_shown_are_noted_on_the_axis() -> None:
     assert np.isnan(marks(axes)["a.weight"]).all()
 
 
+@pytest.mark.slow
 def test_parameter_gradients_are_the_default() -> None:
     outputs = stats_of({"a": [5.0]}, hook="o", kind="full_backward", role="grad_output", path="")
     frame = pd.concat([outputs, stats_of({"a": [2.0]})])
@@ -97,6 +100,7 @@ def test_missing_gradients_are_an_error_with_a_hint(run: instrument.Run) -> None
         gradient_flow(run.stats.query("hook == 'acts'"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", tiered([1.1, 2.0, 7.0, 40.0, 1e3, 1e9], [1e9]))
 def test_labels_do_not_overlap(most: float) -> None:
     values = np.geomspace(0.15, 0.15 * most, 60)

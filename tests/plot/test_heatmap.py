@@ -23,6 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return make_run(tmp_path_factory.mktemp("heatmap") / "run")
 
 
+@pytest.mark.slow
 def test_cells_equal_the_table(run: instrument.Run) -> None:
     axes = heatmap(run, hook="grads").axes[0]
     table = run.stats.query("hook == 'grads'").assign(place=lambda rows: rows.layer + "." + rows.path)
@@ -34,6 +35,7 @@ def test_cells_equal_the_table(run: instrument.Run) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_outputs_show_std_in_forward_order(run: instrument.Run) -> None:
     axes = heatmap(run, hook="acts").axes[0]
     assert axes.get_title().startswith("std of acts")
@@ -43,6 +45,7 @@ def test_outputs_show_std_in_forward_order(run: instrument.Run) -> None:
     assert one._repr_png_() == two._repr_png_()  # type: ignore[attr-defined]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("values", "norm", "cmap", "limits"),
     [
@@ -69,6 +72,7 @@ def test_color_bar_has_a_label_and_ticks() -> None:
     assert len([label for label in bar.get_yticklabels() if label.get_text()]) >= 3
 
 
+@pytest.mark.slow
 def test_missing_and_non_finite_cells_are_in_the_legend(tmp_path: Path) -> None:
     figure = heatmap(make_run(tmp_path / "r", with_nan=True), hook="acts")
     array = mesh_of(figure.axes[0]).get_array()
@@ -88,6 +92,7 @@ def test_default_statistic_is_no_count_of_elements() -> None:
     assert heatmap(frame.assign(numel=9)).axes[1].get_ylabel().startswith("row_entropy")
 
 
+@pytest.mark.slow
 def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:
     axes = heatmap(stats_of({"a": [float(step) for step in range(100)]}), most_steps=10).axes[0]
     np.testing.assert_allclose(mesh_of(axes).get_array()[0], np.arange(100).reshape(10, 10).mean(1))
@@ -99,6 +104,7 @@ def test_many_steps_are_grouped_with_a_note_on_the_axis() -> None:
     assert axes.get_xlabel() == "step (mean of several in a step)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", tiered([40, 250, 500], [40]))
 def test_labels_do_not_overlap_and_short_names_stay_unique(count: int) -> None:
     names = [f"encoder.block.{i}.attention.self.query.projection.of.a.very.long.name.{i}" for i in range(count)]
@@ -118,12 +124,14 @@ def test_names_with_special_characters_are_drawn_as_text() -> None:
     figure._repr_png_()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_single_step_and_non_finite_rows_are_drawn() -> None:
     assert mesh_of(heatmap(stats_of({"a": [2.0]})).axes[0]).get_array().tolist() == [[2.0]]
     frame = stats_of({"a": [math.nan, 1.0], "b": [math.nan, math.nan]})
     assert np.ma.getmaskarray(mesh_of(heatmap(frame).axes[0]).get_array()).tolist() == [[True, False], [True, True]]
 
 
+@pytest.mark.slow
 def test_ambiguous_or_missing_series_is_an_error_with_options(run: instrument.Run) -> None:
     with pytest.raises(InstrumentError, match=r"(?s)several series match; select one of.*hook='acts'.*hook='updates'"):
         heatmap(run)

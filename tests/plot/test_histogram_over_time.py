@@ -43,6 +43,7 @@ def distributions(*cells: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame([{**same, "step": step, **empty, **cell} for step, cell in enumerate(cells)])
 
 
+@pytest.mark.slow
 def test_columns_have_the_bins_and_fractions_of_their_step(run: instrument.Run) -> None:
     axes = histogram_over_time(run, "0").axes[0]
     rows = run.distributions.query("layer == '0'")
@@ -59,6 +60,7 @@ def test_columns_have_the_bins_and_fractions_of_their_step(run: instrument.Run) 
     assert [edges(mesh) for mesh in columns(same)] == [edges(mesh) for mesh in columns(axes)]
 
 
+@pytest.mark.slow
 def test_quantiles_are_lines_over_histograms(run: instrument.Run) -> None:
     figure = histogram_over_time(run, "0")
     drawn = [patch.get_data().values for patch in figure.axes[0].patches if isinstance(patch, StepPatch)]
@@ -77,6 +79,7 @@ def test_quantiles_without_histograms_are_bands() -> None:
     assert len(figure.axes) == 1
 
 
+@pytest.mark.slow
 def test_empty_bins_are_blank_and_wide_scales_logarithmic() -> None:
     frame = distributions(
         {"low": 0.0, "high": 3.0, "counts": [990, 0, 10]}, {"low": 0.0, "high": 2.0, "counts": [1, 0, 1]}
@@ -88,6 +91,7 @@ def test_empty_bins_are_blank_and_wide_scales_logarithmic() -> None:
     assert columns(histogram_over_time(frame, "a").axes[0])[0].get_clim() == pytest.approx((0.001, 0.999))
 
 
+@pytest.mark.slow
 def test_equal_elements_are_a_thin_line_and_none_are_hatched(tmp_path: Path) -> None:
     frame = distributions({"low": 2.0, "high": 2.0, "counts": [7, 0]}, {"low": 0.0, "high": 4.0, "counts": [3, 4]})
     mesh = columns(histogram_over_time(frame, "a").axes[0])[0]

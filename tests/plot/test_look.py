@@ -60,6 +60,7 @@ def test_every_plot_has_an_example(examples: dict[str, Draw]) -> None:
     assert {*PLOTS} == {name for name in NAMES if name not in ("compare_runs", "compare_steps", "patching_attribution")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width"),
     [
@@ -78,6 +79,7 @@ def test_text_and_charts_fit_the_width(examples: Any, drawn: Any, name: str, wid
     assert compare_images(str(IMAGES / found.name), str(found), TOLERANCE) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_text_and_charts_fit_the_default_width(examples: dict[str, Draw], name: str) -> None:
     figure = examples[name]()
@@ -85,6 +87,7 @@ def test_text_and_charts_fit_the_default_width(examples: dict[str, Draw], name: 
     assert faults_of(figure) == []
 
 
+@pytest.mark.slow
 def test_images_of_other_data_differ(examples: Any, drawn: Any, tmp_path: Path) -> None:
     figure = heatmap(stats_of({"embedding": [1.0, 2.0]}), "l2", width=3.4)
     figure.set_figheight(figure_of(examples, drawn, "heatmap", 3.4).get_figheight())
@@ -92,6 +95,7 @@ def test_images_of_other_data_differ(examples: Any, drawn: Any, tmp_path: Path) 
     assert "RMS" in (compare_images(str(IMAGES / found.name), str(found), TOLERANCE) or "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_pdf_files_have_only_type_42_fonts(examples: Any, drawn: Any, name: str) -> None:
     file = BytesIO()
@@ -100,6 +104,7 @@ def test_pdf_files_have_only_type_42_fonts(examples: Any, drawn: Any, name: str)
     assert b"/FontFile2" in file.getvalue()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_every_plot_takes_the_common_arguments_or_refuses_them(examples: dict[str, Draw], name: str) -> None:
     draw, plot = examples[name], re.sub("_(runs|steps|attribution)$", "", name)
@@ -124,6 +129,7 @@ def test_every_plot_takes_the_common_arguments_or_refuses_them(examples: dict[st
             draw(scale=scale)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_labels_replace_any_text(examples: Any, drawn: Any, name: str) -> None:
     figure = figure_of(examples, drawn, name, 7.0)
@@ -150,6 +156,7 @@ def test_labels_replace_names_of_data_and_axes() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["ReLU", "model.activation=gelu"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(NAMES, QUICK))
 def test_every_plot_draws_into_given_axes(examples: dict[str, Draw], name: str) -> None:
     figure = Figure(figsize=(10.0, 12.0), layout="constrained")
@@ -164,6 +171,7 @@ def test_every_plot_draws_into_given_axes(examples: dict[str, Draw], name: str) 
     assert all(axes is below or axes.get_window_extent().y0 > below.bbox.y1 for axes in figure.axes)
 
 
+@pytest.mark.slow
 def test_scale_of_values_and_colors() -> None:
     frame = stats_of({"a": [1.0, 2.0]})
     assert heatmap(frame).axes[0].collections[0].norm.__class__.__name__ == "Normalize"
@@ -197,6 +205,7 @@ def test_several_charts_need_axes_of_a_grid(examples: dict[str, Draw]) -> None:
         examples["feature_maps"](ax=Figure().add_axes((0, 0, 1, 1)))
 
 
+@pytest.mark.slow
 def test_style_follows_rc_params() -> None:
     metrics = sweep_metrics(1)
     mine = {
@@ -217,6 +226,7 @@ def test_style_follows_rc_params() -> None:
     assert dict(mpl.rcParams) == before
 
 
+@pytest.mark.slow
 def test_interval_is_students_interval_of_the_mean_over_seeds() -> None:
     metrics = sweep_metrics(4).query("`model.activation` == 'relu'")
     axes = compare(metrics, x="optimizer.lr", interval=0.9).axes[0]
@@ -249,6 +259,7 @@ def test_bands_over_layers_keep_the_forward_order() -> None:
     assert sorted(set(np.round(edges[edges[:, 1] == 0.0][:, 0], 9))) == pytest.approx([2.0 - half, 2.0 + half])
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("name", "values", "scale"),
     [

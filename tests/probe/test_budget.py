@@ -73,6 +73,7 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
     return (simulated.spent - before) / (step_seconds * steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", tiered(range(10), [2]))
 def test_budget_overhead_converges_to_the_limit(simulated: SimulatedTime, number: int) -> None:
     draw = random.Random(number)
@@ -123,6 +124,7 @@ def test_hidden_cost_is_measured_by_pausing_hooks(simulated: SimulatedTime) -> N
     assert any("2.0 times" in row["message"] for row in probe.sink.records("events"))
 
 
+@pytest.mark.slow
 def test_shown_overhead_is_that_of_the_latest_steps(simulated: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The overhead falls at each change. The end of a step takes 0.2 ms with and without records."""
     simulated.costs = {2: 0.0006}
@@ -143,6 +145,7 @@ def test_shown_overhead_is_that_of_the_latest_steps(simulated: SimulatedTime, mo
     assert figures[6][1] is None, "the last check measured other rates"
 
 
+@pytest.mark.slow
 def test_cost_of_subsampled_hooks_is_measured_again(simulated: SimulatedTime) -> None:
     """A record after steps without one evicts more of the caches: 9 ms that no hook timer measures."""
     simulated.costs = {2: 0.003}
@@ -162,6 +165,7 @@ def test_cost_of_subsampled_hooks_is_measured_again(simulated: SimulatedTime) ->
         assert probe.overhead <= 0.05
 
 
+@pytest.mark.slow
 def test_slower_machine_does_not_count_as_overhead(simulated: SimulatedTime) -> None:
     """All steps record; the steps without records are early ones, when a step took half the time."""
     simulated.costs = {2: 0.001}
@@ -171,6 +175,7 @@ def test_slower_machine_does_not_count_as_overhead(simulated: SimulatedTime) -> 
     assert probe.overhead == pytest.approx(0.05, rel=0.05)
 
 
+@pytest.mark.slow
 def test_evaluation_is_not_part_of_a_step(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "50%"}, rules=None) as probe:
@@ -181,6 +186,7 @@ def test_evaluation_is_not_part_of_a_step(simulated: SimulatedTime) -> None:
     assert probe.overhead == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -202,6 +208,7 @@ def test_hooks_with_rare_steps_are_never_paused(simulated: SimulatedTime, schedu
         assert probe.warnings == []
 
 
+@pytest.mark.slow
 def test_hooks_in_evaluations_are_never_paused(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.001}
     specs = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
@@ -246,6 +253,7 @@ def test_byte_budget_never_pauses_hooks() -> None:
     assert len(probe.sink.rows["stats"]) == 200
 
 
+@pytest.mark.slow
 def test_most_expensive_site_is_subsampled_first(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.0001, 3: 0.002}
     with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}, rules=None) as probe:
@@ -283,6 +291,7 @@ def test_budget_drops_tensors_then_l1_and_resumes(
     assert not second.attached_hooks[0].action.keeps_tensors
 
 
+@pytest.mark.slow
 def test_budget_restores_sampling_after_a_burst(simulated: SimulatedTime) -> None:
     """Hooks are slow for a while; afterwards the budget is used again, and not exceeded."""
     simulated.costs = {2: 0.02}
@@ -300,6 +309,7 @@ def test_budget_restores_sampling_after_a_burst(simulated: SimulatedTime) -> Non
     assert sum("is sampled more often again" in message for message in messages) == 4
 
 
+@pytest.mark.slow
 def test_budget_never_changes_interventions(simulated: SimulatedTime) -> None:
     simulated.costs = {2: 0.01}
     specs = {"seen": RECORD, "half": {**RECORD, "action": "scale", "factor": 0.5}}
@@ -309,6 +319,7 @@ def test_budget_never_changes_interventions(simulated: SimulatedTime) -> None:
     assert len(probe.sink.rows["stats"]) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_byte_budget_lasts_to_the_end_of_the_run(simulated: SimulatedTime, known: bool) -> None:
     """Ten tensors of 4 kB per step for 1,000 steps would be 40 MB."""
@@ -330,6 +341,7 @@ def test_byte_budget_lasts_to_the_end_of_the_run(simulated: SimulatedTime, known
     assert max(row["step"] for row in sink.records("tensors")) > 950, "the last steps are recorded too"
 
 
+@pytest.mark.slow
 def test_run_reports_what_the_budget_dropped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.probe.budget.MIN_SECONDS", 0.0)
     arguments = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"]

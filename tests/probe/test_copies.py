@@ -35,6 +35,7 @@ def saved(model: nn.Module) -> nn.Module:
     return loaded
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved])
 def test_copy_of_a_hooked_model_has_no_hooks(copied: Callable[[nn.Module], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -110,6 +111,7 @@ def test_exported_program_has_no_operations_of_record_hooks(strict: bool) -> Non
     assert [str(node) for node in program.graph.nodes] == [str(node) for node in expected.graph.nodes]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kept_by", ["AveragedModel", "forward hook", "step hook"])
 def test_averages_of_weights_are_those_of_an_uninstrumented_training(kept_by: str) -> None:
     record = {name: spec for name, spec in HOOKS.items() if spec["action"] == "record"}

@@ -38,6 +38,7 @@ def test_each_hook_and_cause_has_one_warning() -> None:
     ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:FutureWarning", "ignore::instrument.InstrumentWarning")
 @pytest.mark.parametrize("kind", ["forward", "full_backward", "parameter_grad_micro"])
 def test_torchscript_modules_have_a_reason_and_parameter_hooks(kind: str) -> None:

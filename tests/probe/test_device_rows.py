@@ -100,6 +100,7 @@ def test_buffers_have_the_size_of_the_largest_step_and_alternate(driver: Driver)
     assert np.diff(first).tolist() == [11 * 8] * 2  # eleven numbers of eight bytes for each row
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("change", [{"is_capturing": True}, {"current": 1}, {"error": 700}], ids=str)
 def test_tensor_is_measured_without_a_launch_that_is_not_possible(driver: Driver, change: dict[str, Any]) -> None:
     """While a graph is captured, on another device than the current one, and if a launch fails."""
@@ -274,6 +275,7 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
+@pytest.mark.slow
 def test_boundary_tensors_are_measured_by_one_launch(driver: Driver, batches: list[int]) -> None:
     found = rows_of(train(BOUNDARY, first_value=1.0))
     assert driver.launches == []

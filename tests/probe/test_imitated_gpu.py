@@ -158,6 +158,7 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(changes: tuple[str, ...], shi
     assert all(rows_by_hook(probe, table)[change] == 2 for change in changes for table in tables_of(change))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("split", [{}, {"split_dim": 1}])
 def test_attention_on_a_fake_gpu_neither_waits_nor_copies(split: dict[str, int]) -> None:
@@ -328,6 +329,7 @@ def test_hook_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) ->
                 model(torch.empty(3, 4, device="cuda"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("shift", tiered(range(len(KINDS)), [7]))
 def test_hooks_without_values_work_forward_and_backward(shift: int) -> None:
@@ -350,6 +352,7 @@ def hooks_of_every_kind(**spec: Any) -> dict[str, dict[str, Any]]:
     return hooks
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("change", [{"fn": "replace"}, {"fn": "patch", "slice": "0:2"}], ids=["replace", "patch"])
 def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[str, str]) -> None:
@@ -363,6 +366,7 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
     assert found == [["aten._to_copy.default"] * firings] * 2
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("fields", [{"fn": "add"}, {"fn": "project_out"}, {"fn": "add", "units": [0, 1, 3]}], ids=str)
 def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, Any]) -> None:
@@ -377,6 +381,7 @@ def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, An
 BIG = 1_000_000
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool],

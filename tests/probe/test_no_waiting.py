@@ -147,6 +147,7 @@ def possible(change: str, kind: str) -> bool:
     )  # parameter_grad has no samples and no heads, and its own shape
 
 
+@pytest.mark.spread(2)
 @pytest.mark.combinations
 @pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
 def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str) -> None:

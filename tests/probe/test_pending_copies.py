@@ -71,6 +71,7 @@ def steps_in_files(sink: Sink) -> list[int]:
     return list(finished(sink.folder).tensors()["step"])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("create", "steps"),
     [(lambda folder: MemorySink(), steps_in_memory), (ParquetSink, steps_in_files)],

@@ -50,6 +50,7 @@ def test_entries_are_the_parts_that_methods_call() -> None:
     assert list(entry_modules(model)) == [model, model[1]]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("entry", ["", "body", "heads.1.a"])
 def test_first_call_of_a_phase_is_recorded(entry: str) -> None:
     model = Parts()
@@ -95,6 +96,7 @@ def test_exception_in_an_interrupting_call_continues_the_training() -> None:
     assert not hooks_left(model)
 
 
+@pytest.mark.slow
 def test_phase_follows_calls_of_a_model_compiled_in_place() -> None:
     """With `fullgraph=True`, a hook of Python code at the model would be an error."""
     model = Parts()

@@ -53,6 +53,7 @@ def written(sink: instrument.MemorySink) -> list[tuple[str, int]]:
     return [(row["rule"], row["step"]) for row in rows if row["rule"] in ("big", "mine", "error", "loss")]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     "rule",
     [LARGE, {**LARGE, "then": ["warn", "checkpoint"]}, {"_target_": Loud}],
@@ -76,6 +77,7 @@ def test_rule_fires_in_its_step(
     assert len(probe.warnings) == 1
 
 
+@pytest.mark.slow
 def test_decisions_equal_those_on_the_finished_run(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -219,6 +219,7 @@ def test_targets_of_a_batch_are_scalars_or_missing(batch: Any, expected: list[fl
     assert (None if targets is None else targets.tolist()) == expected
 
 
+@pytest.mark.slow
 def test_run_writes_dataset_indices_and_targets(tmp_path: Path) -> None:
     hooks = [
         "+hooks.train={layers: layers.0, kind: forward, action: record, tensors: true}",

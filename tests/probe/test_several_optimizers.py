@@ -75,6 +75,7 @@ def trained(hooks: dict[str, Any], as_type: type = list, **loop: int) -> tuple[P
     return probe, model
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("as_type", [list, tuple])
 def test_each_parameter_is_recorded_at_its_optimizer_step(as_type: type) -> None:
     probe, model = trained(KINDS, as_type)

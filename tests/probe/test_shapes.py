@@ -15,6 +15,7 @@ from instrument.tables import message_template
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("plain", [True, False])
 def test_shapes_follow_batches_of_different_sizes(plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not plain:

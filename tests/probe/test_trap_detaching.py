@@ -50,6 +50,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *probes: inst
         probe.end_step()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_probes_may_exit_in_any_order(order: tuple[int, ...]) -> None:
     model = net()

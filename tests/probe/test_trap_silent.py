@@ -316,6 +316,7 @@ SILENT = {
 }
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", SILENT)
 def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
     case = SILENT[name]
@@ -442,6 +443,7 @@ def total(output: Any) -> Tensor:
 LARGE = {"resnet18", "densenet121", "convnext_tiny", "mobilenet_v2", "mnasnet0_5", "regnet_x_400mf"}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(CLEAN, CLEAN.keys() - LARGE))
 def test_clean_model_gives_no_false_alarm(name: str) -> None:
     make, inputs = CLEAN[name]

@@ -69,6 +69,7 @@ def test_clip_uses_the_unscaled_gradient_of_a_fused_optimizer() -> None:
     assert moved.norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["parameter_grad_micro", "post_accumulate_grad", "full_backward_pre"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_scaled_gradient_changes_only_where_effects_report_it(dtype: torch.dtype, kind: str) -> None:

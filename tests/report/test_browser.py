@@ -143,6 +143,7 @@ def test_heat_map_shows_the_table_and_follows_the_drop_downs(
     assert trace["z"][3] != trace["customdata"][3]
 
 
+@pytest.mark.slow
 def test_click_on_the_heat_map_opens_the_layer(full_report: OpenReport, reported_run: instrument.Run) -> None:
     assert full_report.page.text_content("#layer-title") == "0, Conv2d"
     full_report.page.locator("#heatmap-chart").scroll_into_view_if_needed()
@@ -201,6 +202,7 @@ def last_mosaic(report: OpenReport) -> dict[str, Any]:
     return trace
 
 
+@pytest.mark.slow
 def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_run: instrument.Run) -> None:
     tensors = reported_run.tensors(hook="maps", step=5)["values"].iloc[0]
     assert full_report.choices("maps-what") == ["feature maps", "filters"]
@@ -247,6 +249,7 @@ def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, t
         assert "loss not finite" in [trace["name"] for trace in report.plot("training-chart")]
 
 
+@pytest.mark.slow
 def test_numbers_of_rollouts_are_drawn(open_page: Open, tmp_path: Path) -> None:
     with instrument.attach(nn.Linear(2, 2), {}, out=tmp_path / "run") as probe:
         for step in range(3):
@@ -389,6 +392,7 @@ def test_run_without_steps_is_shown(open_page: Open, tmp_path: Path) -> None:
         assert "Conv2d" in report.page.inner_text("#model")
 
 
+@pytest.mark.slow
 def test_tool_bar_is_above_its_chart_and_uploads_nothing(full_report: OpenReport) -> None:
     bars = full_report.page.evaluate(
         "[...document.querySelectorAll('.js-plotly-plot')].map(chart => {"
@@ -460,6 +464,7 @@ def test_color_bars_and_tool_bars_overlap_nothing(
             assert not [box for box in (*chart["plots"], *chart["texts"], *around) if overlap(tool, box)], chart["id"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("first", "last", "ticks"),
     [
@@ -493,6 +498,7 @@ def test_configuration_can_be_copied(full_report: OpenReport) -> None:
     assert "tame" in full_report.page.input_value("#paste")
 
 
+@pytest.mark.slow
 def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_sweep: instrument.Run) -> None:
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
     names = [reported_sweep.folders[i].name for i in done]

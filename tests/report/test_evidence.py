@@ -36,6 +36,7 @@ def points(svg: str) -> list[tuple[float, ...]]:
     ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("where", "cells"),
     [

@@ -87,6 +87,7 @@ def test_values_are_those_of_the_tables(watched: Watched) -> None:
     assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
 
 
+@pytest.mark.slow
 def test_new_reader_finds_the_same_values(watched: Watched) -> None:
     folder, live, _ = watched
     opened = LiveRun(folder)

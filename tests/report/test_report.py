@@ -181,6 +181,7 @@ def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
     assert shown["statistics"]["l2"][0] == pytest.approx(means, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", tiered([2, 40, 1_000], [2]))
 def test_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
     opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=steps)
@@ -222,6 +223,7 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     assert (fired["step"], fired["lane"]) == (4, "rules")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_run_with_few_steps_is_shown(tmp_path: Path, steps: int) -> None:
     page = make(train(tmp_path / "r", convolutional(), {"acts": EVERYTHING["acts"]}, steps=steps, shape=(3, 8, 8))).html
@@ -263,6 +265,7 @@ def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
     assert data_of(page)["series"][0]["locations"] == ["<script>alert(1)</script>", "a&amp;b", "."]
 
 
+@pytest.mark.slow
 def test_header_has_model_data_status_and_error(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "done_0").html
     head = page[: page.index("<nav")]
@@ -287,6 +290,7 @@ def test_coverage_has_missed_hooks_with_their_cause(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- sweeps
 
 
+@pytest.mark.slow
 def test_sweep_report_has_every_run_and_their_errors(reported_sweep: instrument.Run, sweep_html: str) -> None:
     assert sorted(info["status"] for info in reported_sweep.infos) == ["done"] * 4 + ["failed"] * 2
     assert sweep_html.count('class="status failed"') == 2
@@ -296,6 +300,7 @@ def test_sweep_report_has_every_run_and_their_errors(reported_sweep: instrument.
     assert "hooks.tame" in sweep_html
 
 
+@pytest.mark.slow
 def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run, sweep_html: str) -> None:
     data = data_of(sweep_html)
     (acts,) = data["series"]
@@ -315,6 +320,7 @@ def test_sweep_report_equals_the_tables(reported_sweep: instrument.Run, sweep_ht
                 assert shown[-len(expected) :] == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
     reported_sweep: instrument.Run, sweep_html: str
 ) -> None:
@@ -337,6 +343,7 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
     assert f"{interval.low:+.4g} to {interval.high:+.4g}" in sweep_html
 
 
+@pytest.mark.slow
 def test_effects_of_matches_the_report(reported_sweep: instrument.Run) -> None:
     frame = reported_sweep.effects_of("hooks.tame")
     done = [info for info in reported_sweep.infos if info["status"] == "done"]
@@ -391,6 +398,7 @@ SWEPT_KEYS: list[tuple[str, list[Any], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("key", "values", "options", "settings"), SWEPT_KEYS, ids=[case[0] for case in SWEPT_KEYS])
 def test_sweep_page_has_the_effect_of_each_key(
     tmp_path: Path, key: str, values: list[Any], options: dict[str, list[Any]], settings: str
@@ -516,6 +524,7 @@ def missing_plotly() -> Path:
     raise InstrumentError(f"a report requires plotly: {pip_command('report')}")
 
 
+@pytest.mark.slow
 def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:
     answer = cli(*REPORTED)
     assert answer.code == 0, answer.err

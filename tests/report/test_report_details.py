@@ -67,6 +67,7 @@ def test_mean_of_grouped_steps_uses_finite_values(tmp_path: Path) -> None:
     assert result["train"]["bad"] == {"loss": [1]}
 
 
+@pytest.mark.slow
 def test_every_layer_has_a_picture_and_images_are_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 40_000
     monkeypatch.setattr("instrument.report.pictures.MAX_VALUES", room)
@@ -88,6 +89,7 @@ def test_every_layer_has_a_picture_and_images_are_stored_once(tmp_path: Path, mo
     assert {one["samples"] for one in shown} == {2}
 
 
+@pytest.mark.slow
 def test_gradient_maps_are_not_shown_as_inputs(tmp_path: Path) -> None:
     hooks = {
         "saliency": {"layers": "2", "kind": "tensor", "role": "input", "action": "record", "tensors": True},
@@ -99,6 +101,7 @@ def test_gradient_maps_are_not_shown_as_inputs(tmp_path: Path) -> None:
     assert {one["what"] for one in maps["shown"]} == {"gradient maps", "feature maps"}
 
 
+@pytest.mark.slow
 def test_layer_order_is_from_the_step_with_most_layers(tmp_path: Path) -> None:
     hooks = {"late": {**ACTS, "layers": ["0", "1", "2", "3"]}, "early": {**ACTS, "layers": "3"}}
     hooks["late"]["start"] = 3
@@ -125,6 +128,7 @@ def test_damaged_file_of_a_job_is_reported_on_the_sweep_page(tmp_path: Path) -> 
     assert f"b/stats/{part.name}: cannot be read" in page[: page.index("<nav")]
 
 
+@pytest.mark.slow
 def test_list_of_failed_runs_is_shortened(tmp_path: Path) -> None:
     train(tmp_path / "0", deep(2), {"h": ACTS}, steps=1)
     for number in range(1, 12):

@@ -150,6 +150,7 @@ def errors_of(page: Page) -> list[str]:
     return errors
 
 
+@pytest.mark.slow
 def test_values_change_without_a_reload(training: Training, address: str, browser: Browser) -> None:
     page = new_page(browser)
     errors = errors_of(page)
@@ -199,6 +200,7 @@ def test_opened_consequences_stay_open_in_an_update(address: str, browser: Brows
     page.close()
 
 
+@pytest.mark.slow
 def test_data_are_those_of_the_report(own_training: Training) -> None:
     own_training.step(8)
     own_training.attached.close()

@@ -87,6 +87,7 @@ def trainings(draw: st.DrawFn, most: int) -> list[Step]:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", tiered([60, 300], [60]))
 def test_rules_decide_the_same_with_bounds(most: int) -> None:
     given(trainings(most), st.integers(0, most))(check_decisions)()

@@ -248,6 +248,7 @@ def test_rule_fires_once_on_its_fault_only(name: str) -> None:
     assert (event.location is None) == (event.layer is None) == ("rows" not in faulty[0])
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("name", CASES)
 def test_resumed_rule_decides_like_an_uninterrupted_one(name: str) -> None:
     faulty, healthy, *_ = CASES[name]
@@ -387,6 +388,7 @@ def test_number_of_events_is_limited() -> None:
     assert events[-1].message == "rule r fired 21 times; further ones are not reported"
 
 
+@pytest.mark.slow
 def test_state_does_not_grow_with_the_steps() -> None:
     rules = rule_set(default_rules(), [])
     sizes = []

@@ -32,6 +32,7 @@ def test_benchmark_has_enough_trainings_and_accepts_existing_rules(benchmark: Mo
     assert not {*benchmark.DEVELOPMENT_SEEDS} & {*benchmark.REPORTED_SEEDS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -50,6 +51,7 @@ def test_fault_is_found(benchmark: ModuleType, name: str, found: str) -> None:
     assert str(result.findings[result.found[0]]).startswith(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "name"),
     [

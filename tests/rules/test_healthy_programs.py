@@ -33,6 +33,7 @@ def test_at_most_one_of_sixteen_held_out_programs_has_a_warning() -> None:
     assert len(warned) <= 1, warned
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "steps"), [("vae", 40), ("word_language_model", 12)])
 def test_first_steps_of_a_program_have_no_warning(name: str, steps: int) -> None:
     with torch.random.fork_rng():
@@ -42,6 +43,7 @@ def test_first_steps_of_a_program_have_no_warning(name: str, steps: int) -> None
 RECORDED = {"layers": "**", "kind": "step_post", "action": "record"}
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("rate", "role", "zeroed", "rule"),
     [

@@ -119,6 +119,7 @@ def alerts_of(sink: MemorySink) -> list[dict[str, Any]]:
     return [event for event in sink.records("events") if event["rule"] == "non_finite"]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("where", ["on the host", "on a device"])
 def test_injected_nan_raises_an_alert(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     if where == "on a device":

@@ -53,6 +53,7 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 @pytest.mark.parametrize("again", [False, True])
 def test_rules_decide_afterwards_as_they_did_live(tmp_path: Path, again: bool) -> None:

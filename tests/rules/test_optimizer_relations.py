@@ -112,6 +112,7 @@ def zero_data(optimizer: Any) -> None:
                 parameter.grad.data.zero_()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "zero",
     [
@@ -211,6 +212,7 @@ def gan_steps(gan: Gan, *, zero_critic: bool = True, critic_steps: int = 1) -> A
     return probe
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("critic_steps", [1, 3])
 def test_critic_that_gets_gradients_of_its_generator_holds(critic_steps: int) -> None:
     probe = gan_steps(Gan(), critic_steps=critic_steps)
@@ -237,6 +239,7 @@ def test_gradients_of_functions_are_not_accumulated() -> None:
     assert violations(probe) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [True, False])
 def test_sparse_and_complex_gradients_are_not_read(zero: bool) -> None:
     model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "head": nn.Linear(4, 2, dtype=torch.complex64)})
@@ -291,6 +294,7 @@ def test_gradients_that_are_added_completely_are_reported(before_step: Any, opti
     assert (row["step"], row["value"]) == (0, 4.0)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("options", [{}, {"enabled": True, "init_scale": 2.0**8}], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize(
     ("weight", "before_step"),
@@ -395,6 +399,7 @@ def test_many_skipped_steps_in_succession_are_reported() -> None:
     assert (event["step"], event["value"]) == (19, 20.0)
 
 
+@pytest.mark.slow
 def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
     scaled_steps(23, float("inf"), init_scale=2.0**20, out=tmp_path / "run")
     run = instrument.load(tmp_path / "run")
@@ -423,6 +428,7 @@ def test_training_after_an_evaluation_in_evaluation_mode_is_reported() -> None:
         assert violations(probe) == [("mode_of_phase", 2)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("since", "found"), [(5, 8), (9, 9), (11, 16), (17, 17)])
 def test_wrong_mode_in_a_short_training_is_reported(since: int, found: int) -> None:
     model = network(nn.Dropout(0.3))
@@ -476,6 +482,7 @@ def evaluations(model: nn.Module, *, prepare: Callable[[], object]) -> AttachedP
     return probe
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("part", [nn.Dropout(0.3), nn.BatchNorm1d(8)], ids=["dropout", "norm"])
 def test_evaluation_in_training_mode_is_reported(part: nn.Module) -> None:
     model = network(part)
@@ -542,6 +549,7 @@ def test_optimizer_that_changes_nothing_is_reported() -> None:
     assert violations(train(model, Idle(model.parameters(), lr=0.1))) == [("parameters_follow_gradients", 3)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("factor", [1e-12, 0.0])
 def test_small_updates_hold(factor: float) -> None:
     """A warm-up begins with a small rate, or with 0. A converged training has small gradients."""
@@ -640,6 +648,7 @@ def test_scheduler_of_an_earlier_optimizer_with_the_rate_in_effect_is_not_report
     assert violations(probe) == []
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("length", "every", "start", "is_reported"),
     [(60, 30, 0, True), (60, 2, 0, False), (61, 30, 0, False), (50, 30, 0, False), (90, 30, 30, False)],
@@ -660,6 +669,7 @@ def test_schedule_of_batches_with_a_step_per_epoch_is_reported(
     assert violations(probe) == [("rate_in_effect", 60)] * is_reported
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("configured", "steps", "factor", "is_reported"),
     [
@@ -690,6 +700,7 @@ def test_rate_that_is_not_a_number_is_reported() -> None:
     assert violations(train(model, optimizer, change=change))[0] == ("rate_in_effect", 2)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("rate", [torch.tensor([0.1, 0.2]), torch.tensor(0.1), lambda step: 0.1, None, "missing"])
 def test_rates_that_are_no_numbers_do_not_end_the_training(rate: Any) -> None:
     class Own(torch.optim.Optimizer):
@@ -773,6 +784,7 @@ def test_losses_and_gradients_are_observed_in_checked_steps_only() -> None:
     assert torch._C._nn.cross_entropy_loss is function
 
 
+@pytest.mark.slow
 def test_compiled_model_is_not_compiled_again_for_checked_steps() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -796,6 +808,7 @@ def test_compiled_model_is_not_compiled_again_for_checked_steps() -> None:
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_not_observed_and_stay_the_same() -> None:
     from torch._dynamo.testing import CompileCounter
 

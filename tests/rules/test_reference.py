@@ -69,6 +69,7 @@ def test_phases_of_training_are_two_in_each_octave() -> None:
     assert [*phase_of(np.array([0, 1, 5, 6, 45, 46, 10**12]))] == [0, 1, 4, 5, 10, 11, len(STARTS) - 1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int) -> None:
     random = np.random.default_rng(count)
@@ -91,6 +92,7 @@ def test_ranges_and_margins_are_those_of_numpy(tmp_path: Path, count: int) -> No
         assert spread == pytest.approx(np.exp(t * np.sqrt(variance * (1 + 1 / count))), rel=ROUNDING)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("statistic", "runs", "spread"),
     [
@@ -109,6 +111,7 @@ def test_margin_has_a_floor(tmp_path: Path, statistic: str, runs: list[list[floa
     assert table_of(made)["spread"].iloc[-1] == pytest.approx(spread, rel=ROUNDING)
 
 
+@pytest.mark.slow
 def test_rule_fires_outside_of_the_range_and_its_margin(tmp_path: Path) -> None:
     entry = {"from": str(write_healthy(tmp_path, [[1.0] * 8, [2.0] * 8]))}
     _, high = make_reference(tmp_path).limits(["rms"], 1.0)
@@ -125,6 +128,7 @@ def test_rule_fires_outside_of_the_range_and_its_margin(tmp_path: Path) -> None:
     assert (event.step, event.threshold) == (1, 1.0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("recorded", [1, 2, 3])
 def test_location_recorded_at_fewer_steps_has_to_be_outside_at_each(tmp_path: Path, recorded: int) -> None:
     entry = {"from": str(write_healthy(tmp_path, [[1.0] * recorded] * 2)), "margin": 0, "for": 3}
@@ -235,11 +239,13 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     assert f"step 1: 2 output{message} ({len(events) - 1} more)" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_healthy_run_with_another_seed_has_no_event(healthy: Path) -> None:
     probe = train(8, None, rules={"same": {"rule": "reference", "from": healthy}})
     assert "same" not in set(probe.events["rule"])
 
 
+@pytest.mark.slow
 def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) -> None:
     made = make_reference([healthy / "0", str(healthy / "[12]")], out=tmp_path / "r.parquet")
     read = Reference.parse((tmp_path / "r.parquet").read_bytes())
@@ -296,6 +302,7 @@ def test_problem_of_a_reference_is_named_before_the_first_step(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("stats", "parts"),
     [
@@ -360,6 +367,7 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert reference.main(["make", str(healthy), "--out", str(tmp_path / "no" / "file")]) == 2
 
 
+@pytest.mark.slow
 def test_experiment_uses_a_reference_and_keeps_it(cli: Callable[..., Answer], workdir: Path) -> None:
     run = ["model=mlp", "data=digits", "hooks=activations", "train.steps=1"]
     rule = "+rules.same={rule: reference, from: %s, margin: 0, for: 1}"

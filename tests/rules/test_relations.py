@@ -422,6 +422,7 @@ HEALTHY = [
 ]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(("build", "loss_of", "verified"), HEALTHY)
 def test_healthy_language_model_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
@@ -456,6 +457,7 @@ HEALTHY_PADDED = [
 ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("build", "loss_of", "verified"), HEALTHY_PADDED)
 def test_healthy_model_of_padded_sentences_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Any], Tensor], verified: set[str]
@@ -540,6 +542,7 @@ def test_rules_of_a_finished_run_decide_as_live(tmp_path: Path) -> None:
     assert (again.rule, again.step, again.message) == ("looks_ahead", live["step"], live["message"])
 
 
+@pytest.mark.slow
 def test_relations_of_several_processes(tmp_path: Path) -> None:
     done = run_processes(tmp_path, processes=2, module=Path(__file__).with_name("relation_processes.py"))
     assert done.returncode == 0, done.stderr
@@ -709,6 +712,7 @@ HEALTHY_CLASSIFIERS = [
 ]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(("build", "loss_of", "high", "verified"), HEALTHY_CLASSIFIERS)
 def test_healthy_classifier_is_not_reported(
     build: Callable[[], nn.Module], loss_of: Callable[..., Tensor], high: int, verified: set[str]
@@ -744,6 +748,7 @@ def test_batches_of_one_class_each_are_reported(order: list[int | None], steps: 
     assert violations(probe) == [("samples_vary", step) for step in steps]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("scale", "temperature", "is_trained", "count"),
     [(100.0, 1.0, False, 1), (2.0, 1.0, False, 0), (1.0, 0.01, False, 0), (100.0, 1.0, True, 0)],
@@ -767,6 +772,7 @@ def test_first_loss_of_large_logits_is_reported(scale: float, temperature: float
     assert count or scale == 2 or expected > 3
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("scale", "is_learned"), [(1.0, False), (0.25, False), (1.0, True)])
 def test_loss_of_a_constant_prediction_is_reported(scale: float, is_learned: bool) -> None:
     """After a start with a higher loss, a model of random classes predicts their frequencies."""
@@ -937,6 +943,7 @@ HEALTHY_DATA = [
 ]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("batches", HEALTHY_DATA)
 def test_healthy_data_is_not_reported(batches: Callable[[], Iterable[Tensor]]) -> None:
     with instrument.attach(model := nn.Linear(5, 2), {}) as probe:

@@ -293,6 +293,7 @@ def test_decisions_on_a_finished_run_are_those_of_the_run(exploded: AttachedProb
     assert {"exploding_gradient", "exploding_activation", "non_finite"} <= {rule for rule, *_ in live}
 
 
+@pytest.mark.slow
 def test_decisions_do_not_depend_on_the_batches_of_a_file(exploded: AttachedProbe) -> None:
     """Files are sorted by layer within a step, and a batch can end within a step that has rows of an evaluation."""
 
@@ -342,6 +343,7 @@ DRILL = "+hooks.drill={layers: layers.0, kind: forward, action: modify, fn: nan,
 NAN = "+rules.nan={rule: non_finite, then: [checkpoint, stop]}"
 
 
+@pytest.mark.slow
 def test_stopped_run_has_its_status_and_can_be_resumed(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     answer = cli(*TINY, DRILL, NAN, "train.steps=9", "hydra.run.dir=out")
     assert answer.code == 3, answer.err
@@ -361,6 +363,7 @@ def test_stopped_run_has_its_status_and_can_be_resumed(cli: Cli, capfd: pytest.C
     assert instrument.load("out").metrics.query("phase == 'train'")["step"].tolist() == [*range(9)]
 
 
+@pytest.mark.slow
 def test_sweep_lists_a_stopped_job_and_does_not_rerun_it(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = [*TINY, DRILL, NAN, "hooks.drill.start=1,99", "train.steps=3", "hydra.sweep.dir=out"]
     answer = cli("-m", *arguments)
@@ -372,6 +375,7 @@ def test_sweep_lists_a_stopped_job_and_does_not_rerun_it(cli: Cli, capfd: pytest
     assert "no jobs to rerun" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_pruned_trial_is_the_worst_of_a_search(cli: Cli) -> None:
     prune = "+rules.large={watch: metrics, stat: loss, above: 1000, then: prune}"
     search = ("hydra/sweeper=search", "hydra/sweeper/sampler=grid", "hydra.sweep.dir=out", "train.steps=3")
@@ -414,6 +418,7 @@ def test_custom_rule_stops_and_its_advice_is_a_finding(cli: Cli, capfd: pytest.C
     assert live["advice"] == "Do nothing."
 
 
+@pytest.mark.slow
 def test_findings_command_reports_a_healthy_run(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train_here(workdir / "out", *TINY, "train.steps=3", "rules=none")
     assert instrument.load("out").info["config"]["rules"] is None

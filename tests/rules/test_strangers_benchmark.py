@@ -107,6 +107,7 @@ def test_fault_runs_with_its_twin(strangers: ModuleType) -> None:
     assert jobs == [(program, fault, seed) for fault in ("", "attention_looks_ahead") for seed in (0, 1)]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("has_router", [False, True])
 def test_hook_sets_fit_models_without_transformer_or_with_an_unknown_router(
     strangers: ModuleType, has_router: bool
@@ -142,6 +143,7 @@ def test_faults_and_healthy_programs_outside_of_the_reference_are_counted(
     assert "Healthy programs outside of the reference: 1 of 4" in lines
 
 
+@pytest.mark.slow
 def test_training_is_judged_with_a_reference(
     strangers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("error", [None, SystemExit(0), ValueError(), ConfigError(), KeyboardInterrupt()], ids=repr)
 def test_forked_process_leaves_the_run_to_its_parent(tmp_path: Path, error: BaseException | None) -> None:
     model, run = nn.Linear(2, 2), tmp_path / "run"
@@ -77,6 +78,7 @@ def test_forked_process_leaves_the_run_to_its_parent(tmp_path: Path, error: Base
     assert not is_locked(run)
 
 
+@pytest.mark.slow
 def test_forked_process_can_attach_its_own_probe(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
 
@@ -91,6 +93,7 @@ def test_forked_process_can_attach_its_own_probe(tmp_path: Path) -> None:
     assert [instrument.load(tmp_path / name).count("tensors") for name in ("parent", "child")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_forked_process_inherits_a_probe_whose_start_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception is kept, for example in a notebook. A data loader forks its workers afterwards."""
     ignored: list[object] = []

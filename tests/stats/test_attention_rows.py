@@ -41,6 +41,7 @@ def expected(weights: Tensor) -> list[float]:
     ]
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),

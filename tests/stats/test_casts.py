@@ -19,7 +19,6 @@ import torch
 from device_statistics import use_device_statistics
 from hook_runs import Calls, record, refused, run_step, run_steps
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from instrument.stats import cpu_kernel
 from instrument.stats.casts import Casts, next_scale
@@ -70,6 +69,7 @@ def lost(tensor: Tensor, to: str, scale: Any = None, **fields: Any) -> dict[str,
     return {**dict(zip(COLUMNS, fractions, strict=True)), "scale": used, "block_errors": blocks, **counts}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("to", TORCH_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -90,6 +90,7 @@ def test_all_16_bit_numbers_are_cast_as_by_torch(to: str, dtype: torch.dtype) ->
             assert row["quantization_error"] == pytest.approx(error, rel=1e-12, abs=1e-300)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("to", TORCH_FORMATS)
 def test_float32_near_the_ties_is_cast_as_by_torch(to: str) -> None:
@@ -193,6 +194,7 @@ def blocks_of(x: Tensor, size: int) -> Iterator[list[float]]:
         yield from (row[at : at + size] for at in range(0, len(row), size))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("length", [64, 41])
 @pytest.mark.parametrize("to", BLOCK_FORMATS)
@@ -214,6 +216,7 @@ def test_blocks_follow_their_specification(to: str, length: int) -> None:
     assert row["block_errors"] == pytest.approx(quantiles, rel=1e-6)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     ("to", "scale"), [("float8_e4m3fn", "fitting"), ("float8_e5m2", 0.37), *[(n, None) for n in BLOCK_FORMATS]]
@@ -284,6 +287,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.usefixtures("way")
 @pytest.mark.combinations(2)
 @pytest.mark.parametrize("along", [-1, -3, -4])
@@ -306,6 +310,7 @@ def test_sparse_and_nested_tensors() -> None:
     assert_close(row, lost(torch.cat(parts), "float8_e5m2"))
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("x", "recorded"),
     [
@@ -325,20 +330,28 @@ def test_tensors_without_a_cast_get_no_row(x: Tensor, recorded: set[str]) -> Non
     assert {row["hook"] for row in probe.sink.records("casts")} == recorded
 
 
+def conv1d() -> nn.Module:
+    from transformers.pytorch_utils import Conv1D
+
+    return Conv1D(4, 32)  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize(
-    ("module", "shape", "of_input", "of_weight"),
+    ("make", "shape", "of_input", "of_weight"),
     [
-        (nn.Linear(32, 4), (2, 3, 32), 2, 1),
-        (nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1, 1),
-        (nn.Conv2d(32, 4, 1), (32, 2, 3), 0, 1),  # without a batch
-        (nn.ConvTranspose1d(32, 4, 3), (2, 32, 5), 1, 0),
-        (Conv1D(4, 32), (2, 3, 32), 2, 0),  # type: ignore[no-untyped-call]
+        (lambda: nn.Linear(32, 4), (2, 3, 32), 2, 1),
+        (lambda: nn.Conv2d(32, 4, 1), (1, 32, 2, 3), 1, 1),
+        (lambda: nn.Conv2d(32, 4, 1), (32, 2, 3), 0, 1),  # without a batch
+        (lambda: nn.ConvTranspose1d(32, 4, 3), (2, 32, 5), 1, 0),
+        (conv1d, (2, 3, 32), 2, 0),
     ],
+    ids=["linear", "conv", "conv-without-batch", "transposed", "conv1d-of-transformers"],
 )
 def test_blocks_are_along_the_inputs_of_a_product(
-    module: nn.Module, shape: tuple[int, ...], of_input: int, of_weight: int
+    make: Callable[[], nn.Module], shape: tuple[int, ...], of_input: int, of_weight: int
 ) -> None:
     torch.manual_seed(0)
+    module = make()
     x, weight = torch.randn(shape), module.get_parameter("weight")
     with torch.no_grad():
         for tensor, along in ((x, of_input), (weight, of_weight)):
@@ -365,6 +378,7 @@ KNOWN = [
 """Casts whose scale is known before the tensor is read."""
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(70, 331), (3, 8192), (20000,)])
 @pytest.mark.parametrize("cast", KNOWN, ids=lambda cast: cast["to"])
@@ -388,6 +402,7 @@ def test_a_cast_in_the_read_of_the_sums(
     assert_close(row, {name: expected[name] for name in (*COLUMNS, "block_errors")})
 
 
+@pytest.mark.spread(3)
 @pytest.mark.combinations(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("stats", ["numel", "none", "fingerprint"])

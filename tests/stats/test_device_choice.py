@@ -119,6 +119,7 @@ def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPa
     assert calls == ["operations"] * 3
 
 
+@pytest.mark.slow
 def test_wrong_kernel_for_several_tensors_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, Any]) -> None:
         measure_batch_by_kernel(device, dtype, tensors - [0, 1, 0])  # without the last element
@@ -130,6 +131,7 @@ def test_wrong_kernel_for_several_tensors_is_not_used(calls: list[str], monkeypa
     assert device_choice.measured_by()[FLOAT32].startswith("PyTorch operations: the kernel returned ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", tiered(DTYPES, [torch.bfloat16]))
 def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -147,6 +149,7 @@ def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> N
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=0.0)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("to", "dtype", "shape"),
     [
@@ -227,6 +230,7 @@ def test_sums_fingerprint_and_cast_come_from_one_launch(calls: list[str], monkey
         assert measured.statistics(["fingerprint"]) == [bits]
 
 
+@pytest.mark.slow
 def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     values = VALUES.clone()
     values[:3] = torch.tensor([math.nan, math.inf, -math.inf])
@@ -251,6 +255,7 @@ def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], mon
     assert disconnected
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize("bins", [1, 2, 33, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -290,6 +295,7 @@ def test_missing_compiler_is_reported(
 importing_kernels = device_choice._kernels.__wrapped__
 
 
+@pytest.mark.slow
 def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
 
@@ -312,6 +318,7 @@ def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.
     )
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize("numel", [1, 2, 1023, 1024, 1025, 4095, 4096, 4097, 12_289])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -331,6 +338,7 @@ def test_kernel_is_exact_at_the_borders_of_blocks_and_programs(numel: int, dtype
     assert by_kernel(flat, names) == found  # the memory of a stream is used again
 
 
+@pytest.mark.spread(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("numel", [1, 2, 1023, 1024, 1025, 4096, 4097, 12_289])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -61,6 +61,7 @@ def test_element_on_an_edge_belongs_to_the_bin_above(implementation: str) -> Non
     assert answer["counts"] == [2, 2, 2, 3]
 
 
+@pytest.mark.spread(3)
 @pytest.mark.combinations
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [2 * SAMPLE + 1, 300_000, 1 << 21])
@@ -129,6 +130,7 @@ def test_extreme_values_do_not_overflow(implementation: str, extreme: list[float
     assert all(min(extreme) <= quantile <= max(extreme) for quantile in answer["quantiles"])
 
 
+@pytest.mark.slow
 @given(
     elements=st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), max_size=200),
     bins=st.integers(2, 70),

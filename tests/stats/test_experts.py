@@ -14,14 +14,6 @@ import torch
 from device_statistics import use_device_statistics
 from hook_runs import Calls, record, refused, run_step
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
 
 import instrument
 from instrument.actions.base import Context, StepContext
@@ -96,32 +88,36 @@ def test_tokens_with_nan_do_not_count_and_masked_experts_get_none() -> None:
     assert [row[name] for name in ("load", "cv", "dead_experts", "router_entropy")] == [None] * 4
 
 
-def models() -> list[Any]:
-    sizes: dict[str, Any] = {
-        "vocab_size": 30,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "moe_intermediate_size": 8,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_experts_per_tok": 2,
-    }
-    latent = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
-    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
-    return [
-        pytest.param(MixtralForCausalLM, MixtralConfig(**sizes, num_local_experts=6), id="mixtral"),
-        pytest.param(Qwen2MoeForCausalLM, Qwen2MoeConfig(**sizes, num_experts=6), id="qwen2_moe"),
-        pytest.param(
-            DeepseekV3ForCausalLM, DeepseekV3Config(**sizes, n_routed_experts=6, **latent, **groups), id="deepseek"
-        ),
-    ]
+SIZES: dict[str, Any] = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+LATENT = {"kv_lora_rank": 4, "q_lora_rank": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4}
+GROUPS = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 0}
 
 
-@pytest.mark.parametrize(("build", "config"), models())
-def test_routers_of_transformers(build: Any, config: Any) -> None:
+@pytest.mark.spread(2)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("Mixtral", {"num_local_experts": 6}),
+        ("Qwen2Moe", {"num_experts": 6}),
+        ("DeepseekV3", {"n_routed_experts": 6, **LATENT, **GROUPS}),
+    ],
+    ids=["mixtral", "qwen2_moe", "deepseek"],
+)
+def test_routers_of_transformers(family: str, options: dict[str, Any]) -> None:
+    import transformers
+
     torch.manual_seed(0)
-    model = build(config).eval()
+    config = getattr(transformers, f"{family}Config")(**SIZES, **options)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     chosen: dict[str, Tensor] = {}
     routers = {name: module for name, module in model.named_modules() if name.endswith("mlp.gate")}
     for name, module in routers.items():
@@ -131,7 +127,7 @@ def test_routers_of_transformers(build: Any, config: Any) -> None:
     rows = probe.sink.records("experts")
     assert len(routers) == 2
     for row in rows:
-        if row["path"] == "2" or build is not DeepseekV3ForCausalLM:  # its router does not choose the largest logits
+        if row["path"] == "2" or family != "DeepseekV3":  # its router does not choose the largest logits
             assert_load(row, chosen[row["layer"]].numpy(), 6)
         assert (row["router_entropy"] is None) == (row["path"] == "2")
     assert {(row["layer"], row["path"]) for row in rows} == {(name, path) for name in routers for path in ("0", "2")}

@@ -95,6 +95,7 @@ def kernel(request: pytest.FixtureRequest) -> Any:
             yield
 
 
+@pytest.mark.spread(6)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fingerprint_is_that_of_the_definition(dtype: torch.dtype) -> None:
@@ -103,6 +104,7 @@ def test_fingerprint_is_that_of_the_definition(dtype: torch.dtype) -> None:
         assert fingerprint(tensor) == expected(tensor), shape
 
 
+@pytest.mark.spread(24)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("count", [2, 1023, 1024, 1040, 4095, 4096, 5120, 9001, 40_000])
 def test_kernel_of_hooks_gives_the_same_with_the_sums(dtype: torch.dtype, count: int) -> None:
@@ -165,6 +167,7 @@ def changed_numbers(words: Words, at: np.ndarray[Any, Any], new: Words) -> Words
     return term(new) ^ term(words[at])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["random", "zeros", "keys", "factors"])
 def test_a_million_flips_of_one_bit_and_swaps_change_the_fingerprint(words: str) -> None:
     random = np.random.default_rng(0)
@@ -188,6 +191,7 @@ def test_a_million_flips_of_one_bit_and_swaps_change_the_fingerprint(words: str)
         assert fingerprint(changed) != fingerprint(tensor)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("value", [0, 1, 0x3F8000003F800000])
 def test_flips_of_one_bit_at_different_positions_change_the_fingerprint_differently(value: int) -> None:
     words, bits = np.full(2048, value, np.uint64), np.uint64(1) << np.arange(64, dtype=np.uint64)
@@ -233,6 +237,7 @@ def test_hooks_record_fingerprints_as_int64() -> None:
     assert rows[rows["hook"] == "others"]["fingerprint"].isna().all()
 
 
+@pytest.mark.slow
 def test_fingerprint_next_to_another_table_is_from_the_same_read(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     sums = cpu_kernel.native.sums
@@ -264,6 +269,7 @@ def test_fingerprints_in_files_are_exact(tmp_path: Any) -> None:
     assert last.to_dict() == {name: expected(parameter) for name, parameter in net.named_parameters()}
 
 
+@pytest.mark.slow
 def test_compiled_model_records_the_fingerprints_of_its_tensors() -> None:
     torch.manual_seed(0)
     net, batch = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(5, 4)
@@ -273,6 +279,7 @@ def test_compiled_model_records_the_fingerprints_of_its_tensors() -> None:
 
 
 # Without a GPU, Triton's interpreter runs the kernel, and NumPy warns of sums modulo 2^64.
+@pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("dtype", device_kernel.DTYPES, ids=str)
 @pytest.mark.parametrize("count", [1, 1023, 4096, 9001])
@@ -320,6 +327,7 @@ def test_fingerprint_that_cannot_be_recorded_is_an_error() -> None:
     check_rules(rules, read_specs({"weights": record("step_post", role="param", stats=["fingerprint"])}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["resnet", "transformer"])
 def test_models_of_libraries_have_the_fingerprints_of_their_tensors(name: str) -> None:
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ def linear(**options: Any) -> nn.Linear:
     return nn.Linear(5, 3, **options)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("kind", ["parameter_grad", "parameter_grad_micro"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_previous_cosine_is_that_of_two_gradients(kind: str, dtype: torch.dtype) -> None:
@@ -153,6 +154,7 @@ def test_noise_is_measured_in_each_step() -> None:
     assert len({row["gradient_noise"] for row in rows}) == 3
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("count", "options"), [(1, {}), (4, {"declared": False}), (4, {"passes": 2})], ids=["one", "undeclared", "twice"]
 )

@@ -179,6 +179,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.spread(8)
 @pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -208,6 +209,7 @@ def test_non_finite_values_are_counted_and_excluded(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
@@ -220,6 +222,7 @@ def test_statistics_of_several_blocks(implementation: Implementation, dtype: tor
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.spread(1)
 @IMPLEMENTATIONS
 def test_statistics_with_a_block_without_finite_values(implementation: Implementation) -> None:
     tensor = drawn(3 * BLOCK)
@@ -229,6 +232,7 @@ def test_statistics_with_a_block_without_finite_values(implementation: Implement
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.spread(3)
 @pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -240,6 +244,7 @@ def test_std_of_a_small_spread_around_a_large_mean(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.spread(1)
 @IMPLEMENTATIONS
 def test_std_of_a_spread_in_the_last_bits_of_float64(implementation: Implementation) -> None:
     steps = (torch.arange(2 * BLOCK + 5) % 7).double() * 2.0**-38  # of two units in the last place of float64
@@ -255,6 +260,7 @@ def test_constant_tensor_has_zero_std(implementation: Implementation, size: int)
     assert got["mean"] == tensor[0].item()
 
 
+@pytest.mark.spread(8)
 @pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
@@ -297,6 +303,7 @@ def numbers_of(dtype: torch.dtype) -> Tensor:
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
+@pytest.mark.spread(3)
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, *FLOAT8], ids=str)
 def test_every_narrow_float_is_measured(implementation: Implementation, dtype: torch.dtype) -> None:
@@ -344,6 +351,7 @@ def measure_as_on_device(tensor: Tensor) -> Numbers:
     return numbers_on_device(sums)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
 @pytest.mark.parametrize("measuring", [measure_with_kernel, measure_portably, measure_as_on_device])
 @pytest.mark.parametrize("layout", TO_SPARSE)
@@ -422,6 +430,7 @@ magnitudes = st.sampled_from([1e-30, 1e-3, 1.0, 1e4, 1e30])
 floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
+@pytest.mark.slow
 @given(
     npst.arrays(np.float32, npst.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=6), elements=floats32),
     st.randoms(use_true_random=False),
@@ -434,6 +443,7 @@ def test_law_5_for_any_float32_and_dimension_order(array: np.ndarray[Any, Any], 
         assert_law_5(implementation(tensor), wanted)
 
 
+@pytest.mark.slow
 @given(npst.arrays(np.float64, st.integers(0, 30), elements=st.floats(allow_nan=True, allow_infinity=True)))
 def test_law_5_for_any_float64_with_representable_sums(array: np.ndarray[Any, Any]) -> None:
     wanted = reference(array)
@@ -444,6 +454,7 @@ def test_law_5_for_any_float64_with_representable_sums(array: np.ndarray[Any, An
         assert_law_5(implementation(torch.from_numpy(array)), wanted)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     st.floats(-1e4, 1e4),
@@ -475,6 +486,7 @@ ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 }
 
 
+@pytest.mark.spread(4)
 @pytest.mark.combinations
 @pytest.mark.parametrize("size", [5, 700, 20_091, 2 * BLOCK + 3])
 @pytest.mark.parametrize("scale", [1e-13, 1e-11, 1e-3, 1.0, 1e12, 3e15, 1e17])
@@ -487,6 +499,7 @@ def test_law_5_for_ill_conditioned_float32_sums(adversary: str, scale: float, si
         assert_law_5(implementation(tensor), wanted)
 
 
+@pytest.mark.slow
 def test_measuring_is_thread_safe() -> None:
     tensors = [torch.randn(2 * BLOCK) * 10.0**i for i in range(8)]
     wanted = [measure_statistics(tensor, NAMES) for tensor in tensors]
@@ -506,6 +519,7 @@ def test_compiled_kernel_is_available() -> None:
     assert cpu_kernel.native is not None
 
 
+@pytest.mark.spread(1)
 @pytest.mark.combinations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 4095, 4096, 4097, 4111, 4112, 8191, 8192, 8209])
@@ -544,6 +558,7 @@ def test_every_element_is_counted_once() -> None:
         assert measure_with_kernel(torch.zeros(size).index_fill_(0, torch.tensor([size - 1]), 1.0))["l1"] == 1.0
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_effect_counts_changes_and_has_the_measured_norms(dtype: torch.dtype) -> None:
     for size in (2, 15, 16, 17, 4095, 4096, 4097, 8209):

@@ -59,6 +59,7 @@ numbers = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(numbers, max_size=20), min_size=1, max_size=5))
 def test_merged_statistics_equal_those_of_the_full_tensor(values: list[list[float]]) -> None:
     check_merge([torch.tensor(part, dtype=torch.float32) for part in values])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from training_runs import train_here
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import instrument
 from instrument.actions.base import Context, StepContext
@@ -147,7 +146,9 @@ def labelled(split: str) -> Labelled:
     return Labelled(*sequences(split).tensors)
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(config)
 
@@ -162,6 +163,7 @@ def arguments(model: str, dataset: str, task: str, head: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dataset", "task", "head", "counts"),
     [

@@ -70,6 +70,7 @@ def values() -> Tensor:
     return x
 
 
+@pytest.mark.spread(1)
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("on_device", [False, True])
 def test_registered_statistics_are_recorded_with_a_remark(

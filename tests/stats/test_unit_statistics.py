@@ -51,6 +51,7 @@ def test_unit_dim_follows_the_module_type_and_the_shape(
     assert unit_dim(len(shape), module, of_parameter=of_parameter) == dim
 
 
+@pytest.mark.slow
 @given(
     npst.arrays(
         np.float32,
@@ -74,6 +75,7 @@ INTEGERS = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, t
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
 def test_dead_fraction_of_every_dtype(dtype: torch.dtype) -> None:
@@ -112,6 +114,7 @@ def numbers_near(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.
     return torch.cat([*numbers, torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)])
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("ends", [(-1.0, 1.0), (0.0, 1.0), (None, 6.0), (-0.3, 7.7)], ids=str)
 def test_saturated_elements_are_those_of_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
@@ -128,6 +131,7 @@ def test_saturated_elements_are_those_of_float64(dtype: torch.dtype, ends: tuple
         assert count_saturated(tensor, ends) == near.sum()
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_update_is_measured_in_float64(dtype: torch.dtype) -> None:
     """The difference of two half-precision numbers is in general not representable in half precision."""
@@ -179,6 +183,7 @@ def test_units_of_a_gradient_are_rows_of_the_parameter() -> None:
     assert probe.sink.frame("stats").set_index("path").dead_fraction.to_dict() == {"weight": 0.5, "bias": 0.5}
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("module", "values", "saturated"),
     [
@@ -261,6 +266,7 @@ def test_rows_of_an_embedding_without_a_gradient_are_dead(sparse: bool) -> None:
     assert [row["dead_fraction"] for row in probe.sink.records("stats")] == [0.7]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dim", [None, 1])
 def test_variation_of_the_norms_of_units(dim: int | None, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:

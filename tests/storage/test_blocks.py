@@ -76,6 +76,7 @@ def flip_bit(file: Path, at: int) -> None:
 # ------------------------------------------------------------------------------------------------ what is stored as bytes
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("fields", "size"),
     [
@@ -171,6 +172,7 @@ def test_folder_of_the_table_is_still_one_parquet_dataset(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------------------------ dtypes and their errors
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("dtype", "bits"), [("float16", 11), ("bfloat16", 8)])
 def test_half_precision_has_the_stated_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, bits: int
@@ -196,6 +198,7 @@ def test_int8_has_an_error_of_at_most_half_a_scale(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "run" / "tensors")["size"].to_pylist() == [24 * (4 + 3)]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "value", [torch.tensor(-3.5), torch.zeros(2, 0), torch.zeros(0, 3), torch.arange(4.0)], ids=str
 )
@@ -286,6 +289,7 @@ def test_rows_of_several_processes_have_their_own_blocks(tmp_path: Path, monkeyp
     ] == [True] * 2
 
 
+@pytest.mark.slow
 def test_sql_and_polars_read_the_bytes(tmp_path: Path) -> None:
     run = instrument.load(write_values(tmp_path, close=False, parts=[3]))
     expected = [bytes(value.numpy()) for value in VALUES]

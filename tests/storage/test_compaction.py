@@ -145,6 +145,7 @@ def test_parts_of_sufficient_size_are_not_merged(
     assert_same(folder, wanted)
 
 
+@pytest.mark.slow
 def test_journal_of_a_killed_run_is_merged_too(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", close=False)
     sink = ParquetSink(folder, parts=dict.fromkeys(TABLES, 6))
@@ -162,6 +163,7 @@ class Killed(BaseException):
 
 
 # Per table (three tables): six parts become one, and are removed.
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("moment", tiered(range(3 * (1 + 6)), [0, 1, 3, 20]))
 def test_kill_at_any_moment_loses_and_duplicates_no_row(
     folder: Path, wanted: dict[str, pd.DataFrame], monkeypatch: pytest.MonkeyPatch, moment: int
@@ -193,6 +195,7 @@ def test_kill_at_any_moment_loses_and_duplicates_no_row(
     assert RunFiles(folder).count("stats") == 54
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", tiered([8, 40], [8]))
 def test_concurrent_reader_sees_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     folder, rows = make_run(tmp_path / "run", count=parts, steps=1), parts * len(LAYERS)
@@ -241,6 +244,7 @@ def test_damaged_and_incompatible_parts_are_kept(folder: Path) -> None:
     assert names == ["000000-000001", "000002", "000003", "000004", "000005"]
 
 
+@pytest.mark.slow
 def test_compact_command_accepts_a_sweep_and_reports(
     original: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

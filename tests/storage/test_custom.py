@@ -88,6 +88,7 @@ def train(sink: Any, **options: Any) -> instrument.Probe:
     return forward_steps(nn.Linear(2, 2), {"h": RECORD}, torch.ones(3, 4, 2), sink=sink, **options)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("files", [False, True], ids=["in place of memory", "in addition to files"])
 def test_sink_of_attach_receives_all_rows(tmp_path: Path, files: bool) -> None:
     sink: instrument.Sink = (counts := Counts())
@@ -147,6 +148,7 @@ def test_sink_of_a_configuration_is_in_addition_to_parquet(tmp_path: Path) -> No
     assert run.info["config"]["sink"]["_target_"] == f"{__name__}.JsonLines"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_error", "code"), [("stop", 1), ("continue", 0)])
 def test_exception_of_a_configured_sink_obeys_on_error(cli: Cli, workdir: Path, on_error: str, code: int) -> None:
     sink = f"{{_target_: {__name__}.JsonLines, path: rows.jsonl, fails: stats, on_error: {on_error}}}"
@@ -158,6 +160,7 @@ def test_exception_of_a_configured_sink_obeys_on_error(cli: Cli, workdir: Path, 
     assert len(run.stats) == (1 if code else 3)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("sink", "message"),
     [

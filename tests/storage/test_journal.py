@@ -33,6 +33,7 @@ def write_journal(path: Path, steps: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", tiered([1, 7], [7]))
 def test_truncated_journal_has_all_complete_steps(tmp_path: Path, stride: int) -> None:
     path = tmp_path / "j.arrows"
@@ -48,6 +49,7 @@ def test_truncated_journal_has_all_complete_steps(tmp_path: Path, stride: int) -
         assert reading.rows == 2 * len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", tiered([200, 2000], [200]))
 def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path, cases: int) -> None:
     path = tmp_path / "j.arrows"

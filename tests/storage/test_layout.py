@@ -129,6 +129,7 @@ def test_rewind_needs_a_part_that_ends_at_the_checkpoint(tmp_path: Path) -> None
     assert RunFiles(folder).count("stats") == 0
 
 
+@pytest.mark.slow
 def test_sorting_needs_no_additional_disk_space(tmp_path: Path) -> None:
     """Positions repeat from step to step and need less than a tenth of a byte per row."""
     draw = np.random.default_rng(0)

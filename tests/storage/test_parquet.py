@@ -59,6 +59,7 @@ def examples(dtype: torch.dtype) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).to(dtype).view(2, 5)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
@@ -78,6 +79,7 @@ def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: A
             assert np.ascontiguousarray(back).tobytes() == bits(tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", tiered([4, 40], [4]))
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 def test_float32_of_any_bits_is_stored_bit_identically(
@@ -103,6 +105,7 @@ def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> Non
     assert [list(values) for values in run.tensors()["values"]] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
 
 
+@pytest.mark.slow
 def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(3):
@@ -130,6 +133,7 @@ def test_rows_of_an_unfinished_step_are_not_read(tmp_path: Path) -> None:
     assert len(finished(tmp_path).metrics) == 1
 
 
+@pytest.mark.slow
 def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "ROWS_JOURNAL_BYTES", 5_000)
     sink = ParquetSink(tmp_path)
@@ -203,6 +207,7 @@ def replace_folder(folder: Path) -> None:
     folder.mkdir()
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("damage", "saved"),
     [

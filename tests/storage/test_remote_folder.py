@@ -190,6 +190,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> RemoteFolder:
     return RemoteFolder(f"{request.param}://{tmp_path}/there/a", "sink.remote")
 
 
+@pytest.mark.spread(2)
 def test_files_are_uploaded_listed_read_and_removed(remote: RemoteFolder, tmp_path: Path) -> None:
     file = tmp_path / "file"
     assert remote.sizes() == {}
@@ -206,6 +207,7 @@ def test_files_are_uploaded_listed_read_and_removed(remote: RemoteFolder, tmp_pa
     assert RemoteFolder(f"{remote.address}/../.aside/a.1".replace("/a/../", "/"), "").sizes() == {"run.json": 3}
 
 
+@pytest.mark.spread(2)
 def test_uploaded_bytes_are_counted(remote: RemoteFolder, tmp_path: Path) -> None:
     file = tmp_path / "file"
     for size in (10, 6_000_000):

@@ -77,6 +77,7 @@ def test_folder_without_a_run_is_accepted(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("moved", range(9))
 def test_interrupt_leaves_the_old_or_the_new_run(
     tmp_path: Path, old: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, moved: int

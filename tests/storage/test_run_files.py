@@ -167,6 +167,7 @@ class Bomb:
         return (pytest.fail, ("a pickle of the folder was read",))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "file",
     [
@@ -189,6 +190,7 @@ def test_foreign_files_are_reported_and_never_read(folder: Path, file: str) -> N
     assert (folder / file).exists(), "foreign files are kept"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "content", ["", "{", "[1, 2]", '"text"', "\x00", '{"status": "done", "overrides": 3, "metrics": []}']
 )
@@ -278,6 +280,7 @@ def test_truncated_journal_is_reported(folder: Path, table: str) -> None:
         assert files.problems == (problems if complete < 3 else []), size
 
 
+@pytest.mark.slow
 def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a copy of the folder between any two writes and in the middle of each, as a kill would leave it."""
     folder, plain, count = tmp_path / "run", Journal.append, RowCounts.write
@@ -373,6 +376,7 @@ def test_recover_keeps_and_reports_a_damaged_journal(
     assert rows in (None, len(steps))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "ask",
     [
@@ -411,6 +415,7 @@ def large_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_steps(tmp_path_factory.mktemp("large") / "run", [{"stats": [{"mean": mean} for mean in means]}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", tiered([0, 1, 2], [1]))
 def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
     large_part: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int

@@ -70,6 +70,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 TOKEN = "session/token+that/is+not/written"
 
 
+@pytest.mark.slow
 def test_finished_run_is_uploaded_and_bit_identical(
     cli: Cli, baseline: tuple[Path, str], bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_finished_run_is_uploaded_and_bit_identical(
         assert secret not in answer.out
 
 
+@pytest.mark.slow
 def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, remote: str) -> None:
     answer = cli("-m", *TINY, f"sink.remote={remote}", "seed=1,2", "hydra.sweep.dir=runs/tiny/sweep_1")
     assert answer.code == 0, answer.err
@@ -115,6 +117,7 @@ def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, remote: str) -
     assert [(job.name, job.status) for job in jobs_in(address).jobs()] == [("0", "missing"), ("1", "done")]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("more", [[], ["-m", "seed=1,2"], ["-m", "sink.remote=memory://x,s3://k:hushhush@b"]])
 def test_address_with_credentials_is_refused(cli: Cli, more: list[str]) -> None:
     remote = [] if any("remote" in argument for argument in more) else ["sink.remote=s3://k:hushhush@b"]
@@ -126,6 +129,7 @@ def test_address_with_credentials_is_refused(cli: Cli, more: list[str]) -> None:
     assert not list(Path().rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_address_with_credentials_in_a_file_is_refused(cli: Cli) -> None:
     Path("conf/exp").mkdir(parents=True)
     Path("conf/exp/mine.yaml").write_text("# @package _global_\nsink: {remote: 's3://k:hushhush@b'}\n")
@@ -135,6 +139,7 @@ def test_address_with_credentials_in_a_file_is_refused(cli: Cli) -> None:
     assert not list(Path().rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_missing_bucket_is_reported_before_training(bucket: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sink\.remote: cannot write to the remote folder: FileNotFoundError"):
         train_here(tmp_path / "out", *TINY, "sink.remote=s3://elsewhere")
@@ -148,6 +153,7 @@ def test_remote_run_folder_is_refused(cli: Cli) -> None:
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_run_continues_without_a_connection_and_is_uploaded_later(
     cli: Cli,
     baseline: tuple[Path, str],
@@ -232,6 +238,7 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return place / "out", answer.out
 
 
+@pytest.mark.slow
 def test_keep_local_false_moves_the_rows(cli: Cli, baseline: tuple[Path, str], remote: str) -> None:
     whole, printed = baseline
     more = [f"sink.remote={remote}", "sink.keep_local=false", "report=true", "hydra.run.dir=out"]
@@ -328,6 +335,7 @@ def test_custom_loop_uploads_its_rows(remote: str, tmp_path: Path) -> None:
     assert run.info["remote"] == f"{remote}/mine"
 
 
+@pytest.mark.slow
 def test_custom_loop_continues_without_a_connection(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,7 @@ def test_error_in_the_writer_thread_reaches_a_waiting_hook(tmp_path: Path, monke
     sink.close()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 @pytest.mark.parametrize(
     "spec",
@@ -163,6 +164,7 @@ def test_tensor_is_sliced_and_cast_before_it_is_copied(tmp_path: Path, mode: Any
     assert torch.equal(torch.from_numpy(row.values.copy()).to(wanted.dtype), wanted)
 
 
+@pytest.mark.slow
 def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step needs 6 MB."""
     monkeypatch.setattr(module, "POOL_BYTES", 10_000_000)
@@ -180,6 +182,7 @@ def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest
     assert len(finished(tmp_path).tensors(step=5)) == 30
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "value",
     [

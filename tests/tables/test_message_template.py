@@ -44,6 +44,7 @@ def content(message: Message | pa.RecordBatch, schema: pa.Schema) -> list[dict[s
     return [{name: row.get(name) for name in schema.names} for row in rows]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("table", ["effects", "metrics"])
 @pytest.mark.parametrize("nulls", [0.0, 0.01, 0.5])
 def test_rows_of_many_steps_equal_new_messages(table: str, nulls: float) -> None:

@@ -111,6 +111,7 @@ def test_encoder_and_decoder_generate() -> None:
     assert [len(tokens) for tokens in tokens_of(outcome)] == [3]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_hooks_run_once_per_token(use_cache: bool, tmp_path: Path) -> None:
     model, task = gpt2(), Generate(max_new_tokens=4, tokenizer=Letters(), use_cache=use_cache)

@@ -142,6 +142,7 @@ RUN = (
 MESSAGE = "the loss uses output '0' of the 3 tensors that the model returns; '2' gets no gradient from it"
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "more",
     [("hydra.run.dir=out",), ("plan=true",), ("-m", "seed=1,2", "hydra.sweep.dir=out")],
@@ -157,6 +158,7 @@ def test_each_run_reports_once_which_output_the_loss_uses(cli: Cli, more: tuple[
         assert events[["rule", "severity"]].to_numpy().tolist() == [["output", "warning"]]
 
 
+@pytest.mark.slow
 def test_run_with_an_explicit_output_reports_nothing(workdir: Path) -> None:
     assert not len(train_here(workdir / "out", *RUN, "+task.output=0").events)
     with pytest.raises(ConfigError, match=r"task\.output: the model's output has no such tensor"):

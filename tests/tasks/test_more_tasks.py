@@ -161,6 +161,7 @@ def test_frozen_module_passes_gradients_to_its_input() -> None:
     assert layer.weight.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["autoencoder", "language", "wgan_gp"])
 def test_experiment_runs(workdir: Path, name: str) -> None:
     run = train_here(workdir / "out", f"+exp={name}", "train.steps=3")

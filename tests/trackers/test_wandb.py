@@ -53,6 +53,7 @@ def test_run_has_name_config_and_one_entry_per_step(wandb_dir: Path) -> None:
     assert records[-1].exit.exit_code == 0
 
 
+@pytest.mark.slow
 def test_failed_run_has_its_exit_code(wandb_dir: Path) -> None:
     sink = open_sink(wandb_dir)
     sink.write("events", [row("events", 0, 0, None, "error", "it broke", "error")])

@@ -251,6 +251,7 @@ def test_fill_sets_one_part_of_a_parametrized_weight() -> None:
     assert torch.equal(model[1].parametrizations.weight.original1, plain[1].parametrizations.weight.original1)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("name", INVERTIBLE)
 @pytest.mark.parametrize("fields", [{"layers": "1"}, {"layers": "**", "exclude": "0"}, {"types": "Linear"}])
 def test_freeze_freezes_a_parametrized_weight(name: str, fields: dict[str, str]) -> None:

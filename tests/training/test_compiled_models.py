@@ -30,6 +30,7 @@ def reset_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("called_before", "in_place"),
     [(False, True), (True, False), *(pytest.param(each, each, marks=pytest.mark.slow) for each in (False, True))],
@@ -62,6 +63,7 @@ def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> 
     }
 
 
+@pytest.mark.slow
 def test_compiler_does_not_warn_about_hooks() -> None:
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -80,6 +82,7 @@ def test_compiler_does_not_warn_about_hooks() -> None:
     assert not messages
 
 
+@pytest.mark.slow
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
@@ -98,6 +101,7 @@ def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.Monkey
     assert [row["fired"] for row in probe.coverage()] == [3] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], quick=["aot_eager"]))
 def test_run_with_compile_has_its_hooks_inside_graphs(
     cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, backend: str
@@ -112,6 +116,7 @@ def test_run_with_compile_has_its_hooks_inside_graphs(
     assert run.events.query("rule == 'graph_break'").empty
 
 
+@pytest.mark.slow
 def test_run_breaks_graphs_only_if_the_configuration_says_so(
     cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +129,7 @@ def test_run_breaks_graphs_only_if_the_configuration_says_so(
     assert "graph breaks" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_run_trains_in_half_precision(workdir: Path, precision: str) -> None:
     hooks = [

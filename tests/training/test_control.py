@@ -72,6 +72,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return whole / "out", resumed / "out"
 
 
+@pytest.mark.slow
 def test_changes_take_effect_at_the_next_step(folders: tuple[Path, Path]) -> None:
     run = instrument.load(folders[0])
     stats = run.stats[run.stats["hook"] == "acts"]
@@ -87,6 +88,7 @@ def test_changes_take_effect_at_the_next_step(folders: tuple[Path, Path]) -> Non
     assert (coverage["expected"] == coverage["fired"]).all()
 
 
+@pytest.mark.slow
 def test_changes_are_events_with_the_values_before_and_after(folders: tuple[Path, Path]) -> None:
     events = instrument.load(folders[0]).events
     found = events[events["rule"] == "control"]
@@ -105,6 +107,7 @@ def test_changes_are_events_with_the_values_before_and_after(folders: tuple[Path
     assert [answer["problem"] is None for answer in answers] == [True, True, False, True]
 
 
+@pytest.mark.slow
 def test_resumed_run_repeats_the_changes(folders: tuple[Path, Path]) -> None:
     whole, resumed = (instrument.load(folder) for folder in folders)
     assert resumed.metrics["loss"].tolist() == whole.metrics["loss"].tolist()
@@ -116,6 +119,7 @@ def test_resumed_run_repeats_the_changes(folders: tuple[Path, Path]) -> None:
     assert changes[0] == changes[1]
 
 
+@pytest.mark.slow
 def test_stop_saves_a_checkpoint_and_ends_the_run(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "test_control", sys.modules[__name__])
     monkeypatch.setattr(sys.modules[__name__], "MESSAGES", {2: [["lr_scale=0.1", "checkpoint"]], 5: [["stop"]]})
@@ -357,6 +361,7 @@ def test_changes_of_one_message_are_validated_together() -> None:
     assert parse_changes(["lr_scale=0.1"], SETTINGS).changes == [RunChange("lr_scale", 1.0, 0.1)]
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

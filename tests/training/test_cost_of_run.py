@@ -125,6 +125,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 
 
 # Each training ends with an evaluation.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(TRAININGS, ["accumulated with a remainder"]))
 def test_predicted_rows_and_steps_equal_written_ones(tmp_path: Path, name: str) -> None:
     cost, folder = run_of(tmp_path, HOOKS, TRAININGS[name])
@@ -177,6 +178,7 @@ def test_predicted_bytes_are_at_most_45_percent_too_high(tmp_path: Path, name: s
     assert 0.9 <= ratio <= 1.45, "a few steps compress less than a long run"
 
 
+@pytest.mark.slow
 def test_predicted_bytes_of_a_hook_scheduled_at_one_step(tmp_path: Path) -> None:
     hooks = {"a": {"layers": "encoder.0", "kind": "forward", "action": "record", "phase": "eval"}}
     cost, folder = run_of(tmp_path, hooks, {"steps": 3, "batch_size": 16, "eval_batch_size": 4}, model=CNN)
@@ -209,6 +211,7 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return move
 
 
+@pytest.mark.slow
 def test_predicted_time_counts_only_scheduled_steps(move: Callable[[float], None]) -> None:
     """Each of three hooks measures four tensors."""
     record = {**RECORD, "layers": ["encoder.*", "decoder.*"]}
@@ -226,6 +229,7 @@ MICRO = {"layers": "decoder.1", "kind": "parameter_grad_micro", "action": "recor
 ACCUMULATED = {"steps": 20, "batch_size": 16, "accumulate": 3}
 
 
+@pytest.mark.slow
 def test_step_time_includes_loading_batches(move: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight and bias are measured in each of three micro-batches; loading a micro-batch takes 0.2 s."""
     plain = Batches._groups_of_epoch
@@ -243,6 +247,7 @@ def test_step_time_includes_loading_batches(move: Callable[[float], None], monke
     assert found.slowdown == pytest.approx(USUAL_FACTOR * 0.18 / 1.1)
 
 
+@pytest.mark.slow
 def test_outlier_of_the_measured_time_is_ignored(
     move: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +261,7 @@ def test_outlier_of_the_measured_time_is_ignored(
     assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(USUAL_FACTOR * 0.18)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("samples", "cut", "fits"),
     [
@@ -286,6 +292,7 @@ def test_step_that_fails_with_hooks_is_reported_before_the_run() -> None:
     assert "no such thing" in str(problem.given)
 
 
+@pytest.mark.slow
 def test_dry_run_does_not_call_observing_functions() -> None:
     hooks = {
         kind: {"layers": "**", "kind": kind, "action": "call", "fn": fails} for kind in ("forward", "parameter_grad")
@@ -316,6 +323,7 @@ class BrokenOptimizer(torch.optim.SGD):
         raise RuntimeError("this optimizer cannot step")
 
 
+@pytest.mark.slow
 def test_dry_run_does_not_exceed_the_scheduler_steps() -> None:
     scheduler = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1, "total_steps": 2}
     assert forecast_of({"a": RECORD}, {"steps": 2, "batch_size": 16}, scheduler=scheduler).cost["a"].rows > 0
@@ -331,6 +339,7 @@ def test_predicted_rows_of_a_compiled_model(tmp_path: Path, monkeypatch: pytest.
     assert cost["a"].rows == rows_written(folder)["a"] > 0
 
 
+@pytest.mark.slow
 def test_dry_run_with_large_steps_makes_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.training.dry_run.MAX_BYTES", 1)
     kept = []
@@ -342,6 +351,7 @@ def test_dry_run_with_large_steps_makes_few_steps(monkeypatch: pytest.MonkeyPatc
     assert found.cost["a"].seconds > 0
 
 
+@pytest.mark.slow
 def test_dry_run_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     forecast_of({"a": {**RECORD, "layers": "encoder.0", "tensors": True}})

@@ -63,6 +63,7 @@ def rows_of(run: instrument.Run, phase: str, *hooks: str) -> pd.DataFrame:
     return rows.sort_values(KEYS)[[*KEYS, *VALUES]].reset_index(drop=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_forward_in_two_processes_equals_one_process(executed: Callable[..., instrument.Run], parallel: str) -> None:
     one, two = executed(*FORWARD), executed(*FORWARD, parallel=parallel)
@@ -91,6 +92,7 @@ def test_values_of_samples_are_found_by_id(executed: Callable[..., instrument.Ru
     np.testing.assert_array_equal(values.X, wanted.X[np.searchsorted(wanted.ids, values.ids)])
 
 
+@pytest.mark.slow
 def test_parameter_gradients_of_forward_are_those_of_each_process(executed: Callable[..., instrument.Run]) -> None:
     one, two = executed(*FORWARD), executed(*FORWARD, parallel="ddp")
     rows = two.stats[two.stats.hook == "sums"]

@@ -63,12 +63,14 @@ def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: st
     assert set(run.stats["step"]) == {0, 1}, "a step without gradient reduction should not be recorded"
 
 
+@pytest.mark.slow
 def test_find_unused_parameters_skips_unused_layers(tmp_path: Path) -> None:
     unused = ["model={_target_: distributed_models.UnusedLayer, after: 6}", "train.find_unused_parameters=true"]
     stats = train(tmp_path, "found", *TRAINED, *unused, "train.parallel=ddp", processes=2).stats
     assert (stats.query("layer == 'middle'").step.max(), stats.query("layer == 'last'").step.max()) == (2, 5)
 
 
+@pytest.mark.slow
 def test_task_that_calls_parts_of_the_model(tmp_path: Path) -> None:
     gan = ["+exp=wgan_gp", "train.steps=2", "device=cpu"]
     run = train(tmp_path, "out", *gan, "train.parallel=ddp", processes=2)
@@ -100,11 +102,13 @@ def test_error_on_one_rank_before_training_names_the_rank(tmp_path: Path) -> Non
     assert instrument.load(tmp_path / "out").info["failed_rank"] == 1
 
 
+@pytest.mark.slow
 def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
     reentrant = ["model={_target_: distributed_models.Reentrant}", "train.parallel=ddp"]
     assert set(train(tmp_path, "out", *TRAINED, *reentrant, processes=2).stats["step"]) == set(range(6))
 
 
+@pytest.mark.slow
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
     embedding = ("task={_target_: distributed_models.EmbeddingDistance}", "~task.loss")
     task = ["model=mlp", "model.sizes=[64,16,10]", *embedding]
@@ -113,6 +117,7 @@ def test_task_module_is_not_trained(tmp_path: Path) -> None:
     assert_close(matched(single, distributed, KEYS), "l2")
 
 
+@pytest.mark.slow
 def test_tokens_of_all_ranks_are_weighted_equally(tmp_path: Path) -> None:
     language = [
         "device=cpu",

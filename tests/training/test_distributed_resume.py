@@ -78,6 +78,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder / "whole", folder / "killed", done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_resumed_rows_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[str]]) -> None:
     uninterrupted, killed = map(instrument.load, runs[:2])
     assert (uninterrupted.info["status"], killed.info["status"]) == ("done", "done")
@@ -97,6 +98,7 @@ def test_resumed_rows_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[st
     assert any(f"step {steps}/{steps}" in line for line in runs[2])
 
 
+@pytest.mark.spread(1)
 def test_resumed_checkpoints_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[str]]) -> None:
     uninterrupted, killed = runs[:2]
     steps = instrument.load(uninterrupted).info["config"]["train"]["steps"]
@@ -114,6 +116,7 @@ def dead(runs: tuple[Path, Path, list[str]], tmp_path: Path) -> Path:
     return Path(shutil.copytree(runs[1].with_name("dead"), tmp_path / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", tiered([1, 3], [1]))
 def test_resume_with_another_number_of_processes_is_refused(dead: Path, processes: int) -> None:
     before = sorted(dead.glob("**/*"))
@@ -126,6 +129,7 @@ def test_resume_with_another_number_of_processes_is_refused(dead: Path, processe
     assert sorted(dead.glob("**/*")) == before
 
 
+@pytest.mark.slow
 def test_missing_checkpoint_file_of_a_rank_is_reported(dead: Path) -> None:
     (missing,) = (dead / "checkpoints").glob("*-0001.pt")
     step = Checkpoints(dead).load()["step"]

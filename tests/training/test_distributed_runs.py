@@ -131,6 +131,7 @@ def side_by_side(runs: Runs, variant: str, table: str, keys: list[str]) -> pd.Da
     return matched(one, other, keys)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_statistics_equal_a_single_process(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "stats", KEYS)
@@ -145,6 +146,7 @@ def test_reduced_statistics_equal_a_single_process(runs: Runs, variant: str) -> 
         assert (off.dropna() <= 1e-5 * scale[off.notna()] + 1e-12).all(), name
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("variant", MERGED)
 def test_counts_and_extremes_are_exact(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "stats", KEYS)
@@ -157,6 +159,7 @@ def test_counts_and_extremes_are_exact(runs: Runs, variant: str) -> None:
     assert ((first["zero_fraction"] - first["zero_fraction_there"]).abs() < 1e-12).all()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", MERGED)
 def test_effects_and_metrics_equal_a_single_process(runs: Runs, variant: str) -> None:
     effects = side_by_side(runs, variant, "effects", KEYS)
@@ -172,6 +175,7 @@ def test_effects_and_metrics_equal_a_single_process(runs: Runs, variant: str) ->
         assert_close(metrics, name)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "distributions", KEYS)
@@ -187,6 +191,7 @@ def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
                 assert below - 0.01 <= level <= cumulative[near] + 0.01, (level, here, there)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_spectra(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "spectra", KEYS)
@@ -197,6 +202,7 @@ def test_reduced_spectra(runs: Runs, variant: str) -> None:
         assert row["values_there"] == pytest.approx(row["values"], rel=1e-5)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_loads_of_experts(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "experts", KEYS)
@@ -210,6 +216,7 @@ def test_reduced_loads_of_experts(runs: Runs, variant: str) -> None:
         assert_close(logits[logits["hook"] == "routed"], name)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("variant", MERGED)
 def test_reduced_casts(runs: Runs, variant: str) -> None:
     both = side_by_side(runs, variant, "casts", KEYS)
@@ -224,6 +231,7 @@ def test_reduced_casts(runs: Runs, variant: str) -> None:
         )  # the median, from sketches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", MERGED)
 def test_diff_with_a_single_process_is_within_the_tolerance(runs: Runs, variant: str) -> None:
     found = instrument.diff(runs["one"], runs[variant])
@@ -233,6 +241,7 @@ def test_diff_with_a_single_process_is_within_the_tolerance(runs: Runs, variant:
     assert set(found.layers[found.layers["rows"] == 0]["hook"]) <= {"sums"}
 
 
+@pytest.mark.slow
 def test_diff_with_rows_per_rank_compares_averaged_values(runs: Runs) -> None:
     found = instrument.diff(runs["one"], runs["apart"])
     assert found.first is None, str(found)
@@ -287,6 +296,7 @@ def test_each_rank_records_its_own_rows(runs: Runs) -> None:
     assert (seen.loc[0]["numel"] == seen.loc[1]["numel"]).all()
 
 
+@pytest.mark.slow
 def test_sharded_parameters_have_rows_per_shard(runs: Runs) -> None:
     shards, one = runs["shards"].stats, runs["one"].stats
     weights = shards[shards["hook"] == "weights"]
@@ -310,6 +320,7 @@ def loop(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_custom_distributed_loops(tmp_path: Path) -> None:
     done = loop(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -385,6 +396,7 @@ def check_uneven_run(uneven: instrument.Run) -> None:
         assert plain[name].to_list() == pytest.approx(exact[name].to_list(), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_dead_rank_in_a_custom_loop_is_reported(tmp_path: Path) -> None:
     done = loop(tmp_path / "out", "1")
     assert done.returncode != 0
@@ -394,6 +406,7 @@ def test_dead_rank_in_a_custom_loop_is_reported(tmp_path: Path) -> None:
     assert (run.info["status"], run.info["failed_rank"]) == ("failed", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", tiered([2, 3], [2]))
 @pytest.mark.parametrize(
     ("rank", "how", "reduce"),
@@ -426,6 +439,7 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
         assert set(run.stats.query("scope == 'local'")["step"]) <= {5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "expected"),
     [

@@ -36,6 +36,7 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
     return prepared(**{**sections, **overrides})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "fields",
     [{"action": "record", "slice": "0:2"}, {"action": "record"}, {"action": "clip", "max": 2.0}],
@@ -51,6 +52,7 @@ def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str
     assert calls[0] == calls[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape"),
     [

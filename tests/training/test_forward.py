@@ -84,6 +84,7 @@ def values_at(sink: MemorySink, **where: Any) -> list[np.ndarray]:
     return [row["values"].numpy() for row in rows]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -190,6 +191,7 @@ def test_forward_rows_equal_those_of_a_hand_written_hook() -> None:
     assert means["seconds"] == pytest.approx(metrics.seconds.sum())
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("of", [None, "[:, 3]"])
 def test_gradients_equal_those_of_hand_written_saliency(of: str | None) -> None:
     experiment = prepare_forward(hooks={"pixels": SALIENCY, "weights": WEIGHTS}, forward={"grad": True, "of": of})
@@ -271,6 +273,7 @@ class Classifier(Dropping):
         return {"logits": super().forward(input)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
     data = {
@@ -294,6 +297,7 @@ def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
     assert means["loss"] == pytest.approx(nn.functional.cross_entropy(scores, classes.flip(0)).item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_task_without_a_loss_runs_in_forward() -> None:
     task = {"_target_": "instrument.tasks.ForwardOnly"}
     sink, means = executed(prepare_forward(task=task, hooks={"outputs": OUTPUTS}))
@@ -358,6 +362,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_resumed_forward_run_equals_an_uninterrupted_run(runs: Path) -> None:
     whole, resumed = (instrument.load(runs / name) for name in ("whole", "stopped"))
     assert_same_tables(whole, resumed, "stats", "coverage", "layers", "metrics")
@@ -367,12 +372,14 @@ def test_resumed_forward_run_equals_an_uninterrupted_run(runs: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_forward_checkpoint_contains_no_weights(runs: Path) -> None:
     state = Checkpoints(runs / "whole").load()
     assert set(state) == {"version", "step", "metrics", "parts", "probe", "batches", "random"}
     assert (runs / "whole" / "checkpoints" / "step-00000010.pt").exists()
 
 
+@pytest.mark.slow
 def test_report_describes_a_forward_run(runs: Path) -> None:
     from instrument.report.run_page import content
 
@@ -385,6 +392,7 @@ def test_report_describes_a_forward_run(runs: Path) -> None:
     assert set(numbers["metrics"]) == {"forward"}, "the training chart shows the phases train and eval only"
 
 
+@pytest.mark.slow
 def test_plots_show_forward_rows_by_default(runs: Path) -> None:
     from instrument import plot
 
@@ -392,6 +400,7 @@ def test_plots_show_forward_rows_by_default(runs: Path) -> None:
     assert "(forward)" in plot.heatmap(run).axes[0].get_title()
 
 
+@pytest.mark.slow
 def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     from instrument import plot
 

@@ -59,6 +59,7 @@ def saved_steps(error: str) -> int:
     return int(error.split("steps up to ")[1].split(" were written", maxsplit=1)[0]) + 1
 
 
+@pytest.mark.slow
 def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> None:
     err = result_of(start(*FEW_STEPS, limit=130_000)).expect(1).err
     assert "cannot write to out: File too large; steps up to " in err
@@ -70,6 +71,7 @@ def test_full_disk_stops_the_run_and_reports_the_saved_steps(workdir: Path) -> N
     assert run.problems == []
 
 
+@pytest.mark.slow
 def test_on_error_continue_trains_without_recording(workdir: Path) -> None:
     out = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=130_000)).expect(0).out
     assert out.count("RECORDING STOPPED") == 2  # immediately, and at the end
@@ -98,6 +100,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", tiered([(), ("hooks.kept=null",), ("sink.tensors=bytes",)], quick=[()]))
 def test_full_file_system_stops_the_run_with_an_event(
     tmp_path: Path, small_disk: Path, arguments: tuple[str, ...]
@@ -114,6 +117,7 @@ def test_full_file_system_stops_the_run_with_an_event(
     assert (run.events.rule == "recording").sum() == 1
 
 
+@pytest.mark.slow
 def test_removed_folder_stops_the_run(workdir: Path) -> None:
     process = start(*MANY_STEPS)
     wait_until_training(process)
@@ -158,6 +162,7 @@ def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
     assert complete_steps(instrument.load("out")) == 20
 
 
+@pytest.mark.slow
 def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
     process = start(*MANY_STEPS)
     wait_until_training(process)
@@ -173,6 +178,7 @@ def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
         pd.read_parquet(f"out/{name}")
 
 
+@pytest.mark.slow
 def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
     first = start(*MANY_STEPS)
     wait_until_training(first)
@@ -185,6 +191,7 @@ def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
     assert instrument.load("out").info["status"] == "killed"
 
 
+@pytest.mark.slow
 def test_one_of_two_simultaneous_runs_in_a_folder_is_refused(workdir: Path) -> None:
     both = [start("train.steps=20") for _ in range(2)]
     codes = sorted(result_of(process).code for process in both)

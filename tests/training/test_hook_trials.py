@@ -104,6 +104,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("fields", KINDS, ids=str)
 @pytest.mark.parametrize("function", [too_short, in_place, fails], ids=lambda function: function.__name__)
 def test_invalid_function_is_refused(function: Callable[..., Any], fields: dict[str, Any]) -> None:
@@ -234,6 +235,7 @@ def test_function_of_action_call_is_not_tried() -> None:
     assert try_hook(nn.Sequential(nn.Linear(4, 3)), units, 2).misfits["mine"].where == "hooks.mine.units"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "fields",
     [

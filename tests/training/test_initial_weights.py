@@ -56,6 +56,7 @@ def test_ignored_names_are_reported(tmp_path: Path, weights: dict[str, torch.Ten
     assert "extra" in loaded.changes
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("mode", ["train", "forward"])
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".safetensors"])
 def test_weights_of_a_file_are_loaded(tmp_path: Path, weights: dict[str, torch.Tensor], suffix: str, mode: str) -> None:
@@ -71,6 +72,7 @@ def test_weights_of_a_file_are_loaded(tmp_path: Path, weights: dict[str, torch.T
     assert experiment.weights.changes is None
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
 @pytest.mark.parametrize("key", [None, "state_dict", "model"])
 def test_prefixes_of_wrappers_are_removed(
@@ -154,6 +156,7 @@ def test_missing_safetensors_package_is_named(
         prepare_mlp(tmp_path / "weights.safetensors")
 
 
+@pytest.mark.slow
 def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
     head = list(weights)[-2]
@@ -171,6 +174,7 @@ def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor])
     assert message in set(run.events.message)
 
 
+@pytest.mark.slow
 def test_weights_of_a_run_are_loaded_after_apply(workdir: Path) -> None:
     kaiming = "+apply.start={types: [Linear], action: init, fn: kaiming_normal_}"
     first = train_here(workdir / "first", *RUN, kaiming, "train.save=true", "train.checkpoint.every=3")
@@ -198,6 +202,7 @@ def test_run_without_weights_is_reported(workdir: Path) -> None:
     assert not Path("second").exists()
 
 
+@pytest.mark.slow
 def test_resumed_run_requires_the_same_weights(workdir: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
     with failing_after(2, "forward.forward_step"), pytest.raises(RuntimeError, match="stopped here"):
@@ -210,6 +215,7 @@ def test_resumed_run_requires_the_same_weights(workdir: Path, weights: dict[str,
     assert resume_here(workdir / "out").info["status"] == "done"
 
 
+@pytest.mark.slow
 def test_resumed_training_needs_no_weights(workdir: Path, weights: dict[str, torch.Tensor]) -> None:
     torch.save(weights, "weights.pt")
     with failing_after(2), pytest.raises(RuntimeError, match="stopped here"):
@@ -218,6 +224,7 @@ def test_resumed_training_needs_no_weights(workdir: Path, weights: dict[str, tor
     assert resume_here(workdir / "out").info["init_from"]["path"] == "weights.pt"
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_saved_are_reported(cli: Cli) -> None:
     Path("out/weights.pt").mkdir(parents=True)
     answer = cli(*RUN, "train.save=true", "hydra.run.dir=out").expect(1)

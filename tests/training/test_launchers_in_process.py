@@ -29,6 +29,7 @@ TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 IN_PROCESS = ("hydra/launcher=processes", "hydra.launcher.n_jobs=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), IN_PROCESS], ids=["basic", "processes"])
 def test_refused_job_does_not_stop_others_and_sets_the_exit_code(cli: Cli, launcher: tuple[str, ...]) -> None:
     hook = ("+hooks.seen={layers:layers.0,kind:forward,action:record}", "hooks.seen.layers=decodr,layers.0")
@@ -50,6 +51,7 @@ def composed(*overrides: str) -> DictConfig:
     return config_loader().load_configuration("config", [*TINY, *overrides], RunMode.MULTIRUN)
 
 
+@pytest.mark.slow
 def test_ray_presets_ask_for_one_core_per_job() -> None:
     remote = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
     for preset, address in ((("hydra/launcher=ray_local",), "local"), (remote, "host:1")):
@@ -87,6 +89,7 @@ def test_dead_worker_is_reported_and_finished_jobs_are_kept(cli: Cli, monkeypatc
     assert "2 jobs in out: 1 killed, 1 missing" in answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", tiered([0, 2], [2]))
 def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("stopping.py").write_text(
@@ -118,6 +121,7 @@ def test_job_that_its_launcher_starts_again_completes(cli: Cli, every: int, monk
     assert [path.name for path in Path("out/.aside").glob("*")] == ([] if every else ["0.1"])
 
 
+@pytest.mark.slow
 def test_job_that_a_rule_stopped_is_not_repeated(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     run_jobs, launched = joblib.Parallel.__call__, []
 
@@ -136,12 +140,14 @@ def test_job_that_a_rule_stopped_is_not_repeated(cli: Cli, monkeypatch: pytest.M
     assert set(run.metrics["step"]) == {0}
 
 
+@pytest.mark.slow
 def test_other_job_in_the_same_folder_is_refused(cli: Cli) -> None:
     answer = cli("-m", *TINY, "seed=1,2", "hydra.sweep.dir=out", "hydra.sweep.subdir=same").expect(2)
     assert "the folder already contains a run" in answer.err
     assert instrument.load("out/same").info["seed"] == 1
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_lists_the_remaining_jobs(cli: Cli) -> None:
     Path("stopping.py").write_text(
         "import signal\n\n\ndef stop(tensor, context):\n"
@@ -156,6 +162,7 @@ def test_interrupted_sweep_lists_the_remaining_jobs(cli: Cli) -> None:
     assert instrument.load("out/0").metrics.step.tolist() == [0, 1]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("launcher", tiered(["basic", "processes", "slurm_local", "ray_local"], ["basic", "processes"]))
 def test_sweep_without_jobs_is_refused_before_the_launch(cli: Cli, launcher: str) -> None:
     answer = cli("-m", *TINY, "seed=range(3,3)", f"hydra/launcher={launcher}").expect(2)
@@ -164,6 +171,7 @@ def test_sweep_without_jobs_is_refused_before_the_launch(cli: Cli, launcher: str
     assert not Path("runs").exists()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("preset", "group", "plugin", "extra"),
     [
@@ -185,6 +193,7 @@ def test_preset_without_its_plugin_names_the_extra(
     assert answer.err == f"\n{message}\n\n"
 
 
+@pytest.mark.slow
 def test_missing_slurm_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     answer = cli("-m", *TINY, "seed=1,2", "hydra/launcher=slurm", "hydra.sweep.dir=out").expect(2)

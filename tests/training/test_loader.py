@@ -93,6 +93,7 @@ def random_states() -> str:
     return repr((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["items", "stream"])
 def test_workers_give_identical_batches(stream: bool) -> None:
     before = random_states()
@@ -108,6 +109,7 @@ def test_workers_give_identical_batches(stream: bool) -> None:
     assert len({tuple(row) for row in augmented}) == len(augmented)
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("stream", [False, True], ids=["items", "stream"])
 @pytest.mark.parametrize("done", [1, 2, 3, 6])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -152,6 +154,7 @@ class Failing(Augmented):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_iteration() -> None:
     options = LoaderOptions(num_workers=2)
     with closing(iter(Loader(Augmented(), 2, options=options))) as batches:  # type: ignore[type-var]
@@ -164,6 +167,7 @@ def test_workers_end_with_the_iteration() -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_error_in_a_step_ends_the_workers() -> None:
     def failing_loop() -> None:
         for _ in batches_of(stream=False, workers=2):
@@ -305,6 +309,7 @@ class Padding:
         return padded(items, self.value)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("target", ["padded", "Padding"])
 def test_collate_fn_is_a_function_or_an_instance(target: str) -> None:
     collate = {"_target_": f"{__name__}.{target}", "value": 7.0}
@@ -349,6 +354,7 @@ def stopping_collate(items: list[Any]) -> Any:
     return next(iter(())) if items[-1][0] == SAMPLES - 1 else items
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("dataset", "collate", "samples"),
@@ -478,6 +484,7 @@ RUN = (
 )
 
 
+@pytest.mark.slow
 def test_run_on_a_stream_evaluates_until_its_end_and_resumes(cli: Any, workdir: Any) -> None:
     (workdir / "streamed.py").write_text(SOURCE)
     assert "a stream of training samples" in cli(*RUN, "hydra.run.dir=whole").expect(0).out

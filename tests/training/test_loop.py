@@ -186,6 +186,7 @@ CLASSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("config", [LANGUAGE, CLASSES], ids=["tokens", "classes"])
 @pytest.mark.parametrize("batch_size", tiered([1, 12, 20], quick=[20]))
 def test_accumulation_weights_counted_targets_equally(config: dict[str, Any], batch_size: int) -> None:
@@ -223,6 +224,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_accumulated_losses_have_the_gradient_of_one_batch(name: str) -> None:
     task = {**CONFIG["task"], "loss": LOSSES[name], **(ONE_HOT if name in ("distributions", "bce", "bce_sum") else {})}
@@ -324,6 +326,7 @@ def test_number_of_samples_is_the_number_of_items(graph: bool, monkeypatch: pyte
     assert first_batch(items, 16).samples == 16  # type: ignore[arg-type]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("steps", "every", "at"), [(10, 0, [10]), (10, 5, [5, 10]), (10, 4, [4, 8, 10]), (3, 7, [3]), (2, 1, [1, 2])]
 )
@@ -378,6 +381,7 @@ SCHEDULERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("scheduler", "length", "rates"), SCHEDULERS)
 def test_recorded_learning_rate_is_the_one_of_the_step(
     scheduler: dict[str, Any], length: dict[str, int], rates: list[float]

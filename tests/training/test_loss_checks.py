@@ -116,6 +116,7 @@ def test_losses_of_parts_are_accepted(name: str) -> None:
     prepare_task(name)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["weighted", "added", "contrastive"])
 def test_other_losses_are_refused_with_accumulation(name: str) -> None:
     expected = r"task: with train.accumulate=2, the gradient of a step would differ from that of one batch"

@@ -69,6 +69,7 @@ def test_dimensions_are_sorted_and_short_forms_are_meshes() -> None:
     assert config("fsdp2").train.parallel == ParallelConfig(data="fsdp2")
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("parallel", "stage", "expected"),
     [

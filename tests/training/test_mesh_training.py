@@ -119,6 +119,7 @@ def test_training_on_a_mesh_equals_a_single_process(
     assert compared.is_within_tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(PIPELINES, ["1f1b"]))
 def test_pipeline_equals_a_single_process(
     one: instrument.Run, planned: tuple[Forecast, HookPlan], tmp_path: Path, name: str
@@ -143,6 +144,7 @@ def test_pipeline_equals_a_single_process(
         assert all(rows["micro_step"].tolist() == [0, 1, 2] * 3 for rows in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", tiered([2, 4], [2]))
 def test_experts_of_several_processes_equal_one_process(tmp_path: Path, processes: int) -> None:
     command = [each for each in RUN if not each.startswith(("model", "+hooks.back", "+hooks.tests"))]
@@ -211,6 +213,7 @@ def test_plan_shows_the_output_of_all_processes(cli: Callable[..., Answer], plan
     assert "reduce" in answer.err
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("parallel", "expected"),
     [
@@ -270,6 +273,7 @@ def test_stages_of_a_custom_loop_equal_a_single_process(tmp_path: Path, schedule
     assert run.stats.groupby("layer")["rank"].agg(set).to_dict() == {"0": {0}, "1": {0}, "2": {1}, "3": {1}, "4": {1}}
 
 
+@pytest.mark.slow
 def test_experts_of_a_custom_loop_equal_a_single_process(tmp_path: Path) -> None:
     done = run_processes(tmp_path, processes=2, module=Path(own_experts.__file__))
     assert done.returncode == 0, done.stderr

@@ -228,6 +228,7 @@ data:
     return parse_config({**yaml.safe_load(text), **overrides})
 
 
+@pytest.mark.slow
 def test_dataset_of_hugging_face_is_built_from_yaml() -> None:
     rows = {
         "input_ids": [[2 + i] * 8 for i in range(SAMPLES)],
@@ -263,6 +264,7 @@ def number_of_hooks(model: nn.Module) -> int:
     return sum(len(vars(module)[key]) for module in model.modules() for key in vars(module) if key.endswith("_hooks"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(FAMILIES, QUICK))
 def test_model_family_trains_from_yaml(name: str) -> None:
     experiment = experiment_of(name)
@@ -288,6 +290,7 @@ def test_model_family_trains_from_yaml(name: str) -> None:
     assert number_of_hooks(experiment.model) == hooks_before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiered(["gpt2", "graph", "vit", "ssd"], quick=["graph"]))
 def test_recording_changes_nothing(name: str) -> None:
     certificate = verify(config_of(name, train={"steps": 2, "batch_size": 3, "accumulate": 2, "eval_batch_size": 4}))
@@ -295,6 +298,7 @@ def test_recording_changes_nothing(name: str) -> None:
     assert certificate.rows > 0
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("name", "layer", "task"),
     [
@@ -328,6 +332,7 @@ def test_model_family_runs_in_mode_forward(name: str, layer: str, task: str) -> 
     assert identical(before, experiment.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_repeats")
 @pytest.mark.parametrize("name", tiered(["llama", "graph"], quick=["graph"]))
 def test_dry_run_accepts_the_batches(name: str) -> None:
@@ -340,6 +345,7 @@ def own_change(tensor: Tensor, context: Any) -> Tensor:
     return tensor * 0.5
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "layer"), [("llama", "model.layers.0.mlp"), ("graph", "rounds.1")])
 def test_functions_are_called_in_keyword_models(name: str, layer: str) -> None:
     fn = {"_target_": f"{__name__}.own_change"}
@@ -349,6 +355,7 @@ def test_functions_are_called_in_keyword_models(name: str, layer: str) -> None:
     assert len(sink.frame("effects")) == 2
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("name", "kind"), [("llama", "masked"), ("graph", "graph")])
 def test_counted_labels_are_weighted_equally(name: str, kind: str) -> None:
     """The gradient of three micro-batches with different numbers of labels is that of one batch."""

@@ -26,6 +26,7 @@ ONE_STEP = "train.steps=1"
 RECORDED = (*TINY, "+hooks.seen={layers:layers.0,kind:forward,action:record,stats:[abs_max,l2]}")
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("objective_text", "expected"),
     [
@@ -77,6 +78,7 @@ def test_objective_that_differs_between_jobs_is_not_checked_before_the_sweep() -
         check_objective(config_loader().load_configuration("config", [*TINY, objective], RunMode.MULTIRUN))
 
 
+@pytest.mark.slow
 def test_objectives_that_differ_between_jobs_are_checked_per_job(cli: Cli) -> None:
     answer = cli("-m", *TINY, ONE_STEP, "objective=acuracy,loss", "hydra.sweep.dir=out").expect(2)
     assert answer.err.count(" was refused\n") == 1
@@ -90,6 +92,7 @@ def test_objective_without_duckdb_names_the_package(monkeypatch: pytest.MonkeyPa
         read_objective("max(stats.l2)")
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("objective_text", "expected"),
     [
@@ -114,6 +117,7 @@ def test_objective_value_matches_pandas(
     assert reason == ""
 
 
+@pytest.mark.slow
 def test_recomputed_rows_count_once(tmp_path: Path) -> None:
     rows = {"stats": [{"l2": 3.0}, {"l2": 3.0, "recompute": True}], "metrics": [{"loss": 1.0}]}
     write_run(tmp_path / "run", rows=rows)
@@ -121,6 +125,7 @@ def test_recomputed_rows_count_once(tmp_path: Path) -> None:
     assert read_objective("sum(metrics.loss)").value_of(tmp_path / "run", {}) == (1.0, "")
 
 
+@pytest.mark.slow
 def test_objective_can_be_a_custom_metric(tmp_path: Path) -> None:
     custom = [{"episode_return": 4.0, "length": 1.0}, {"episode_return": 6.0, "length": 3.0}, None]
     write_run(tmp_path / "run", rows={"metrics": [{"step": i, "custom": each} for i, each in enumerate(custom)]})

@@ -94,6 +94,7 @@ def test_error_of_the_sweeper_starts_no_job(cli: Cli) -> None:
     assert "0 jobs" not in answer.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "objective"),
     [("maximize", L2), slow("minimize", L2), slow("maximize", "accuracy"), slow("minimize", "accuracy")],
@@ -119,6 +120,7 @@ def test_best_trial_is_printed_with_its_value(
     assert line in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_failed_trial_does_not_stop_the_search(cli: Cli) -> None:
     answer = cli("-m", *TINY, "optimizer.lr=choice(0.1,-1)", *RANDOM, "hydra.sweep.dir=out").expect(1)
     assert "2 jobs in out: 1 done, 1 failed" in answer.err
@@ -127,6 +129,7 @@ def test_failed_trial_does_not_stop_the_search(cli: Cli) -> None:
     assert "  optimizer.lr=0.1  loss = " in answer.err
 
 
+@pytest.mark.slow
 def test_stored_study_is_continued(cli: Cli) -> None:
     import optuna
 
@@ -142,6 +145,7 @@ def test_stored_study_is_continued(cli: Cli) -> None:
     assert len(optuna.load_study("mine", storage).trials) == 2
 
 
+@pytest.mark.slow
 def test_trial_without_a_finite_objective_is_ignored(cli: Cli) -> None:
     arguments = ("optimizer.lr=choice(0.1,1e38)", *RANDOM, "hydra.sweep.dir=out")
     cli("-m", *TINY, *arguments).expect(0)
@@ -150,6 +154,7 @@ def test_trial_without_a_finite_objective_is_ignored(cli: Cli) -> None:
     assert list(instrument.load("out").runs.status) == ["done", "done"]
 
 
+@pytest.mark.slow
 def test_search_without_any_objective_value_fails(cli: Cli) -> None:
     objective = "max(stats.l2 where layer = 'decoder.2')"
     answer = cli(

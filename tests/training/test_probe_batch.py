@@ -102,6 +102,7 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
     return fingerprints, sink, experiment, models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "train",
     [
@@ -120,6 +121,7 @@ def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None
     assert not sink.frame("stats").query("phase == 'probe'").empty
 
 
+@pytest.mark.slow
 def test_selection_of_the_probe_batch_draws_no_random_numbers() -> None:
     data = {"dataset": {"_target_": f"{__name__}.Noisy"}}
     losses = []
@@ -137,6 +139,7 @@ def test_probe_batch_does_not_change_the_state_of_the_task() -> None:
     assert without == with_probe
 
 
+@pytest.mark.slow
 def test_probe_rows_equal_those_of_a_hand_written_pass() -> None:
     _, sink, experiment, models = traced(hooks={"maps": MAPS, "flow": FLOW, "weights": WEIGHTS})
     assert experiment.data.test is not None
@@ -248,6 +251,7 @@ def test_forward_phase_works_in_a_custom_loop() -> None:
         probe.phase = "test"
 
 
+@pytest.mark.slow
 def test_run_with_probe_batch_is_resumed_and_verified(cli: Callable[..., Any], workdir: Path) -> None:
     arguments = [
         *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.probe_batch=5", "train.steps=8"),
@@ -264,6 +268,7 @@ def test_run_with_probe_batch_is_resumed_and_verified(cli: Callable[..., Any], w
     assert verify(compose(*arguments)[0]).holds
 
 
+@pytest.mark.slow
 def test_training_plots_ignore_probe_rows(workdir: Path) -> None:
     from instrument import plot
 

@@ -40,6 +40,7 @@ def weights(run: Path, kind: str, layer: str) -> list[np.ndarray]:
     return list(instrument.load(run).tensors(kind=kind, layer=layer)["values"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", ["layers.0.0", "layers.1.0"])
 @pytest.mark.parametrize("index", [1, 2])
 def test_each_round_keeps_the_largest_weights_of_the_previous_one(folder: Path, layer: str, index: int) -> None:
@@ -52,6 +53,7 @@ def test_each_round_keeps_the_largest_weights_of_the_previous_one(folder: Path, 
     assert not np.array_equal(after[-1], before[0])
 
 
+@pytest.mark.slow
 def test_first_round_and_output_layer_are_dense(folder: Path) -> None:
     assert all((values != 0).all() for values in weights(folder / "0", "step_post", "layers.0.0"))
     assert all((values != 0).all() for values in weights(folder / "2", "step_post", "layers.2"))

@@ -71,6 +71,7 @@ def outputs(sink: MemorySink) -> dict[tuple[str, int, int], Tensor]:
     return {(row["phase"], row["step"], row["micro_step"]): row["values"] for row in sink.records("tensors")}
 
 
+@pytest.mark.slow
 @pytest.mark.combinations
 @pytest.mark.parametrize("phase", ["train", "eval"])
 @pytest.mark.parametrize("part", [{}, {"slice": ":, 0:3"}, {"units": [2, 0, 1]}], ids=["replace", "slice", "units"])
@@ -88,6 +89,7 @@ def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, part: dict[
             assert not torch.equal(values[:, 3:], source[batch][:, 3:])
 
 
+@pytest.mark.slow
 def test_gradients_match_by_batch_and_parameters_by_step(clean: str, tmp_path: Path) -> None:
     kinds = {
         "flow": {**RECORD, "kind": "full_backward"},
@@ -108,6 +110,7 @@ def test_gradients_match_by_batch_and_parameters_by_step(clean: str, tmp_path: P
     assert effects == micro | {(name, step, 1) for name in ("used", "weights") for step in (0, 1)}
 
 
+@pytest.mark.slow
 def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "SECONDS", 0.0)
     put = {name: {**REPLACE, "run": clean, "phase": name} for name in ("train", "eval")}
@@ -117,6 +120,7 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
     assert {name: spent.firings for name, spent in cost.items()} == {"train": 2, "eval": 1}
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize(
     ("spec", "overrides", "message"),
     [
@@ -188,6 +192,7 @@ def test_mismatched_recording_is_refused_before_step_0(
         prepare_only({"put": put}, **overrides)
 
 
+@pytest.mark.slow
 def test_tensors_of_another_phase_require_their_hook(clean: str, tmp_path: Path) -> None:
     trained_only = recorded(tmp_path / "train", {"kept": RECORD})
     evaluated_only = recorded(tmp_path / "eval", {"kept": {**RECORD, "phase": "eval"}})
@@ -208,6 +213,7 @@ def test_tensors_of_another_phase_require_their_hook(clean: str, tmp_path: Path)
         prepare_only({"put": {**REPLACE, "run": clean, "step": 2}})
 
 
+@pytest.mark.slow
 def test_tensors_of_the_same_phase_are_used(tmp_path: Path) -> None:
     """At step 1, tensors of both phases were recorded."""
     run = recorded(tmp_path / "both", eval_every=1)
@@ -230,6 +236,7 @@ SAMPLES = {"layers": "layers.0", "kind": "forward", "action": "modify", "fn": "z
 FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0, "factor": [1.0] * 16}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("spec", "overrides", "message"),
     [
@@ -282,6 +289,7 @@ def positions() -> nn.Module:
     return Calls(forward, table=nn.Embedding(16, 4), last=nn.Linear(64, 10))
 
 
+@pytest.mark.slow
 def test_number_of_reads_does_not_depend_on_the_steps(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step is checked by the sizes of its batches. Tensors are read once for each size of a batch."""
     read = []
@@ -292,6 +300,7 @@ def test_number_of_reads_does_not_depend_on_the_steps(clean: str, monkeypatch: p
     assert len(read) == 2  # one per layer, since both batches have the same size
 
 
+@pytest.mark.slow
 def test_ambiguous_recording_hook_is_refused_before_step_0(tmp_path: Path) -> None:
     run = recorded(tmp_path / "both", {"one": RECORD, "two": RECORD})
     message = r"put.run: .* ambiguous: .* \(hooks one, two\) of step 0 .*; set 'hook'"
@@ -313,6 +322,7 @@ def other_layouts() -> nn.Module:
     return Calls(forward, second=nn.Linear(16, 16), flat=nn.Linear(16, 4), few=nn.Identity(), last=nn.Linear(16, 10))
 
 
+@pytest.mark.slow
 def test_tensors_in_other_layouts_are_accepted(tmp_path: Path) -> None:
     model = {"_target_": f"{__name__}.other_layouts"}
     keep = {"k": {**RECORD, "layers": ["second", "flat", "few", "last"], "phase": "eval"}}
@@ -325,6 +335,7 @@ def test_tensors_in_other_layouts_are_accepted(tmp_path: Path) -> None:
         prepare_only({"put": {**put, "layers": "flat"}}, model=model, eval_batch_size=25)
 
 
+@pytest.mark.slow
 def test_partial_samples_fit_batches_of_other_sizes(tmp_path: Path) -> None:
     run = recorded(tmp_path / "few", {"kept": {**RECORD, "samples": 2}})
     put = {**REPLACE, "fn": "patch", "slice": "0:2", "run": run}
@@ -351,6 +362,7 @@ def test_failing_evaluation_is_refused_before_step_0() -> None:
         prepare_only({}, model=model, eval_batch_size=25)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -388,6 +400,7 @@ def by_sample(sink: MemorySink, hook: str = "after") -> dict[int, Tensor]:
     return {row["sample"]: tensors[row["step"] * 100 + row["micro_step"]][row["position"]] for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "part"),
     [
@@ -419,6 +432,7 @@ def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dic
         assert torch.equal(values, wanted)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
@@ -485,6 +499,7 @@ def test_attach_names_the_samples(tmp_path: Path) -> None:
             model(inputs[:2])
 
 
+@pytest.mark.slow
 def test_dry_run_uses_values_of_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "SECONDS", 0.0)
     data = {"slice": {"stop": 64}}

@@ -74,6 +74,7 @@ def test_steps_without_values_are_not_compared(tmp_path: Path) -> None:
     assert (found.steps, found.difference, found.holds) == (0, None, False)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("run", "replay", "fields", "expected"),
     [

@@ -90,6 +90,7 @@ def out(workdir: Path, failed: Path) -> Path:
     return Path(shutil.copytree(failed, workdir / "out"))
 
 
+@pytest.mark.slow
 def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) -> None:
     before = instrument.load("out")
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
@@ -193,6 +194,7 @@ def test_interrupt_while_a_run_is_reopened(cli: Cli, out: Path, monkeypatch: pyt
     assert instrument.load("out").info["status"] == "interrupted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["new", "out"])
 def test_interrupt_before_a_run_begins_restores_its_folder(
     cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch, folder: str
@@ -212,6 +214,7 @@ def test_interrupt_before_a_run_begins_restores_its_folder(
     assert not is_locked(Path(folder))
 
 
+@pytest.mark.slow
 def test_resume_in_a_read_only_folder_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raise_read_only(path: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -239,6 +242,7 @@ def change_checkpoint(change: Callable[[dict[str, Any]], object]) -> Callable[[P
     return rewrite
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("write", "message"),
     [
@@ -263,11 +267,13 @@ def test_invalid_checkpoint_is_refused_without_unpickling(
     assert len(instrument.load("out").metrics) == 8
 
 
+@pytest.mark.slow
 def test_plan_of_a_resumed_run_uses_its_configuration(cli: Cli, out: Path) -> None:
     assert "activations" in cli("resume=out", "plan=true").expect(0).out
     assert instrument.load("out").info["status"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra_state", "message"),
     [
@@ -304,6 +310,7 @@ class Versioned(torch.nn.Module):
         return scores @ self.weight
 
 
+@pytest.mark.slow
 def test_states_keep_their_types_and_versions(workdir: Path) -> None:
     layers = [{"_target_": "torch.nn.Flatten"}, LINEAR, {"_target_": "test_resume.Versioned"}]
     changes = {
@@ -341,6 +348,7 @@ def raise_error_of_pytorch(state: object, file: object) -> None:
         raise RuntimeError("[enforce fail at inline_container.cc:679] . unexpected pos 128")  # noqa: B904
 
 
+@pytest.mark.slow
 def test_full_disk_keeps_the_previous_checkpoint(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Path("out/checkpoints/step-00000005.pt").read_bytes()
     for save in (raise_disk_full, raise_error_of_pytorch):
@@ -412,6 +420,7 @@ def run_until_failure(calls: int = 3, function: str = "loop.gradient_norm", **op
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
 
 
+@pytest.mark.slow
 def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path) -> None:
     """A resumed run, an uninterrupted run and a run without these hooks end in the same state."""
     hooks = state_dict_hooks()
@@ -437,6 +446,7 @@ def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path)
     assert sum(CHECKPOINT in message for message in one.events.message) == 2 * len(CHANGES)
 
 
+@pytest.mark.slow
 def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A site that a budget samples at every second scheduled step keeps its steps."""
     hooks = {
@@ -501,6 +511,7 @@ def test_events_at_the_step_of_a_checkpoint_are_kept(workdir: Path) -> None:
     assert list(run.stats.step) == [0, 4]
 
 
+@pytest.mark.slow
 def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path) -> None:
     options: dict[str, Any] = {
         "mode": "forward",

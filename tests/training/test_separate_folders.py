@@ -18,6 +18,7 @@ TRAINING = ("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activat
 OUT = "hydra.run.dir=runs/both"
 
 
+@pytest.mark.slow
 def test_separate_folders_give_the_run_of_a_shared_one(tmp_path: Path, bucket: str) -> None:
     arguments = (*TRAINING, "train.parallel=ddp", OUT)
     done = run_processes(tmp_path, *arguments, f"sink.remote={bucket}", processes=2, machines=True)
@@ -41,6 +42,7 @@ def test_separate_folders_give_the_run_of_a_shared_one(tmp_path: Path, bucket: s
     assert json.loads(RemoteFolder(f"{bucket}/both", "").read("run.json") or b"").get("rank") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -91,6 +93,7 @@ def test_custom_loop_in_separate_folders(tmp_path: Path, bucket: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_some_processes_of_a_custom_loop_record(tmp_path: Path) -> None:
     done = run_processes(tmp_path, processes=3, module=RUN / "separate_loop.py")
     assert done.returncode == 0, done.stderr

@@ -128,6 +128,7 @@ def test_two_processes_report_the_losses_of_one(folder: Path) -> None:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_recorded_tokens_are_split_by_sequence(folder: Path) -> None:
     recorded = instrument.load(folder / "activations").features("blocks.0")
     x = torch.from_numpy(recorded.X)  # [50, T, width]

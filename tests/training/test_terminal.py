@@ -126,6 +126,7 @@ def test_pace_is_a_moving_average_without_evaluations(clock: Clock) -> None:
     assert speed.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "the remaining time should include evaluations"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("seconds", "steps", "interval"), [(0.0, 30, 1.0), (0.5, 999, 50.0)])
 def test_folder_size_is_read_rarely(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, seconds: float, steps: int, interval: float
@@ -226,6 +227,7 @@ def test_printed_lines_are_above_the_bar(clock: Clock, tmp_path: Path) -> None:
     assert "look  step 9  layers.0  output  [64, 32] float32 cpu  mean [bold]1.0\n" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("quiet=true",)])
 def test_print_hook_writes_to_the_terminal_and_the_log(cli: Cli, workdir: Path, options: tuple[str, ...]) -> None:
     hook = "+hooks.look={layers: layers.0, kind: forward, action: print, steps: [0, 2]}"
@@ -239,6 +241,7 @@ def test_print_hook_writes_to_the_terminal_and_the_log(cli: Cli, workdir: Path, 
     assert len(instrument.load("out").coverage.query("hook == 'look' and fired == 2")) == 1
 
 
+@pytest.mark.slow
 def test_plan_prints_no_lines(cli: Cli) -> None:
     hook = "+hooks.look={layers: layers.0, kind: forward, action: print, steps: [0, 2]}"
     answer = cli(*TINY, hook, "plan=true").expect(0)
@@ -323,6 +326,7 @@ def test_non_finite_values_are_reported_immediately_and_at_the_end(cli: Cli) -> 
     assert findings.splitlines()[-1] == "report      python -m instrument.report out"
 
 
+@pytest.mark.slow
 def test_overhead_is_shown_if_measured(cli: Cli) -> None:
     measured = cli(*TINY, "train.steps=40", "hooks.activations.every=2", "hydra.run.dir=some").out
     (shown,) = re.findall(r"step 40/40 .* overhead ([+-]\d+\.\d)%", measured)
@@ -330,12 +334,14 @@ def test_overhead_is_shown_if_measured(cli: Cli) -> None:
     assert "overhead" not in cli(*TINY, "hooks.activations.every=1", "hydra.run.dir=all").out
 
 
+@pytest.mark.slow
 def test_hooks_that_did_not_fire_are_a_finding_and_no_warning(cli: Cli) -> None:
     answer = cli(*TINY, "+hooks.activations.start=999", "train.steps=1")
     assert re.search(r"never fired +.*\(activations, +forward\)", answer.out)
     assert "warning" not in answer.out
 
 
+@pytest.mark.slow
 def test_quiet_run_prints_each_warning_once(cli: Cli) -> None:
     answer = cli(*TINY, DRILL, "hooks.activations.every=2", "quiet=true").expect(0)
     lines = answer.out.splitlines()
@@ -345,6 +351,7 @@ def test_quiet_run_prints_each_warning_once(cli: Cli) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_job_of_a_sweep_prints_a_line_and_its_warnings(cli: Cli) -> None:
     """A job prints its warnings even if another job has printed the same warning."""
     answer = cli("-m", *TINY, DRILL, "hooks.drill.start=5,999,5", "train.steps=6", "hydra.sweep.dir=out").expect(0)
@@ -359,6 +366,7 @@ def test_job_of_a_sweep_prints_a_line_and_its_warnings(cli: Cli) -> None:
     assert answer.out.count("loss not finite: at step 5: nan") == answer.out.count("loss not finite") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -385,6 +393,7 @@ def test_evaluation_of_training_samples_is_reported_by_each_run(cli: Cli, workdi
         assert events[["rule", "severity"]].to_numpy().tolist() == [["data", "warning"]]
 
 
+@pytest.mark.slow
 def test_resumed_run_does_not_repeat_warnings(cli: Cli) -> None:
     arguments = (*TINY, DRILL, "hooks.activations.every=2", "train.checkpoint.every=7", "hydra.run.dir=out")
     with failing_after(8):
@@ -396,6 +405,7 @@ def test_resumed_run_does_not_repeat_warnings(cli: Cli) -> None:
     assert list(events[events.rule == "non_finite"].severity).count("warning") == 2
 
 
+@pytest.mark.slow
 def test_folder_with_a_space_is_quoted_in_commands(cli: Cli) -> None:
     answer = cli(*TINY, "hydra.run.dir='my runs/one'", "train.steps=1")
     assert answer.out.splitlines()[-1] == f"report      python -m instrument.report 'my runs{os.sep}one'"

@@ -68,12 +68,14 @@ def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, workdir: 
     assert_same_tables(baseline, run, "metrics", "stats", "coverage", "layers", "events")
 
 
+@pytest.mark.slow
 def test_forward_run_is_tracked(workdir: Path) -> None:
     run = train_here(workdir / "out", *TINY[:-1], "mode=forward", "data.slice.stop=50", "sink.tensorboard=true")
     scalars = read_tensorboard(Path("out/tensorboard"))["scalars"]
     assert scalars["forward/loss"] == series(run.metrics, "loss")
 
 
+@pytest.mark.slow
 def test_missing_tracker_packages_are_reported_before_the_start(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("tensorboard", "wandb", "mlflow")
     for name in names:
@@ -88,6 +90,7 @@ def test_missing_tracker_packages_are_reported_before_the_start(cli: Cli, monkey
     assert cli(*TINY, "sink.wandb=true", "plan=true").code == 0, "the plan should not need the package"
 
 
+@pytest.mark.slow
 def test_unavailable_tracker_stops_the_run_and_closes_the_others(
     cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_tracker_failure_is_reported_and_the_run_continues(
     assert len(read_tensorboard(Path("out/tensorboard"))["scalars"]["train/loss"]) == 8
 
 
+@pytest.mark.slow
 def test_resumed_run_logs_every_step_once(workdir: Path, local_trackers: None) -> None:
     every_four = ("train.checkpoint.every=4", "train.eval_every=4")
     arguments = [*TINY[:-1], *every_four, "sink.tensorboard=true", "sink.mlflow=true"]

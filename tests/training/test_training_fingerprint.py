@@ -19,6 +19,7 @@ def parts(run: instrument.Run) -> list[str]:
     return fingerprint.split("-")
 
 
+@pytest.mark.slow
 def test_fingerprint_is_that_of_losses_and_weights(tmp_path: Path) -> None:
     one = train_here(tmp_path / "one", *RUN)
     losses, weights = parts(one)

@@ -111,6 +111,7 @@ def config_of(model: dict[str, Any], hooks: dict[str, Any] = HOOKS, steps: int =
     }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", tiered(MODELS, QUICK))
 def test_recording_is_bit_identical_on_every_architecture(name: str) -> None:
     certificate = run_by_size(name, verify, parse_config(config_of(MODELS[name]())))
@@ -220,6 +221,7 @@ def test_state_of_every_optimizer_is_compared() -> None:
     assert sizes[0] == sizes[1] > 0
 
 
+@pytest.mark.slow
 def test_non_persistent_buffer_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def scales_buffer(self: Record, tensor: Any, context: Any) -> None:
         if context.moment.step == 1:
@@ -241,6 +243,7 @@ def test_non_persistent_buffer_is_compared(monkeypatch: pytest.MonkeyPatch) -> N
     assert str(difference) == "step 1: the buffer differs at scale, with hook 'seen'"
 
 
+@pytest.mark.slow
 def test_search_for_the_hook_keeps_the_schedule_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings with one hook at a time are stopped early; they are not configured with fewer steps."""
 
@@ -299,6 +302,7 @@ def test_verify_command_fails_if_the_trainings_differ(
     assert "at the end, parameters differ by at most 0 (" in answer.out
 
 
+@pytest.mark.slow
 def test_verify_command_exits_with_3_if_not_repeatable(
     verify_command: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +320,7 @@ def test_verify_command_reports_configuration_errors(verify_command: Callable[..
     assert "hooks.tame.norm" in verify_command("hooks.tame.norm=-1").expect(2).err
 
 
+@pytest.mark.slow
 def test_verification_includes_hooks_that_print_and_call(capsys: pytest.CaptureFixture[str]) -> None:
     hook = {"layers": "**", "kind": "forward"}
     hooks = {

@@ -11,7 +11,6 @@ from typing import Any
 import attr
 import pytest
 import torch
-from geometric import Batch, Data
 from torch import Tensor
 
 from instrument.values.containers import copied_containers, write_back
@@ -63,7 +62,9 @@ FrozenAttrs = attr.make_class("FrozenAttrs", ["x", "y"], frozen=True, slots=True
 Attrs = attr.make_class("Attrs", ["x", "y"], slots=True)
 
 
-def graph(**entries: Tensor) -> Data:
+def graph(**entries: Tensor) -> Any:
+    from geometric import Data
+
     return Data(**entries)
 
 
@@ -117,13 +118,16 @@ def test_sequences_keep_their_class(make: Callable[..., Any]) -> None:
 
 
 def test_batch_of_graphs_keeps_its_structure() -> None:
+    from geometric import Batch
+
     edges = torch.tensor([[0, 1], [1, 0]])
-    batch = Batch.from_data_list([Data(x=torch.zeros(2, 3), edge_index=edges)] * 2)
+    batch = Batch.from_data_list([graph(x=torch.zeros(2, 3), edge_index=edges)] * 2)
     assert [path for path, _ in iter_tensors(batch)] == [*batch.to_dict()]
     new = map_tensors(batch, lambda path, tensor: tensor + 1 if path == "x" else tensor)
     assert (new.num_graphs, new.x.sum().item(), batch.x.sum().item()) == (2, 12.0, 0.0)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x}, Node], ids=["list", "tuple", "dict", "object"]
 )

@@ -187,6 +187,7 @@ def flat(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 @given(nested)
 def test_map_changes_every_tensor_once_and_nothing_else(value: Any) -> None:
     before = copy.deepcopy(value)
