@@ -34,6 +34,7 @@ from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..hooks.hook_timer import USUAL_FACTOR, HookTimer
 from ..plan.cost import Cost, Forecast, firings_of
 from ..probe.probe import Probe
+from ..storage.blocks import ALIGNMENT
 from ..storage.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES, ParquetSink
 from ..storage.parts import part_files
 from ..storage.table_writer import TableWriter
@@ -366,5 +367,6 @@ def _size_of_part(table: Table, batch: pa.RecordBatch) -> int:
         writer.append(batch)
         writer.close()
         (file,) = part_files(Path(folder), table.name).values()
-        of_blocks = sum(filter(None, batch["size"].to_pylist())) if table.name == "tensors" else 0
+        sizes: list[int] = batch["size"].fill_null(0).to_pylist() if table.name == "tensors" else []
+        of_blocks = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
         return file.stat().st_size + of_blocks

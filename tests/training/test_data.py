@@ -254,7 +254,7 @@ def test_missing_dataset_falls_back_only_if_configured() -> None:
     data = load_data(DataConfig.model_validate({"dataset": target, "root": "nowhere", "fallback": "digits"}))
     assert data.train[0][0].shape == (1, 28, 28)
     assert data.source["fallback"] is not None
-    assert "instrument.training.datasets.mnist is missing" in data.source["fallback"]
+    assert "mnist is missing" in data.source["fallback"]
 
 
 @pytest.mark.parametrize(("fallback", "package"), [(None, "torchvision"), ("digits", "scikit-learn")])
