@@ -44,6 +44,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
     _steps_done = 0
     _loss: Tensor | None = None  # of the current step
     _validation_began = 0.0
+    _validation_loss: Tensor | None = None  # of the latest validation that logged one
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
@@ -110,8 +111,10 @@ class LightningCallback(TrainerCallbackBase, Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the loss of a validation between two steps."""
-        loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None and self._is_attached and self.probe.phase == "eval":
+        known, loss = self._validation_loss, trainer.callback_metrics.get("val_loss")
+        # Lightning keeps the metric of an earlier validation.
+        if loss is not None and loss is not known and self._is_attached and self.probe.phase == "eval":
+            self._validation_loss = loss
             self.probe.write_metrics(seconds=perf_counter() - self._validation_began, loss=loss)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

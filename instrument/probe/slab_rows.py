@@ -512,12 +512,9 @@ class StatisticsRows(SlabRows):
         return NumberBlock(self.values, nulls if np.count_nonzero(nulls) else None, exact)
 
     def number_columns(self) -> Sequence[Column]:
+        _ = self.values  # adds the registered statistics to the others
         others = self.taken.others
-        custom = (
-            pa.array([others.get(row) for row in range(len(self))], CUSTOM.type)
-            if others
-            else self.layout.no_values[-1]
-        )
+        custom = tuple(map(others.get, range(len(self)))) if others else self.layout.no_values[-1]
         ranks, dims = self.taken.keys[:, 2], self.taken.dims
         if self.layout.shapes[0] != (
             key := ranks.tobytes() + dims.tobytes()

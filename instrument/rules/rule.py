@@ -171,7 +171,8 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.saved:
-            setattr(self, f"_{name}", _unpacked(state[name], getattr(self, f"_{name}")))
+            if name in state:  # a checkpoint of an earlier version lacks newer attributes
+                setattr(self, f"_{name}", _unpacked(state[name], getattr(self, f"_{name}")))
 
     def bounds(self) -> Bounds | list[Bounds] | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.

@@ -48,6 +48,16 @@ def record(specs: dict[str, Any], **options: Any) -> instrument.Probe:
     return run_steps(model, specs, lambda: model(torch.randn(5, 4)), 2, **options)
 
 
+def zero(tensor: Tensor) -> float:
+    return float(tensor[0]) * 0.0
+
+
+def test_custom_statistic_keeps_the_sign_of_a_zero(tmp_path: Path) -> None:
+    model, signs = nn.Identity(), iter([1.0, -1.0, 1.0])
+    run_steps(model, {"mine": hook(zero, layers=".")}, lambda: model(torch.full((2,), next(signs))), 3, out=tmp_path)
+    assert [math.copysign(1.0, number) for number in instrument.load(tmp_path).stats.zero] == [1.0, -1.0, 1.0]
+
+
 @pytest.mark.slow
 def test_custom_statistics_are_columns_of_every_reader(tmp_path: Path) -> None:
     named = {"_target_": f"{__name__}.scaled", "name": "doubled", "factor": 2.0}

@@ -99,6 +99,15 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(recorded: tuple
     assert (metrics.seconds > 0).all()
 
 
+def test_validation_without_a_loss_does_not_repeat_that_of_an_earlier_one() -> None:
+    from lightning_models import Logging
+
+    callback = callback_of()
+    fit(Logging(), callback, max_epochs=3)
+    metrics = callback.probe.sink.frame("metrics")
+    assert metrics[metrics.phase == "eval"].step.tolist() == [8, 24]
+
+
 def test_loss_is_that_of_the_batches_of_the_step_that_have_one() -> None:
     callback, module = callback_of(), module_of(fail_at=1)
     with pytest.raises(ValueError, match="a bug"):

@@ -263,6 +263,19 @@ def test_resumed_rule_decides_like_an_uninterrupted_one(name: str) -> None:
             assert events == fired(name, steps)
 
 
+def test_rule_resumes_from_an_earlier_version_with_fewer_attributes() -> None:
+    events: list[RuleEvent] = []
+    first, second = (rule_set({"r": {"rule": "loss_not_decreasing"}}, events) for _ in range(2))
+    faulty, *_ = CASES["loss_not_decreasing"]
+    feed(first, [Step({"step": number, **step}) for number, step in enumerate(faulty[:100])])
+    state = first.state_dict()
+    for name in ("limit", "exceeded"):
+        del state["rules"]["r"][name]
+    second.load_state_dict(state)
+    feed(second, [Step({"step": number, **step}) for number, step in enumerate(faulty)][100:])
+    assert events == fired("loss_not_decreasing", faulty)
+
+
 def test_growth_fires_again_after_the_value_was_small_again() -> None:
     steps = values(GRADIENT, "l2", [*NOISE, 300.0, 300.0, *NOISE, 400.0])
     (event, again) = fired("exploding_gradient", steps)

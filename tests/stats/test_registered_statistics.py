@@ -91,6 +91,14 @@ def test_registered_statistics_are_recorded_with_a_remark(
 
 
 @pytest.mark.usefixtures("registered")
+def test_registered_statistics_are_recorded_without_rules(tmp_path: Path) -> None:
+    model = nn.Identity()
+    run_steps(model, {"h": {**RECORD, "stats": [*NAMES]}}, lambda: model(values()), 1, out=tmp_path, rules=None)
+    (row,) = instrument.load(tmp_path).stats[[*NAMES]].to_numpy()
+    assert row == pytest.approx(reference(values().numpy()), rel=1e-5)
+
+
+@pytest.mark.usefixtures("registered")
 def test_registered_statistics_are_merged_from_parts() -> None:
     parts = [torch.from_numpy(measure(part, needs_of(NAMES)).row)[None] for part in values().split([20, 1, 29])]
     maxima = torch.stack([extremes(part) for part in parts]).amax(0)
