@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from ..actions.custom_functions import check_random_state
 from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
-from ..hooks.hook_timer import USUAL_FACTOR, HookTimer
+from ..hooks.hook_timer import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..probe.probe import Probe
 from ..storage.blocks import ALIGNMENT
@@ -150,15 +150,11 @@ class _Step:
     phase: str
     rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    seconds: float = 0.0
     hook_seconds: float = 0.0
     action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     firings: Counter[str] = field(default_factory=Counter)
     kept_bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def seconds_outside_actions(self) -> float:
-        """The time in hooks outside of their actions, such as that of the end of the step, in seconds."""
-        return self.hook_seconds - sum(self.action_seconds.values())
 
 
 class _CountingSink(ParquetSink):
@@ -246,6 +242,7 @@ class _Profile:
         self.sink.current = measured = _Step(step, phase)
         self._probe.set_step(step)
         self._timer.reset()
+        started_at = time.perf_counter()
         if phase == self._mode:
             metrics = _run_step(self._experiment, self._probe, next(self._batches[step]))
         elif phase == "eval":
@@ -253,6 +250,7 @@ class _Profile:
         else:
             metrics = run_probe_batch(self._experiment, self._probe)
         metrics["loss"]  # Synchronizes with the device.
+        measured.seconds = time.perf_counter() - started_at
         measured.hook_seconds = self._timer.seconds
         for attached, seconds in self._timer.action_seconds.items():
             measured.action_seconds[attached.site.spec.name] += seconds
@@ -299,7 +297,7 @@ def _forecast(
         for table, of_specs in expected.items()
     ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
-    seconds, fixed = _seconds(profile, of_steps)
+    seconds, fixed = _seconds(profile, baseline, of_steps)
     cost = {
         name: Cost(
             len(due.steps),
@@ -317,19 +315,40 @@ def _forecast(
     return Forecast(cost, without, without + fixed + added)
 
 
-def _seconds(profile: _Profile, specs: Sequence[str]) -> tuple[dict[str, float], float]:
+def _seconds(profile: _Profile, baseline: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
     """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step."""
-    unscheduled = median([each.seconds_outside_actions for each in profile.unscheduled] or [0.0])
+    measured = [each for each in profile.warm_steps if each.phase in STEP_PHASES]
+    if not measured:
+        return {}, 0.0
+    overheads = [each.hook_seconds - sum(each.action_seconds.values()) for each in profile.unscheduled]
+    unscheduled_seconds = median(overheads or [0.0])
+    numbers = sorted({each.step for each in measured})
+    steps = [_usual([each for each in measured if each.step == step]) for step in numbers]
+    usual = {step.step: step.seconds for step in steps}
+    hooked_seconds = [fmean(usual.values()) + each.seconds - usual[each.step] for each in measured]
+    if len(measured) < 3 * len(steps):
+        hooked_seconds = []
+    factor = overhead_factor(hooked_seconds, baseline, fmean(step.hook_seconds for step in steps))
     spent: dict[str, float] = {}
     for name in specs:
-        steps = [step for step in profile.warm_steps if step.phase in STEP_PHASES and step.firings[name]]
-        if steps:
-            spent[name] = USUAL_FACTOR * median(
-                step.action_seconds[name]
-                + max(0.0, step.seconds_outside_actions - unscheduled) * step.firings[name] / step.firings.total()
-                for step in steps
+        steps_with_firings = [step for step in steps if step.firings[name]]
+        if steps_with_firings:
+            outside_actions = fmean(
+                max(0.0, step.hook_seconds - unscheduled_seconds - sum(step.action_seconds.values()))
+                * step.firings[name]
+                / sum(step.firings.values())
+                for step in steps_with_firings
             )
-    return spent, USUAL_FACTOR * unscheduled
+            spent[name] = factor * (fmean(step.action_seconds[name] for step in steps_with_firings) + outside_actions)
+    return spent, factor * unscheduled_seconds
+
+
+def _usual(measured: Sequence[_Step]) -> _Step:
+    """Return the medians over several measurements of one step. Medians suppress interruptions by other processes."""
+    first = measured[0]
+    seconds, hook_seconds = (median(getattr(each, name) for each in measured) for name in ("seconds", "hook_seconds"))
+    action_seconds = {name: median(each.action_seconds[name] for each in measured) for name in first.firings}
+    return replace(first, seconds=seconds, hook_seconds=hook_seconds, action_seconds=action_seconds)
 
 
 def _bytes_on_disk(

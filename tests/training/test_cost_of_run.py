@@ -23,7 +23,6 @@ import instrument
 from instrument.analysis.load import load
 from instrument.config.parse import parse_config
 from instrument.errors import ConfigError
-from instrument.hooks.hook_timer import USUAL_FACTOR
 from instrument.plan.cost import Cost, Forecast
 from instrument.stats.measure import Measured
 from instrument.storage.parquet import ParquetSink
@@ -218,12 +217,12 @@ def test_predicted_time_counts_only_scheduled_steps(move: Callable[[float], None
     record = {**RECORD, "layers": ["encoder.*", "decoder.*"]}
     found = forecast_of({"often": record, "seldom": {**record, "every": 5}, "late": {**record, "start": 100}})
     assert found.baseline_seconds == pytest.approx(0.5)
-    assert found.cost["often"].seconds == pytest.approx(USUAL_FACTOR * 0.12)
-    assert found.cost["seldom"].seconds == pytest.approx(USUAL_FACTOR * 0.12)
+    assert found.cost["often"].seconds == pytest.approx(0.12)
+    assert found.cost["seldom"].seconds == pytest.approx(0.12)
     assert found.cost["late"].seconds == 0.0
-    assert found.share("often", 20) == pytest.approx(USUAL_FACTOR * 0.24)
-    assert found.share("seldom", 20) == pytest.approx(USUAL_FACTOR * 0.24 / 5)
-    assert found.slowdown == pytest.approx(USUAL_FACTOR * 0.24 * 1.2)
+    assert found.share("often", 20) == pytest.approx(0.24)
+    assert found.share("seldom", 20) == pytest.approx(0.24 / 5)
+    assert found.slowdown == pytest.approx(0.24 * 1.2)
 
 
 MICRO = {"layers": "decoder.1", "kind": "parameter_grad_micro", "action": "record"}
@@ -244,8 +243,8 @@ def test_step_time_includes_loading_batches(move: Callable[[float], None], monke
     tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
     found = forecast_of({"micro": MICRO, "tame": tame}, ACCUMULATED)
     assert found.baseline_seconds == pytest.approx(0.5 + 3 * 0.2)
-    assert found.cost["micro"].seconds == pytest.approx(USUAL_FACTOR * 0.18)
-    assert found.slowdown == pytest.approx(USUAL_FACTOR * 0.18 / 1.1)
+    assert found.cost["micro"].seconds == pytest.approx(0.18)
+    assert found.slowdown == pytest.approx(0.18 / 1.1)
 
 
 @pytest.mark.slow
@@ -259,7 +258,7 @@ def test_outlier_of_the_measured_time_is_ignored(
         return Measured()
 
     monkeypatch.setattr("instrument.actions.measurement.measure", measured)
-    assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(USUAL_FACTOR * 0.18)
+    assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(0.18)
 
 
 @pytest.mark.slow
