@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.rule import CAUSES, CatalogueRule, Stage
+from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
-from ..rules.step_rows import hook_and_role
+from ..rules.step_rows import hook_and_role, is_gradient
 from ..rules.watch import ADVICE as WATCH_ADVICE
 from .config_comparison import hooks_of
 from .plot_data import in_forward_order, rank_in
@@ -26,8 +26,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 FAR = 1000
 """The number of steps without a problem after which the next one has another cause: the time constant of the second moment of Adam,
 1 / (1 - 0.999)."""
-FORWARD, LOSS, BACKWARD, UPDATE = range(4)
-"""The parts of a training step, in their order."""
+PARTS: tuple[Part, ...] = get_args(Part)
+FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
@@ -137,7 +137,10 @@ def findings_of(
     warns = {(event.rule, event.location is None) for event in events if event.severity == "warning"}
     groups = []
     for lead, members in found.items():
-        made = [_finding(events, facts.get(key[0], NO_FACTS), key in warns) for key, events in members.items()]
+        made = [
+            replace(_finding(events, facts.get(key[0], NO_FACTS), key in warns), advice=timeline.advice(events[0]))
+            for key, events in members.items()
+        ]
         groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
     groups.sort(key=lambda group: SEVERITIES.index(group.severity))
     return [finding for group in groups for finding in (group.lead, *group.consequences)]
@@ -155,8 +158,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
         f"{value}{more}",
         severity_of(what, warns),
         event.value,
-        facts.advice,
-        event.rule,
+        rule=event.rule,
         statistic=facts.statistic if event.location or facts.is_of_metric else "loss",
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
@@ -179,6 +181,7 @@ class RuleFacts(NamedTuple):
     statistic: str = ""
     is_of_metric: bool = True  # whether `statistic` is a metric
     has_threshold: bool = False  # whether the threshold of an event is one of `statistic`
+    advice_in: Mapping[Part, str] = {}
 
 
 NO_FACTS = RuleFacts()
@@ -196,7 +199,13 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
             statistics = getattr(rule, "statistics", ())
             statistic = rule.evidence or next(iter(statistics), "")
             facts[name] = RuleFacts(
-                rule.advice, rule.stage, times, statistic, not statistics, rule.evidence not in statistics
+                rule.advice,
+                rule.stage,
+                times,
+                statistic,
+                not statistics,
+                rule.evidence not in statistics,
+                rule.advice_in,
             )
         elif "watch" in entry:
             is_of_metric = entry["watch"] == "metrics"
@@ -217,7 +226,7 @@ class _Timeline:
 
     def __init__(self, facts: Mapping[str, RuleFacts], info: Mapping[str, Any], layers: Sequence[str]) -> None:
         self._facts = facts
-        self._interval = {name: spec.every or 1 for name, spec in (hooks_of(info) or {}).items()}
+        self._hooks = hooks_of(info) or {}
         self._rank = rank_in(in_forward_order(layers, []))
 
     def onset(self, event: RuleEvent) -> int:
@@ -225,18 +234,25 @@ class _Timeline:
         if event.location is None:
             return event.step
         hook, _ = hook_and_role(event.location)
-        interval, times = self._interval.get(hook, 1), self._facts.get(event.rule, NO_FACTS).times
+        interval = (self._hooks[hook].every or 1) if hook in self._hooks else 1
+        times = self._facts.get(event.rule, NO_FACTS).times
         return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
         if event.location is None:
             return LOSS, 0
-        _, role = hook_and_role(event.location)
+        hook, role = hook_and_role(event.location)
         rank = self._rank(event.layer or "")
-        if role in ("param", "update"):
+        if role in ("param", "update", "buffer") or role.startswith("state."):
             return UPDATE, rank
-        return (BACKWARD, -rank) if "grad" in role else (FORWARD, rank)
+        kind = self._hooks[hook].kind if hook in self._hooks else ""
+        return (BACKWARD, -rank) if is_gradient(kind, role) else (FORWARD, rank)
+
+    def advice(self, event: RuleEvent) -> str:
+        """Return what to do next about a problem with this first event."""
+        facts = self._facts.get(event.rule, NO_FACTS)
+        return facts.advice_in.get(PARTS[self.position(event)[0]], facts.advice)
 
     def episodes(self, events: Iterable[RuleEvent]) -> list[_Events]:
         """Return events by rule, those after a long time without any apart. The leading event of a rule is its first."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -15,7 +15,7 @@ from ..config.rules import RULES, PersistentRule
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from .reference_ranges import STARTS, Reference, key_of, phase_of
-from .rule import Bounds, Firing, PersistentLocatedRule
+from .rule import Bounds, Firing, Part, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
 
@@ -79,7 +79,15 @@ class ReferenceRule(PersistentRule):
 @RULES.register("reference")
 class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
     what = "outside of the reference"
-    advice = "Compare the run with a healthy one: python -m instrument.diff. The first layers outside are the most likely cause."
+    advice = (
+        "Compare the run with a healthy one: python -m instrument.diff. What is outside first is the most likely cause."
+    )
+    advice_in: ClassVar[Mapping[Part, str]] = {
+        "forward": "The forward pass left its ranges first: compare the data, the initial weights, the code and the mode of this layer.",
+        "backward": "The gradients left their ranges first: compare the targets, the loss function, and what changes gradients, such as "
+        "accumulation, clipping, scaling and detached tensors.",
+        "update": "The updates left their ranges first: compare the optimizer, its learning rate and schedule, and its parameters.",
+    }
     requires = "locations of the reference"
 
     def __init__(self, spec: ReferenceRule) -> None:

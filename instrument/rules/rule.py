@@ -20,6 +20,9 @@ from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowL
 Stage = Literal["setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning"]
 """Where a problem arises: in the data or the configuration, in the targets, in the size of updates, ..., or in what is learned."""
 
+Part = Literal["forward", "loss", "backward", "update"]
+"""A part of a training step. They are in the order of the step."""
+
 CAUSES: Mapping[Stage, tuple[Stage, ...]] = {
     "setup": (),
     "targets": (),
@@ -141,6 +144,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     evidence: ClassVar[str] = ""
     """The statistic or the metric that shows its problem. Default: the first one of `statistics`, to which its threshold refers."""
+
+    advice_in: ClassVar[Mapping[Part, str]] = {}
+    """What to do next, by the part of a training step in which its first problem is. Default: `advice`."""
 
     saved: ClassVar[tuple[str, ...]] = ()
     """The attributes that a checkpoint keeps, without the underscore."""

@@ -9,7 +9,7 @@ import pytest
 
 from instrument.analysis.diagnosis import FAR, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
-from instrument.rules.rule import CAUSES
+from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
 
 LAYERS = ["", "linear0", "act0", "linear1", "act1"]
@@ -80,6 +80,25 @@ def test_order_of_a_training_step_decides_within_a_step(places: list[str], first
     rules = "exploding_activation", "exploding_gradient"
     (group,) = grouped(*(event(rule, 3, place) for rule, place in zip(rules, places, strict=True)))
     assert group[0].endswith(f"@{first}")
+
+
+@pytest.mark.parametrize(
+    ("hook", "place", "part"),
+    [
+        (RECORD, "linear0 output", "forward"),
+        ({**RECORD, "kind": "tensor"}, "linear0 output", "backward"),  # the gradient of the output
+        ({**RECORD, "kind": "step_post", "role": "param_grad"}, "linear0.weight param_grad", "backward"),
+        ({**RECORD, "kind": "step_post", "role": "state.exp_avg"}, "linear0.weight state.exp_avg", "update"),
+    ],
+)
+def test_advice_of_a_reference_is_that_of_the_part_that_is_outside_first(
+    hook: Mapping[str, Any], place: str, part: Part
+) -> None:
+    rules = {"healthy": {"rule": "reference", "from": "file.parquet"}}
+    events = event("healthy", 3, place), event("healthy", 3, "linear0.weight update")
+    (found,) = findings_of(events, rules, {"config": {"hooks": {"hook": hook}}}, LAYERS)
+    assert found.where == f"{place} (hook)"
+    assert found.advice == RULES["reference"].advice_in[part]
 
 
 def test_first_gradient_of_a_rule_is_that_of_the_last_layer() -> None:
