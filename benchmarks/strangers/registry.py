@@ -64,6 +64,21 @@ HALVES = {
     "held out": ("second_healthy", "second_silent_errors", "second_transformer_faults", "second_general_faults"),
 }
 
+# The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
+# of another category is one of the forward pass.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("labels", "loss", "loss and labels"), ("backward",)),
+    **dict.fromkeys(("gradients", "graph"), ("backward", "update")),
+    **dict.fromkeys(
+        ("frozen parameters", "learning rate", "optimizer", "optimizer and schedule", "schedule"), ("update",)
+    ),
+    **dict.fromkeys(
+        ("optimizer and initialization", "references", "registration", "regularization"), ("forward", "update")
+    ),
+    **dict.fromkeys(("batch size",), ("forward", "backward")),
+    **dict.fromkeys(("precision", "replicas"), ("forward", "backward", "update")),
+}
+
 Loss = float | Tensor | None
 
 
@@ -117,12 +132,14 @@ class Recording:
         rules: The rules: the default ones, rules in addition to them, or None for none.
         out: The folder of the run; None for none.
         events: The warnings of rules: rule, layer, step and message.
+        leads: The findings without a known cause: rule, layer, step and advice.
         losses: The training losses of the process that is measured.
     """
 
     rules: Mapping[str, Any] | Literal["default"] | None = "default"
     out: Path | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
+    leads: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -180,6 +197,9 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Attache
                 RECORDING.events.append(
                     {"rule": event.rule, "layer": layer, "step": int(event.step), "message": event.message}
                 )
+        found = probe.run.findings
+        found = found[found["rule"].isin(rules) & (found["cause"] == "")]
+        RECORDING.leads.extend(found[["rule", "layer", "step", "advice"]].astype(object).to_dict("records"))
     metrics = probe.run.metrics
     RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].astype(float))
 
@@ -210,6 +230,7 @@ def in_two_processes(worker: Callable[..., None], *arguments: Any) -> None:
     RECORDING.losses.extend(recordings[0]["losses"])
     for recording in recordings:
         RECORDING.events.extend(event for event in recording["events"] if event not in RECORDING.events)
+        RECORDING.leads.extend(recording["leads"])
 
 
 def _run_rank(rank: int, folder: str, writer: Any, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -217,7 +238,7 @@ def _run_rank(rank: int, folder: str, writer: Any, worker: Callable[..., None], 
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     worker(rank, *arguments)
-    writer.send({"events": RECORDING.events, "losses": RECORDING.losses})
+    writer.send({name: getattr(RECORDING, name) for name in ("events", "leads", "losses")})
     dist.barrier()
     dist.destroy_process_group()
 

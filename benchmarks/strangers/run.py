@@ -37,9 +37,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from registry import EVERY, GROUPS, HALVES, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
+from registry import EVERY, GROUPS, HALVES, PARTS, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
 
 from instrument import ConfigError, make_reference
+from instrument.config.rules import RULES
 
 MODULES = [module for modules in HALVES.values() for module in modules]
 LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
@@ -62,6 +63,7 @@ class Result:
         seconds: The processor time, with that of its processes.
         events: The warnings of the rules.
         error: The exception or the reason why it did not end; None if it ended.
+        leads: The findings without a known cause.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Result:
     seconds: float
     events: Sequence[Mapping[str, Any]]
     error: str | None = None
+    leads: Sequence[Mapping[str, Any]] = ()
 
 
 def train(program: Program, fault: str, seed: int) -> Result:
@@ -94,7 +97,8 @@ def train(program: Program, fault: str, seed: int) -> Result:
     except Exception:
         error = traceback.format_exc()
     seconds = sum(os.times()[:4]) - started
-    return Result(fault or program.name, seed, loss, RECORDING.losses, seconds, RECORDING.events, error)
+    name, events, leads = fault or program.name, RECORDING.events, RECORDING.leads
+    return Result(name, seed, loss, RECORDING.losses, seconds, events, error, leads)
 
 
 def _run(name: str, fault: str, seed: int, settings: Mapping[str, Any], writer: Any) -> None:
@@ -256,25 +260,47 @@ def report_faults(runs: Runs) -> None:
     print("\nWrong causes:", _numbers(wrong_rules))
 
 
+def part_of(lead: Mapping[str, Any]) -> str:
+    """Return the part of a training step that left the reference first, according to the advice of its finding."""
+    return next(part for part, text in RULES["reference"].advice_in.items() if text == lead["advice"])
+
+
+def names_place(fault: Fault, lead: Mapping[str, Any]) -> bool:
+    """Return whether a finding of the rule `reference` has the layer of a fault, or the part of a training step that it affects first."""
+    patterns = [pattern for cause in fault.causes if (pattern := cause.partition("@")[2])]
+    is_there = any(fnmatchcase(lead["layer"] or "", pattern) for pattern in patterns)
+    return is_there or part_of(lead) in PARTS.get(fault.category, ("forward",))
+
+
 def report_reference(runs: Runs) -> None:
-    """Print which faults that change the loss, and which healthy programs, leave the reference."""
-    print("\n| group | fault that changes the loss | in time | of the twin | rule `reference` |\n|---|---|---|---|---|")
-    counts: Counter[str] = Counter()
+    """Print which faults that change the loss, and which healthy programs, leave the reference, and in which part of a step first."""
+    print("\n| group | fault that changes the loss | in time | of the twin | part | right place | rule `reference` |")
+    print("|---|---|---|---|---|---|---|")
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for program, fault, pairs in pairs_of(runs):
         for result, twin in pairs if changes_loss(*zip(*pairs, strict=True)) else ():
             event, of_twin = outside(result), outside(twin)
             is_timely = event is not None and in_time(fault, event)
             found = bool(judge(fault, result, twin)[0])
-            counts.update(faults=1, outside=event is not None, timely=is_timely, new=is_timely and of_twin is None)
-            counts.update(found=found, either=found or is_timely)
+            lead = next((lead for lead in result.leads if lead["rule"] == "reference"), None)
+            is_right = is_timely and lead is not None and names_place(fault, lead)
+            for key in (program.group, "all"):
+                counts[key].update(faults=1, found=found, timely=is_timely, right=is_right, either=found or is_right)
             what = "" if event is None else event["message"]
-            print(f"| {program.group} | {fault.name} ({program.name}) | {is_timely} | {of_twin is not None} | {what} |")
+            print(
+                f"| {program.group} | {fault.name} ({program.name}) | {is_timely} | {of_twin is not None} "
+                f"| {part_of(lead) if lead else ''} | {is_right} | {what} |"
+            )
+    names = ("faults", "found", "timely", "right", "either")
+    print(
+        "\n| group | faults that change the loss | default rules | outside in time | at the right place | either is right |"
+    )
+    print("|---|---|---|---|---|---|")
+    for key in [group for group in (*GROUPS, "all") if group in counts]:
+        print(f"| {key} | {' | '.join(str(counts[key][name]) for name in names)} |")
     healthy = [each for (_, fault), results in runs.items() if not fault for each in results if each.error is None]
     events = [(each.name, event["message"]) for each in healthy if (event := outside(each)) is not None]
-    print(f"\nFaults that change the loss: {counts['faults']}; outside of the reference: {counts['outside']}")
-    print(f"In time: {counts['timely']}, of these {counts['new']} whose twin is never outside")
-    print(f"Found by the default rules: {counts['found']}; by these or outside in time: {counts['either']}")
-    print(f"Healthy programs outside of the reference: {len(events)} of {len(healthy)}")
+    print(f"\nHealthy programs outside of the reference: {len(events)} of {len(healthy)}")
     for name, message in events:
         print(f"    {name}: {message}")
 
