@@ -132,14 +132,14 @@ class Recording:
         rules: The rules: the default ones, rules in addition to them, or None for none.
         out: The folder of the run; None for none.
         events: The warnings of rules: rule, layer, step and message.
-        leads: The findings without a known cause: rule, layer, step and advice.
+        findings: The findings of rules: rule, layer, step and advice.
         losses: The training losses of the process that is measured.
     """
 
     rules: Mapping[str, Any] | Literal["default"] | None = "default"
     out: Path | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
-    leads: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
@@ -198,8 +198,8 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Attache
                     {"rule": event.rule, "layer": layer, "step": int(event.step), "message": event.message}
                 )
         found = probe.run.findings
-        found = found[found["rule"].isin(rules) & (found["cause"] == "")]
-        RECORDING.leads.extend(found[["rule", "layer", "step", "advice"]].astype(object).to_dict("records"))
+        found = found[found["rule"].isin(rules)]
+        RECORDING.findings.extend(found[["rule", "layer", "step", "advice"]].astype(object).to_dict("records"))
     metrics = probe.run.metrics
     RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].astype(float))
 
@@ -230,7 +230,7 @@ def in_two_processes(worker: Callable[..., None], *arguments: Any) -> None:
     RECORDING.losses.extend(recordings[0]["losses"])
     for recording in recordings:
         RECORDING.events.extend(event for event in recording["events"] if event not in RECORDING.events)
-        RECORDING.leads.extend(recording["leads"])
+        RECORDING.findings.extend(recording["findings"])
 
 
 def _run_rank(rank: int, folder: str, writer: Any, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -238,7 +238,7 @@ def _run_rank(rank: int, folder: str, writer: Any, worker: Callable[..., None], 
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     worker(rank, *arguments)
-    writer.send({name: getattr(RECORDING, name) for name in ("events", "leads", "losses")})
+    writer.send({name: getattr(RECORDING, name) for name in ("events", "findings", "losses")})
     dist.barrier()
     dist.destroy_process_group()
 

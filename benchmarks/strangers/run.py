@@ -63,7 +63,7 @@ class Result:
         seconds: The processor time, with that of its processes.
         events: The warnings of the rules.
         error: The exception or the reason why it did not end; None if it ended.
-        leads: The findings without a known cause.
+        findings: The findings of rules.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Result:
     seconds: float
     events: Sequence[Mapping[str, Any]]
     error: str | None = None
-    leads: Sequence[Mapping[str, Any]] = ()
+    findings: Sequence[Mapping[str, Any]] = ()
 
 
 def train(program: Program, fault: str, seed: int) -> Result:
@@ -97,8 +97,8 @@ def train(program: Program, fault: str, seed: int) -> Result:
     except Exception:
         error = traceback.format_exc()
     seconds = sum(os.times()[:4]) - started
-    name, events, leads = fault or program.name, RECORDING.events, RECORDING.leads
-    return Result(name, seed, loss, RECORDING.losses, seconds, events, error, leads)
+    name, events, findings = fault or program.name, RECORDING.events, RECORDING.findings
+    return Result(name, seed, loss, RECORDING.losses, seconds, events, error, findings)
 
 
 def _run(name: str, fault: str, seed: int, settings: Mapping[str, Any], writer: Any) -> None:
@@ -260,16 +260,16 @@ def report_faults(runs: Runs) -> None:
     print("\nWrong causes:", _numbers(wrong_rules))
 
 
-def part_of(lead: Mapping[str, Any]) -> str:
+def part_of(finding: Mapping[str, Any]) -> str:
     """Return the part of a training step that left the reference first, according to the advice of its finding."""
-    return next(part for part, text in RULES["reference"].advice_in.items() if text == lead["advice"])
+    return next(part for part, text in RULES["reference"].advice_in.items() if text == finding["advice"])
 
 
-def names_place(fault: Fault, lead: Mapping[str, Any]) -> bool:
+def names_place(fault: Fault, finding: Mapping[str, Any]) -> bool:
     """Return whether a finding of the rule `reference` has the layer of a fault, or the part of a training step that it affects first."""
     patterns = [pattern for cause in fault.causes if (pattern := cause.partition("@")[2])]
-    is_there = any(fnmatchcase(lead["layer"] or "", pattern) for pattern in patterns)
-    return is_there or part_of(lead) in PARTS.get(fault.category, ("forward",))
+    is_there = any(fnmatchcase(finding["layer"] or "", pattern) for pattern in patterns)
+    return is_there or part_of(finding) in PARTS.get(fault.category, ("forward",))
 
 
 def report_reference(runs: Runs) -> None:
@@ -282,14 +282,14 @@ def report_reference(runs: Runs) -> None:
             event, of_twin = outside(result), outside(twin)
             is_timely = event is not None and in_time(fault, event)
             found = bool(judge(fault, result, twin)[0])
-            lead = next((lead for lead in result.leads if lead["rule"] == "reference"), None)
-            is_right = is_timely and lead is not None and names_place(fault, lead)
+            finding = next((each for each in result.findings if each["rule"] == "reference"), None)
+            is_right = is_timely and finding is not None and names_place(fault, finding)
             for key in (program.group, "all"):
                 counts[key].update(faults=1, found=found, timely=is_timely, right=is_right, either=found or is_right)
             what = "" if event is None else event["message"]
             print(
                 f"| {program.group} | {fault.name} ({program.name}) | {is_timely} | {of_twin is not None} "
-                f"| {part_of(lead) if lead else ''} | {is_right} | {what} |"
+                f"| {part_of(finding) if finding else ''} | {is_right} | {what} |"
             )
     names = ("faults", "found", "timely", "right", "either")
     print(

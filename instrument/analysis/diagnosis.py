@@ -192,7 +192,7 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
     for name, entry in rules.items():
         if not isinstance(entry, Mapping):
             continue
-        if (kind := str(entry.get("rule"))) in RULES:
+        if (kind := str(entry.get("rule", name))) in RULES:
             rule: type[CatalogueRule[Any]] = RULES[kind]
             field = rule.fields.model_fields.get("for_")
             times = entry.get("for", 1 if field is None else field.default)

@@ -135,7 +135,8 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
 def parse_rules(raw: Any) -> dict[str, RuleBase]:
     """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
 
-    An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
+    An entry without `rule` that has the name of a rule of the catalogue is this rule. An optional rule of the catalogue, such as a default
+    rule, is left out if another entry has the same rule.
 
     Raises:
         ConfigError: A rule is invalid. The error contains every problem.
@@ -242,7 +243,9 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
         return CustomRule
     if "watch" in value:
         return WatchRule
-    name = _choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
+    name = where.rpartition(".")[2]
+    if name not in RULES or "rule" in value:
+        name = _choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
     fields: type[BaseModel] = RULES[name].fields
     return fields
 
@@ -252,6 +255,7 @@ def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where:
     given = number_to_text(value.get(key))
     if given is None:
         similar = similar_names(key, [str(name) for name in value if name != key])
+        similar = similar or similar_names(where.rpartition(".")[2], options)
         raise ConfigError(Problem(f"{where}.{key}", "is missing", allowed=allowed, similar=similar))
     if not isinstance(given, str) or given not in options:
         message = f"unknown {key}" if isinstance(given, str) else _not_a_string(given)

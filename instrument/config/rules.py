@@ -90,6 +90,12 @@ class RuleBase(Spec):
         "checkpoint, {enable: HOOK, steps: N}, {disable: HOOK, steps: N}, {call: {_target_: ...}}, or a list.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rule_of_name(cls, value: Any) -> Any:
+        """Set `rule` of an entry without it to its name; see `parse_rules`."""
+        return {"rule": value["name"], **value} if "rule" in cls.model_fields and "name" in value else value
+
     @property
     def actions(self) -> tuple[Action, ...]:
         """What happens in addition to the event."""

@@ -45,6 +45,8 @@ def experiment_schema() -> dict[str, Any]:
     schema.pop("required", None)
     for section in ("DataConfig", "TrainConfig", "SliceSpec", "SinkConfig", "Target"):
         schema["$defs"][section].pop("required", None)
+    for rule in RULES.values():  # an entry with the name of a rule needs no `rule`
+        schema["$defs"][rule.fields.__name__]["required"].remove("rule")
     for section in ("hooks", "apply", "rules"):
         entry = schema["properties"][section]["additionalProperties"]
         schema["properties"][section] = {

@@ -78,6 +78,7 @@ class ReferenceRule(PersistentRule):
 
 @RULES.register("reference")
 class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
+    stage = "reference"
     what = "outside of the reference"
     advice = (
         "Compare the run with a healthy one: python -m instrument.diff. What is outside first is the most likely cause."

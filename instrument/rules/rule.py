@@ -17,8 +17,11 @@ import numpy as np
 from ..config.rules import PersistentRule, RuleBase
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
-Stage = Literal["setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning"]
-"""Where a problem arises: in the data or the configuration, in the targets, in the size of updates, ..., or in what is learned."""
+Stage = Literal[
+    "setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning", "reference"
+]
+"""Where a problem arises: in the data or the configuration, in the targets, in the size of updates, ..., in what is learned, or in any
+of these, as the difference from a reference."""
 
 Part = Literal["forward", "loss", "backward", "update"]
 """A part of a training step. They are in the order of the step."""
@@ -26,12 +29,23 @@ Part = Literal["forward", "loss", "backward", "update"]
 CAUSES: Mapping[Stage, tuple[Stage, ...]] = {
     "setup": (),
     "targets": (),
-    "updates": ("setup", "targets", "updates", "divergence", "units", "gradients"),
-    "divergence": ("setup", "updates", "divergence"),
-    "units": ("setup", "targets", "updates", "divergence", "units", "gradients"),
-    "gradients": ("setup", "targets", "updates", "divergence", "units", "gradients"),
-    "non_finite": ("setup", "updates", "divergence", "non_finite"),
-    "learning": ("setup", "targets", "updates", "divergence", "units", "gradients", "non_finite", "learning"),
+    "updates": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
+    "divergence": ("setup", "updates", "divergence", "reference"),
+    "units": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
+    "gradients": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
+    "non_finite": ("setup", "updates", "divergence", "non_finite", "reference"),
+    "learning": (
+        "setup",
+        "targets",
+        "updates",
+        "divergence",
+        "units",
+        "gradients",
+        "non_finite",
+        "learning",
+        "reference",
+    ),
+    "reference": ("setup", "targets", "updates", "divergence", "units", "gradients", "non_finite"),
 }
 """The stages whose problems can cause a problem of each stage."""
 

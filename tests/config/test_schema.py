@@ -71,6 +71,7 @@ def test_every_hooks_and_apply_option_is_valid(section: str) -> None:
         {"hooks": {"a": {**HOOK, "action": "modify", "fn": {"_target_": "mine.shift", "by": 2}}}},
         {"hooks": {"a": {"types": ["ReLU"], "kind": "forward", "action": "record"}}},
         {"apply": {"a": {"types": ["Linear"], "action": "init", "fn": "kaiming_normal_", "nonlinearity": "relu"}}},
+        {"rules": {"dead_units": {"above": 0.9}, "reference": {"from": "runs/healthy"}, "mine": {"rule": "all_zero"}}},
         {"train": {"steps": 3}, "data": {"slice": {"stop": 5}}, "model": {"sizes": [1, 2]}, "scheduler": None},
         {"defaults": [{"override /model": "mlp"}, "_self_"], "hydra": {"sweeper": {}}},
     ],

@@ -30,6 +30,16 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
     check_rules(parse_rules(default_rules()), {}, has_targets=False, evaluations=1, steps=1)
 
 
+def test_entry_with_the_name_of_a_rule_is_this_rule() -> None:
+    named = {"dead_units": {"above": 0.9}, "mine": {"rule": "all_zero"}, "all_zero": {"rule": "non_finite"}}
+    rules = parse_rules({**named, "overfit": {"watch": "metrics", "stat": "loss", "above": 1}})
+    assert [getattr(rule, "rule", None) for rule in rules.values()] == ["dead_units", "all_zero", "non_finite", None]
+    assert rules["dead_units"] == parse_rules({"dead_units": {"rule": "dead_units", "above": 0.9}})["dead_units"]
+    message = problems_of({"dead_unit": {"above": 0.9}})
+    assert "rules.dead_unit.rule: is missing" in message
+    assert "similar  dead_units" in message
+
+
 @pytest.mark.parametrize(
     ("rule", "parts"),
     [

@@ -130,12 +130,12 @@ def test_faults_and_healthy_programs_outside_of_the_reference_are_counted(
     name, fault = "causal_attention", "attention_looks_ahead"
     rule = "looks_ahead"  # names the cause of the fault
     stays, in_time, late = [], [("reference", "head", 10)], [("reference", "head", 210)]
-    lead = lambda part: {"rule": "reference", "layer": "head", "advice": RULES["reference"].advice_in[part]}  # noqa: E731
+    finding = lambda part: {"rule": "reference", "layer": "head", "advice": RULES["reference"].advice_in[part]}  # noqa: E731
     faulty = {"forward": in_time, "update": late, "backward": in_time, "": [*stays, (rule, None, 10)]}
     runs = {
         (name, ""): [result(strangers, 1.0, events) for events in (stays, stays, late, stays)],
         (name, fault): [
-            replace(result(strangers, 2.0, events), leads=[lead(part)] if part else [])
+            replace(result(strangers, 2.0, events), findings=[finding(part)] if part else [])
             for part, events in faulty.items()
         ],
         (name, "tied_weights_separated"): [result(strangers, 1.0, in_time)] * 4,  # does not change the loss
