@@ -18,6 +18,7 @@ from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
 from ..rules.watch import ADVICE as WATCH_ADVICE
+from ..tables.statistics import ALL
 from .config_comparison import hooks_of
 from .plot_data import in_forward_order, rank_in
 
@@ -151,6 +152,8 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
     what, _, value = event.message.split(": ", 2)
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
+    statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
+    first = value.partition(" ")[0]  # a rule of several statistics names the one that shows the problem first
     return Finding(
         what,
         event.location or event.layer or TRAINING,
@@ -159,7 +162,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
         severity_of(what, warns),
         event.value,
         rule=event.rule,
-        statistic=facts.statistic if event.location or facts.is_of_metric else "loss",
+        statistic=statistic or (first if event.location and first in ALL else ""),
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
         hook=hook,

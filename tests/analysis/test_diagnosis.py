@@ -101,6 +101,13 @@ def test_advice_of_a_reference_is_that_of_the_part_that_is_outside_first(
     assert found.advice == RULES["reference"].advice_in[part]
 
 
+def test_finding_of_a_reference_has_the_statistic_that_left_its_range() -> None:
+    message = "outside of the reference: at step 3 in linear0 output (hook): rms 9, above 2; 1 to 1.5 in 3 healthy runs"
+    outside = RuleEvent("reference", 3, message, "warning", "linear0", "linear0 output (hook)", 9.0, 2.0)
+    (found,) = findings_of([outside], {"reference": {"from": "file.parquet"}}, {}, LAYERS)
+    assert (found.statistic, found.number, found.threshold) == ("rms", 9.0, 2.0)
+
+
 @pytest.mark.parametrize(
     ("spike", "names"),
     [(9, ["reference", "loss_spike", "dead_units"]), (7, ["loss_spike", "reference", "dead_units"])],
