@@ -201,8 +201,9 @@ def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         width: int = 3
 
     monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
-    ConfigStore.instance().store(name="local", group="model", node=Model)
-    assert composed("model=local")[1].model == Model()
+    for model in (Model(), Model(4)):  # registered again after a composition
+        ConfigStore.instance().store(name="local", group="model", node=model)
+        assert composed("model=local")[1].model == model
 
 
 @pytest.mark.slow
