@@ -439,7 +439,10 @@ def test_first_update_that_replaces_the_weights_is_reported() -> None:
     (event,) = fired("update_ratio", first(0.02, 0.97, 0.9))
     assert (event.layer, event.value, event.threshold) == ("1", 0.97, 0.5)
     assert event.message.startswith("updates too large: ")
-    assert fired("update_ratio", first(0.02, 1.0, 1.0)) == []  # these weights start at zero
+    assert [event.value for event in fired("update_ratio", first(0.02, 9.0, 1.2))] == [
+        9.0
+    ]  # it is opposite to the weights
+    assert fired("update_ratio", first(0.02, 1.0, 1.0 + 1e-7)) == []  # these weights start at zero
     assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
 
 
