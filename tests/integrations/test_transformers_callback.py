@@ -117,18 +117,18 @@ def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: P
 
 
 def test_losses_of_several_evaluation_sets_are_custom_metrics(tmp_path: Path) -> None:
-    sets = {"a": rows_of(4), "b": rows_of(6)[4:]}
+    sets = {"a": rows_of(4), "2-b²": rows_of(6)[4:]}
     with callback_of(CALLS) as callback:
         trainer = trainer_of(Small(), tmp_path, [callback], eval_strategy="steps", eval_steps=2, eval_dataset=sets)
         trainer.train()
     logged = [
-        (row["step"], row.get("eval_a_loss"), row.get("eval_b_loss"))
+        (row["step"], row.get("eval_a_loss"), row.get("eval_2-b²_loss"))
         for row in trainer.state.log_history
-        if "eval_a_loss" in row or "eval_b_loss" in row
+        if "eval_a_loss" in row or "eval_2-b²_loss" in row
     ]
     metrics = callback.probe.sink.records("metrics")
     rows = [row for row in metrics if row["phase"] == "eval"]
-    assert [(row["step"], row["custom"].get("a_loss"), row["custom"].get("b_loss")) for row in rows] == logged
+    assert [(row["step"], row["custom"].get("loss_a"), row["custom"].get("loss_2_b_")) for row in rows] == logged
     assert len(logged) == 4
     assert all(row["loss"] is None and row["seconds"] > 0 for row in rows)
 
