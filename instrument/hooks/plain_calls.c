@@ -39,7 +39,7 @@
    on saved tensors; or if a call is open, in this micro-step or in another thread.
    leave(output) -> what replaces the output, or None: ends the call after the module has run. If Python code is needed, the call stays
    open, and the result is a tuple: the number of those in `outputs` that are done, and the output that they leave. The number is 0 if this
-   thread has no open call, or if hooks are inactive. */
+   thread has no open call, or if hooks are inactive. An exception of a hook ends the call. */
 
 #include "../stats/native.h"
 #include <structmember.h>
@@ -542,12 +542,12 @@ static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
     }
     if (result == 1 && gradients)
         result = register_gradient(self, new, index);
+    indices->is_open = !result;
     if (!result)
         returned = Py_BuildValue("nO", done, new);
     if (result == 1) {
         for (Py_ssize_t i = 0; i < gradients; i++)
             ((FiringCounts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
-        indices->is_open = 0;
         returned = Py_NewRef(new == output ? Py_None : new);
     }
     Py_DECREF(new);

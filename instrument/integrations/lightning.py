@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -35,7 +37,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
     step.
 
     The table `metrics` has the loss of each step, and of each validation in which the module logs `val_loss`, as the mean that Lightning
-    computes over the batches.
+    computes over the batches. With several data loaders, these losses are custom metrics, such as `loss_dataloader_idx_0`.
 
     The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
     a checkpoint of the Trainer.
@@ -44,7 +46,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
     _steps_done = 0
     _loss: Tensor | None = None  # of the current step
     _validation_began = 0.0
-    _validation_loss: Tensor | None = None  # of the latest validation that logged one
+    _validation_losses: Mapping[str, Tensor] = MappingProxyType({})  # of the latest validation that logged any
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the hooks. Lightning has restored the step and the epoch by now."""
@@ -110,12 +112,13 @@ class LightningCallback(TrainerCallbackBase, Callback):
         self._end_evaluation_batch()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the loss of a validation between two steps."""
-        known, loss = self._validation_loss, trainer.callback_metrics.get("val_loss")
-        # Lightning keeps the metric of an earlier validation.
-        if loss is not None and loss is not known and self._is_attached and self.probe.phase == "eval":
-            self._validation_loss = loss
-            self.probe.write_metrics(seconds=perf_counter() - self._validation_began, loss=loss)
+        """Write the losses of a validation between two steps."""
+        logged = trainer.callback_metrics
+        losses = {name[len("val_loss/") :]: logged[name] for name in logged if name.split("/")[0] == "val_loss"}
+        known = self._validation_losses  # Lightning keeps the metrics of an earlier validation.
+        if any(loss is not known.get(name) for name, loss in losses.items()):
+            self._validation_losses = losses
+            self._write_losses(losses, seconds=perf_counter() - self._validation_began)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""

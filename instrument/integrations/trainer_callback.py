@@ -118,6 +118,13 @@ class TrainerCallbackBase:
         ):
             print(f"instrument: {message}")
 
+    def _write_losses(self, losses: Mapping[str, Any], *, seconds: float) -> None:
+        """Write the losses of an evaluation between two steps by the name of their data set: empty if there is only one."""
+        if self._is_attached and self.probe.phase == "eval":
+            ends = [f"_{name}" if name else "" for name in losses]
+            names = ["".join(c if f"_{c}".isidentifier() else "_" for c in f"loss{end}") for end in ends]
+            self.probe.write_metrics(seconds=seconds, **dict(zip(names, losses.values(), strict=True)))
+
     def _end_evaluation_batch(self) -> None:
         """End the micro-step of an evaluation batch. Evaluations before and after the training are not recorded."""
         if self._is_attached and self.probe.phase == "eval":

@@ -155,9 +155,13 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
         self._end_evaluation_batch()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **more: Any) -> None:
-        """Write the loss of an evaluation between two steps. Those of several data sets have other names, and are not written."""
-        if {"eval_loss", "eval_runtime"} <= metrics.keys() and self._is_attached and self.probe.phase == "eval":
-            self.probe.write_metrics(seconds=metrics["eval_runtime"], loss=metrics["eval_loss"])
+        """Write the loss of an evaluation between two steps. That of one of several data sets is a custom metric, such as `loss_name`."""
+        for name, loss in metrics.items():
+            seconds = metrics.get(name.removesuffix("loss") + "runtime")
+            if name.endswith("_loss") and seconds is not None:
+                self._write_losses(
+                    {name.removesuffix("_loss").removeprefix("eval").removeprefix("_"): loss}, seconds=seconds
+                )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""

@@ -30,6 +30,7 @@ def coverage_rows(
         never_turned_on: The hooks that wait for a rule that did not fire.
     """
     firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
+    fired_now = [min(attached.opportunities, attached.firings) for attached in attached_hooks]  # in an incomplete step
     return [
         {
             "hook": attached.site.spec.name,
@@ -39,8 +40,8 @@ def coverage_rows(
             "role": attached.site.spec.tensor_role,
             "path": attached.site.own_name,
             "rank": attached.clock.rank,
-            "expected": attached.expected,
-            "fired": attached.fired,
+            "expected": attached.expected + more,
+            "fired": attached.fired + more,
             "dropped": count_at_site(dropped, attached),
             "cause": ""
             if running and attached.is_scheduled and not (attached.expected or attached.exemptions)
@@ -48,7 +49,7 @@ def coverage_rows(
             if attached.site.spec.name in never_turned_on
             else _reason(attached, layers, firing),
         }
-        for attached in attached_hooks
+        for attached, more in zip(attached_hooks, fired_now, strict=True)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import numpy as np
@@ -12,8 +11,6 @@ from ..config.rules import RULES, PersistentRule
 from ..fields.field_types import Count
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
-
-FURTHER_ITEM = re.compile("[1-9]")  # the path of an item of a sequence after the first one
 
 
 class AllZeroRule(PersistentRule):
@@ -37,8 +34,8 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
     merge = np.fmin
 
     def selects(self, location: Location) -> bool:
-        is_read = location.is_output and not FURTHER_ITEM.match(location.path)
-        return location.phase == "train" and (is_read or (location.is_gradient and not location.is_of_bias))
+        is_read = location.is_first_output or (location.is_gradient and not location.is_of_bias)
+        return location.phase == "train" and is_read
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         zero: BoolArray = chosen.values(rows.column("zero_fraction"), self.merge) >= 1

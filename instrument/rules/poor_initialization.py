@@ -63,7 +63,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
     def selects(self, location: Location) -> bool:
         is_weight = location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
         is_weight = is_weight and location.layer not in self.frozen_layers
-        is_read = (location.is_output or is_weight) and location.module_type in WEIGHTED
+        is_read = (location.is_first_output or is_weight) and location.module_type in WEIGHTED
         return (is_read or location.role == "change") and location.phase == "train"
 
     def update(self, rows: StepRows) -> Iterator[Firing]:

@@ -16,6 +16,7 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 _NO_TARGETS: FloatArray = np.empty(0)
+FURTHER_ITEMS = frozenset("123456789")  # how the path of an item of a sequence after the first one begins
 
 NON_FINITE_FRACTION, MASK_FRACTION, SCORES_FRACTION = 0.01, 0.5, 1.0
 """The fraction of NaN and infinite elements from which the statistics of a row are invalid: of gradients, parameters and
@@ -87,6 +88,11 @@ class Location(NamedTuple):
     def is_output(self) -> bool:
         """Whether the tensor is the output of a module."""
         return self.kind == "forward" and self.role == "output"
+
+    @property
+    def is_first_output(self) -> bool:
+        """Whether it is an output, and no further item of one, such as a mask, a position bias or attention weights."""
+        return self.is_output and self.path[:1] not in FURTHER_ITEMS
 
 
 class RowSite(NamedTuple):

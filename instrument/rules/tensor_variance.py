@@ -19,7 +19,8 @@ ROUNDING = 1e-9  # of the square of a bound
 class TensorVarianceRule(RangeRule):
     """The variance of the output of a layer with weights is tiny or huge.
 
-    SageMaker Debugger (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave.
+    The further items of an output do not count: the attention weights of one key are all 1. SageMaker Debugger
+    (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave.
     """
 
     rule: Literal["tensor_variance"]
@@ -39,7 +40,7 @@ class TensorVariance(BoundsRule[TensorVarianceRule]):
     statistics = ("std",)
 
     def selects(self, location: Location) -> bool:
-        return location.is_output and location.module_type in WEIGHTED
+        return location.is_first_output and location.module_type in WEIGHTED
 
     def values(self, rows: StepRows, chosen: Chosen) -> FloatArray:
         std, numel = (chosen.values(rows.column(name), self.merge) for name in ("std", "numel"))

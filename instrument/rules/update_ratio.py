@@ -14,7 +14,7 @@ from .rule import BoundsRule, Firing, extended
 from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
 
 REPLACED = 0.5  # of more than half of the weights in the first step
-FROM_ZERO = 0.9999  # weights that start at zero have a ratio of 1
+FROM_ZERO = 1e-4  # weights that start at zero have a ratio of 1, up to the rounding of norms
 
 
 class UpdateRatioRule(RangeRule):
@@ -22,7 +22,8 @@ class UpdateRatioRule(RangeRule):
 
     About 1e-3 is usual (CS231n). Above 0.1, ten updates replace a weight completely. 6e-8 is the rounding unit of float32: smaller
     updates do not change a weight. An update of exactly zero is reported by `unchanged_parameter`. It also fires if the first step
-    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left.
+    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left. Weights that start
+    at zero have a ratio of 1, and do not count as replaced.
     A large ratio that halves does not count: small initial weights grow until their updates have a usual size.
     """
 
@@ -60,7 +61,7 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         yield from super().check(rows, chosen)
 
     def _check_first(self, values: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        replaced = (values > REPLACED) & (values < FROM_ZERO)
+        replaced = (values > REPLACED) & (np.abs(values - 1) > FROM_ZERO)
         if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
             at = int(np.flatnonzero(replaced)[0])
             text = f"the first update replaces {replaced.sum()} of {len(values)} weights: update_ratio {values[at]:.4g}"

@@ -154,12 +154,13 @@ class MessageTemplate:
 
     def message(self, count: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
-        parts = zip(columns, self._columns, self._numbers, strict=False)
+        known, self._columns = self._columns, ()  # after an interrupt, the next message begins again
+        parts = zip(columns, known, self._numbers, strict=False)
         changed = [part for part in parts if part[0] is not part[1] and _differ(*part[:2])]
-        is_same = count == self._message.num_rows and all(starmap(_replace, changed))
+        is_same = known and count == self._message.num_rows and all(starmap(_replace, changed))
         if not (is_same and self._replace_block(block)):
             self._begin(columns, block)
-        self._columns, self._block = columns, block
+        self._block, self._columns = block, columns
         return self._message
 
     def _replace_block(self, block: NumberBlock | None) -> bool:

@@ -205,6 +205,14 @@ def test_schemas_may_be_local_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert composed("model=local")[1].model == Model()
 
 
+def test_schema_applies_to_compositions_after_its_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConfigStore.instance(), "repo", copy.deepcopy(ConfigStore.instance().repo))
+    assert "added" not in composed("model=mlp")[1].model
+    ConfigStore.instance().store(name="mlp", group="model", node={"added": 1})
+    with pytest.warns(UserWarning, match="ConfigStore schema with the same name"):
+        assert composed("model=mlp")[1].model.added == 1
+
+
 @pytest.mark.slow
 def test_plugins_may_be_imported_again() -> None:
     before = composed()[1]

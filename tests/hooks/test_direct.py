@@ -690,6 +690,19 @@ def test_compiled_types_reject_other_objects() -> None:
         native.PlainCalls(None, counter, (), (), (), print).enter()
 
 
+@pytest.mark.skipif(not cpu_kernel.is_connected, reason="without the compiled kernel, the types do not exist")
+def test_exception_of_a_hook_ends_the_call() -> None:
+    native = cpu_kernel.native
+    assert native is not None
+    clock, indices = SimpleNamespace(closed=False, micro_step_index=0), native.CallIndices()
+    calls = native.PlainCalls(clock, indices, (math.sqrt,), (native.FiringCounts(),), (), print)
+    assert calls.enter()
+    with pytest.raises(TypeError):
+        calls.leave(torch.ones(3))
+    assert not indices.is_open
+    assert calls.enter()
+
+
 @pytest.mark.slow
 def test_rows_are_the_same_without_the_c_extension(tmp_path: Path) -> None:
     """A process that imports the package without the compiled module writes the same rows, up to rounding."""

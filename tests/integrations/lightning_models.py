@@ -38,7 +38,7 @@ class Module(L.LightningModule):
 class Logging(Module):
     """Module that logs the loss of a validation, except in the second epoch."""
 
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
+    def validation_step(self, batch: list[Tensor], index: int, dataloader_idx: int = 0) -> None:
         if self.current_epoch != 1:
             self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 

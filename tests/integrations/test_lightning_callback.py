@@ -108,6 +108,18 @@ def test_validation_without_a_loss_does_not_repeat_that_of_an_earlier_one() -> N
     assert metrics[metrics.phase == "eval"].step.tolist() == [8, 24]
 
 
+def test_losses_of_several_data_loaders_are_custom_metrics() -> None:
+    from lightning_models import Logging
+
+    module, callback, (training, validation) = Logging(), callback_of(), loaders()
+    logged = fit(module, callback, data=(training, [validation, DataLoader(validation.dataset, 32)])).callback_metrics
+    (row,) = [row for row in callback.probe.sink.records("metrics") if row["phase"] == "eval"]
+    names = ("dataloader_idx_0", "dataloader_idx_1")
+    assert row["custom"] == {f"loss_{name}": logged[f"val_loss/{name}"].item() for name in names}
+    assert row["step"] == 8
+    assert row["loss"] is None
+
+
 def test_loss_is_that_of_the_batches_of_the_step_that_have_one() -> None:
     callback, module = callback_of(), module_of(fail_at=1)
     with pytest.raises(ValueError, match="a bug"):

@@ -116,6 +116,23 @@ def test_loss_is_the_one_that_the_trainer_logs(more: dict[str, Any], tmp_path: P
     assert (rows.step.tolist(), rows.loss.tolist()) == ([2, 3], pytest.approx(evaluated, rel=1e-6))
 
 
+def test_losses_of_several_evaluation_sets_are_custom_metrics(tmp_path: Path) -> None:
+    sets = {"a": rows_of(4), "2-b²": rows_of(6)[4:]}
+    with callback_of(CALLS) as callback:
+        trainer = trainer_of(Small(), tmp_path, [callback], eval_strategy="steps", eval_steps=2, eval_dataset=sets)
+        trainer.train()
+    logged = [
+        (row["step"], row.get("eval_a_loss"), row.get("eval_2-b²_loss"))
+        for row in trainer.state.log_history
+        if "eval_a_loss" in row or "eval_2-b²_loss" in row
+    ]
+    metrics = callback.probe.sink.records("metrics")
+    rows = [row for row in metrics if row["phase"] == "eval"]
+    assert [(row["step"], row["custom"].get("loss_a"), row["custom"].get("loss_2_b_")) for row in rows] == logged
+    assert len(logged) == 4
+    assert all(row["loss"] is None and row["seconds"] > 0 for row in rows)
+
+
 @pytest.mark.slow
 def test_custom_evaluation_may_pass_other_metrics(tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in torch.arange(48).view(8, 6) % 32]
@@ -327,7 +344,8 @@ def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path)
     steps = callback.probe.metrics.groupby("phase").step.unique().map(list)
     assert steps["train"] == [*trained]
     is_in_step = event in ("on_pre_optimizer_step", "on_substep_end") or (event == "on_step_begin" and not before)
-    logged = [row["step"] for row in trainer.state.log_history if "eval_loss" in row and not is_in_step]
+    is_logged = {"eval_loss", "eval_a_loss"}.intersection
+    logged = [row["step"] for row in trainer.state.log_history if is_logged(row) and not is_in_step]
     assert steps.get("eval", []) == logged
     evaluations = stats[stats.hook == "eval"]
     assert not evaluations.duplicated(["step", "micro_step", "call"]).any()

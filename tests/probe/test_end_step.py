@@ -22,6 +22,7 @@ def test_missing_end_step_is_reported(ends_micro_steps: bool) -> None:
             if ends_micro_steps:
                 probe.end_micro_step()
     assert [event["rule"] for event in probe.sink.records("events")] == ["no_end_step"]
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(3, 3, "")]
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -315,6 +315,7 @@ def biases(small: float) -> list[Step]:
 
 IMAGES = {**INPUT, "numel": 9, "module_type": "Conv2d", "layer": "a.b", "mean": 120.0, "std": 60.0}
 OF_CONVOLUTION = [{**CONV, "numel": 9, "layer": layer} for layer in ("a.b", "a")]
+WEIGHTS = {**OUTPUT, "layer": "b", "numel": 9, "path": "1", "std": 1e-5}
 NORMALIZED = {**OUTPUT, "numel": 9, "layer": "c", "module_type": "InstanceNorm2d"}
 # By case: a rule, steps, and the number of its events.
 EVENTS: dict[str, tuple[Any, list[Step], int]] = {
@@ -353,6 +354,8 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
         0,
     ),
     "all zeros in a further item of an output": ("all_zero", values({**OUTPUT, "path": "1"}, "zero_fraction", [1.0] * 9), 0),
+    "equal attention weights of one key": ("tensor_variance", values({**CONV, "path": "1"}, "std", [0.0] * 9), 0),
+    "small attention weights at first": ("poor_initialization", [Step(rows=[*outputs(1.0, 0.3)[0]["rows"], WEIGHTS])], 0),
     "all zeros in the first item of an output": ("all_zero", values({**OUTPUT, "path": "0"}, "zero_fraction", [1.0] * 9), 1),
     "policy of equal probabilities at first": ("loss_spike", losses(2.7e-8, 4.5e-9, 9e-4, -1e-3), 0),
     "policy gradient that is always rounding": ("loss_spike", losses(*[3e-8, -3e-8] * 15, 2e-4), 0),
@@ -439,7 +442,10 @@ def test_first_update_that_replaces_the_weights_is_reported() -> None:
     (event,) = fired("update_ratio", first(0.02, 0.97, 0.9))
     assert (event.layer, event.value, event.threshold) == ("1", 0.97, 0.5)
     assert event.message.startswith("updates too large: ")
-    assert fired("update_ratio", first(0.02, 1.0, 1.0)) == []  # these weights start at zero
+    assert [event.value for event in fired("update_ratio", first(0.02, 9.0, 1.2))] == [
+        9.0
+    ]  # it is opposite to the weights
+    assert fired("update_ratio", first(0.02, 1.0, 1.0 + 1e-7)) == []  # these weights start at zero
     assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
 
 

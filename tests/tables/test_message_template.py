@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 
 from instrument.storage.row_batches import as_batch
+from instrument.tables import message_template
 from instrument.tables.message_template import (
     Column,
     ListColumn,
@@ -183,6 +184,23 @@ def test_columns_are_included_from_their_first_value_on() -> None:
         template.message(1, [(a,), (b,)]).schema.names for a, b in [(1.0, None), (None, None), (None, "x"), (2.0, None)]
     ]
     assert included == [["a"], ["a"], ["a", "b"], ["a", "b"]]
+
+
+def test_interrupted_message_leaves_no_numbers_in_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = pa.schema([("a", pa.int64()), ("b", pa.int64())])
+    template = MessageTemplate(schema)
+    template.message(1, [(0,), (5,)])
+
+    def interrupt(column: Any, known: Any, numbers: Any) -> bool:
+        if column == (6,):
+            raise KeyboardInterrupt
+        return replace(column, known, numbers)
+
+    replace = message_template._replace
+    monkeypatch.setattr(message_template, "_replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        template.message(1, [(1,), (6,)])
+    assert content(template.message(1, [(0,), (7,)]), schema) == [{"a": 0, "b": 7}]
 
 
 def test_sign_of_zero_is_replaced() -> None:
