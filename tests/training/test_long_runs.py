@@ -15,7 +15,7 @@ from torch import nn
 import instrument
 from instrument.tables.schemas import TABLES
 
-MAX_GROWTH = {1_000: 10_000, 100_000: 20_000}  # kB, by the number of steps
+MAX_GROWTH = {1_000: 10_000, 30_000: 20_000}  # kB, by the number of steps
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires /proc")
