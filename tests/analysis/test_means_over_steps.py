@@ -37,7 +37,7 @@ def mean_of(means: Means, table: str, location: dict[str, str], name: str) -> fl
     return float(means.values[i, column]) if means.counts[i, column] else None
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(rows=st.lists(st.tuples(st.sampled_from("ab"), CELL, CELL), min_size=1, max_size=30), size=st.integers(1, 31))
 def test_mean_is_over_all_rows_of_a_location(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, float | None, float | None]], size: int
