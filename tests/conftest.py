@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
-from large_networks import LARGE
 from tiers import mark_combinations, mark_spread
 
 if TYPE_CHECKING:
@@ -86,18 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark most parameters as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
 
-    Large networks run one at a time. They are first, so that the other process has other tests to run. Long work comes
-    next, so that the processes end at the same time.
+    Long work comes first, so that the processes end at the same time.
     """
     mark_combinations(items)
     mark_spread(items)
-    items.sort(
-        key=lambda item: (
-            not _is_large(item),
-            _scope(_module(item.nodeid)) not in EXPENSIVE,
-            item.path.stem not in LONGEST,
-        )
-    )
+    items.sort(key=lambda item: (_scope(_module(item.nodeid)) not in EXPENSIVE, item.path.stem not in LONGEST))
     missing = [item for item in items if item.get_closest_marker("gpu")]
     if missing:
         import torch
@@ -131,11 +123,6 @@ def _module(nodeid: str) -> str:
 def _scope(module: str) -> str:
     text = (REPOSITORY / module).read_text()
     return next((name for name, pattern in EXPENSIVE.items() if pattern.search(text)), module)
-
-
-def _is_large(item: pytest.Item) -> bool:
-    is_slow = item.get_closest_marker("slow") is not None
-    return is_slow and any(name in item.name for name in LARGE)
 
 
 def pytest_collection_finish() -> None:

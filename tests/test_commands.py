@@ -58,25 +58,6 @@ def runs() -> list[list[str]]:
     return [list(arguments) for arguments in dict.fromkeys(map(tuple, found))]
 
 
-def shortened(commands: list[list[str]]) -> list[list[str]]:
-    """Return fewer commands with every option and key: runs with the same first argument are merged.
-
-    A command that names only an experiment is omitted: test_conf.py composes each of their files.
-    """
-    merged: dict[str, dict[str, str]] = {}
-    sweeps: list[list[str]] = []
-    seen: set[str] = set()
-    for arguments in commands:
-        named = {each if each.startswith("+") or "/" in each else each.partition("=")[0]: each for each in arguments}
-        if "-m" not in arguments:
-            merged[arguments[0]] = {**named, **merged.get(arguments[0], {})}
-        elif named.keys() - seen:
-            sweeps.append(arguments)
-            seen |= named.keys()
-    experiments = {f"+exp={file.stem}" for file in (REPOSITORY / "conf" / "exp").glob("*.yaml")}
-    return [*(list(named.values()) for named in merged.values() if not named.keys() <= experiments), *sweeps]
-
-
 def test_commands_of_the_pages_are_found() -> None:
     assert len(runs()) > 25
     names = {name for page in PAGES for name, _ in commands_in(page.read_text())}
@@ -98,17 +79,10 @@ def checked(config: DictConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "commands",
-    [
-        pytest.param(shortened(runs()), id="short"),
-        pytest.param(runs(), id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_runs_of_the_pages_can_be_composed(workdir: Path, commands: list[list[str]]) -> None:
+def test_runs_of_the_pages_can_be_composed(workdir: Path) -> None:
     setup_globals()
     loader = config_loader()
-    for arguments in commands:
+    for arguments in runs():
         overrides = [argument.replace("$norm", "0.1") for argument in arguments if argument != "-m"]
         if "+exp=mine" in overrides or any(override.startswith("resume=") for override in overrides):
             continue  # These need a file that the README writes, or an existing run.

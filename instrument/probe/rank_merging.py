@@ -18,7 +18,7 @@ from ..stats.device_copy import HostCopy
 from ..stats.exact_integers import remainders
 from ..stats.measure import Measured, sums_on_device
 from ..stats.merge import Array, merge_units, pack_units
-from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
+from ..stats.sums import COLUMNS, EXTREMES, INDEX, extremes, merged, totals
 from ..stats.table_rows import Measure
 from ..tables.kinds import KINDS
 from ..tables.sink_interface import Row
@@ -310,23 +310,25 @@ class Parts:
     def totals(self, maxima: Tensor) -> Tensor:
         """Return the numbers of which the sum over all processes is computed, float64 [numbers], given the maxima of `ends`."""
         counts = torch.cat([self.effects[:, :2], self.effects[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
-        return torch.cat([counts.flatten(), totals(self.sums, self._split(maxima, 3)[1]).flatten()])
+        return torch.cat([counts.flatten(), totals(self.sums, self._split_ends(maxima)[1]).flatten()])
 
     def merged(self, maxima: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """Return sums and effects of all processes, given the maxima of `ends` and the sum of `totals`.
 
         The factor of an effect is NaN if it differs between processes. A condition held if it held in any process.
         """
-        (ends, maxima), (counts, total) = self._split(maxima, 3), self._split(total, 4)
+        (ends, maxima), (counts, total) = self._split_ends(maxima), self._split(total, 4, len(COLUMNS))
         factor = torch.where(ends[:, 0] == -ends[:, 1], ends[:, 0], math.nan)
         held = torch.where(ends[:, 2:] == _UNCONDITIONAL, math.nan, ends[:, 2:])
         return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], held], dim=1)
 
-    def _split(self, numbers: Tensor, of_effect: int) -> tuple[Tensor, Tensor]:
-        """Divide numbers into those of effects, [effects, of_effect], and those of sums, [rows, ...]."""
-        count, rows = len(self.effects) * of_effect, len(self.sums)
-        of_sums = numbers[count:]
-        return numbers[:count].view(-1, of_effect), of_sums.view(rows, len(of_sums) // max(rows, 1))
+    def _split_ends(self, ends: Tensor) -> tuple[Tensor, Tensor]:
+        return self._split(ends, 3, EXTREMES)
+
+    def _split(self, numbers: Tensor, of_effect: int, of_row: int) -> tuple[Tensor, Tensor]:
+        """Divide numbers into those of effects, [effects, of_effect], and those of sums, [rows, of_row]."""
+        count = len(self.effects) * of_effect
+        return numbers[:count].view(-1, of_effect), numbers[count:].view(-1, of_row)
 
 
 def merge(

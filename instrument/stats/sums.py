@@ -237,6 +237,8 @@ def needs_of(names: tuple[str, ...]) -> tuple[Sum, ...]:
 
 
 _OTHERS = [INDEX["magnitudes"], *range(len(BASE), len(COLUMNS))]  # columns that not every tensor has
+EXTREMES = 2 + len(_OTHERS)
+"""The number of columns of `extremes`."""
 _CENTRAL = [each for each in FURTHER if each.is_central]  # in the order of their powers, from 3
 
 
@@ -247,7 +249,7 @@ def extremes(matrix: Tensor) -> Tensor:
         matrix: float64 [rows, COLUMNS], NaN for missing numbers.
 
     Returns:
-        float64 [rows, numbers]: the maximum, minus the minimum, and the columns that not every tensor has; minus infinity for missing
+        float64 [rows, EXTREMES]: the maximum, minus the minimum, and the columns that not every tensor has; minus infinity for missing
         numbers.
     """
     numbers = torch.cat([matrix[:, INDEX["high"], None], -matrix[:, INDEX["low"], None], matrix[:, _OTHERS]], dim=1)

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import write_run
-from tiers import tiered
 
 import instrument
 from instrument.analysis.means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, means_of
@@ -38,21 +37,13 @@ def mean_of(means: Means, table: str, location: dict[str, str], name: str) -> fl
     return float(means.values[i, column]) if means.counts[i, column] else None
 
 
-@pytest.mark.parametrize("examples", tiered([8, 200], [8]))
-def test_mean_is_over_all_rows_of_a_location(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
-    rows = st.lists(st.tuples(st.sampled_from("ab"), CELL, CELL), min_size=1, max_size=30)
-
-    @settings(max_examples=examples)
-    @given(rows=rows, size=st.integers(1, 31))
-    def check(rows: list[tuple[str, float | None, float | None]], size: int) -> None:
-        check_means(tmp_path_factory.mktemp("means"), rows, size)
-
-    check()
-
-
-def check_means(folder: Path, rows: list[tuple[str, float | None, float | None]], size: int) -> None:
+@settings(max_examples=10)
+@given(rows=st.lists(st.tuples(st.sampled_from("ab"), CELL, CELL), min_size=1, max_size=30), size=st.integers(1, 31))
+def test_mean_is_over_all_rows_of_a_location(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, float | None, float | None]], size: int
+) -> None:
     cells = [{"step": i, "layer": layer, "l2": l2, "std": std} for i, (layer, l2, std) in enumerate(rows)]
-    folder = write_run(folder / "run", rows={"stats": cells})
+    folder = write_run(tmp_path_factory.mktemp("means") / "run", rows={"stats": cells})
     run = Batches(folder, [folder])
     run.rows = size
     means = means_of(run, "stats")

@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import damage_inside, write_steps
 
@@ -182,6 +182,7 @@ def test_folders_named_like_columns_are_no_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@settings(max_examples=20)
 @given(st.lists(FOLDER_NAMES, min_size=1, max_size=3, unique=True))
 def test_every_reader_returns_the_same_table_for_any_folder_name(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as root:

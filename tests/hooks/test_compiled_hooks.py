@@ -151,8 +151,14 @@ def graphs() -> int:
 
 
 @pytest.mark.spread(1)
-@pytest.mark.parametrize("name", tiered(list(MODELS), quick=["nested", "checkpointed", "repeated"]))
-@pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], quick=["aot_eager"]))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(pytest.param(name, "aot_eager", marks=pytest.mark.slow) for name in ("layers", "pairs", "encoder")),
+        *((name, "aot_eager") for name in ("nested", "checkpointed", "repeated")),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("encoder", "checkpointed")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_rows_are_those_of_pytorch_hooks(name: str, backend: str) -> None:
     # PyTorch's hooks on gradients support no dictionaries, and see a recomputed forward pass.
@@ -585,7 +591,7 @@ WRITERS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", tiered(WRITERS, ["in-place module", "list"]))
+@pytest.mark.parametrize("name", WRITERS)
 def test_code_that_writes_in_place_gives_the_losses_of_the_bare_model(name: str) -> None:
     """Interventions that are not due change nothing either."""
     late = {**CHANGES["input"], "start": STEPS}, {**CHANGES["output"], "start": STEPS}

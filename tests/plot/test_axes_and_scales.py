@@ -116,12 +116,9 @@ def test_scale_without_finite_values_has_defaults() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", tiered([4, 100], [4]))
-def test_step_labels_have_even_distances(examples: int) -> None:
-    settings(max_examples=examples)(given(st.integers(1, 300), st.integers(1, 10**9))(check_steps))()
-
-
-def check_steps(count: int, every: int) -> None:
+@settings(max_examples=15)
+@given(st.integers(1, 300), st.integers(1, 10**9))
+def test_step_labels_have_even_distances(count: int, every: int) -> None:
     axes = new_figure(4.0, 2.0).subplots()
     label_steps(axes, [step * every for step in range(count)])
     fit(figure := axes.figure, [axes])

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from figures import axis_labels, legend_of, make_run, overlaps, stats_of
 from matplotlib.axes import Axes
-from tiers import tiered
 
 import instrument
 from instrument import InstrumentError
@@ -101,7 +100,7 @@ def test_missing_gradients_are_an_error_with_a_hint(run: instrument.Run) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", tiered([1.1, 2.0, 7.0, 40.0, 1e3, 1e9], [1e9]))
+@pytest.mark.parametrize("most", [1.1, 40.0, 1e9])
 def test_labels_do_not_overlap(most: float) -> None:
     values = np.geomspace(0.15, 0.15 * most, 60)
     figure = gradient_flow(stats_of({f"encoder.block.{i}.attention": [value, 0.2] for i, value in enumerate(values)}))

@@ -12,7 +12,6 @@ import pytest
 import torch
 from attached_runs import forward_steps
 from device_statistics import use_general_path
-from tiers import tiered
 from torch import Tensor, nn
 
 import instrument
@@ -74,7 +73,7 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", tiered(range(10), [2]))
+@pytest.mark.parametrize("number", range(3))
 def test_budget_overhead_converges_to_the_limit(simulated: SimulatedTime, number: int) -> None:
     draw = random.Random(number)
     layers, step_seconds = draw.randrange(3, 40), 10 ** draw.uniform(-3, -1)
@@ -190,8 +189,6 @@ def test_evaluation_is_not_part_of_a_step(simulated: SimulatedTime) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param({"every": 8}, marks=pytest.mark.slow),
-        pytest.param({"every": 16}, marks=pytest.mark.slow),
         {"every": 10},
         {"steps": [10, 300]},
     ],

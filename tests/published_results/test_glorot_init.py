@@ -11,7 +11,7 @@ import instrument
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 3
+SEEDS = 2
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ import torch
 from conftest import Answer
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, data_of, deep, train
 from run_folders import CLIP, write_run
-from tiers import tiered
 from torch import nn
 
 import instrument
@@ -182,9 +181,8 @@ def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", tiered([2, 40, 1_000], [2]))
-def test_report_of_60_layers_is_below_8_megabytes(tmp_path: Path, steps: int) -> None:
-    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=steps)
+def test_report_of_60_layers_is_below_8_megabytes(tmp_path: Path) -> None:
+    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=300)
     assert len(make(opened).html) < 8e6
 
 

@@ -238,7 +238,7 @@ def test_changes_contain_only_new_groups_of_steps(own_training: Training) -> Non
 
 @pytest.mark.slow
 def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour of steps, one per second, is simulated: the page shows groups of steps."""
+    """Half an hour of steps, one per second, is simulated: the page shows groups of steps."""
     monkeypatch.setattr(step_history, "MOST", 64)
     own_training.step(1)
     with serving(own_training.folder) as address:
@@ -247,7 +247,7 @@ def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, mo
         last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
         sizes = []
         for _ in range(12):
-            own_training.step(300)
+            own_training.step(150)
             first = own_training.probe.step - 65  # of the last group of steps, or later
             wait_until(lambda first=first: page.evaluate(last_step) > first)
             session.send("HeapProfiler.collectGarbage")

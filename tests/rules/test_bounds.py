@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import tiered
 
 from instrument.config.rules import default_rules
 from instrument.rules.rule_set import RuleEvent
@@ -88,12 +87,9 @@ def trainings(draw: st.DrawFn, most: int) -> list[Step]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", tiered([60, 300], [60]))
-def test_rules_decide_the_same_with_bounds(most: int) -> None:
-    given(trainings(most), st.integers(0, most))(check_decisions)()
-
-
-def check_decisions(steps: list[Step], resumed_at: int) -> None:
+@settings(max_examples=50)
+@given(trainings(most=200), st.integers(0, 200))
+def test_rules_decide_the_same_with_bounds(steps: list[Step], resumed_at: int) -> None:
     expected: list[RuleEvent] = []
     direct = rule_set(RULES, expected)
     feed(direct, steps)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from tiers import tiered
 
 from instrument.storage.journal import Journal, JournalReader
 
@@ -34,12 +33,11 @@ def write_journal(path: Path, steps: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stride", tiered([1, 7], [7]))
-def test_truncated_journal_has_all_complete_steps(tmp_path: Path, stride: int) -> None:
+def test_truncated_journal_has_all_complete_steps(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
     sizes = write_journal(path, 4)
     content = path.read_bytes()
-    for end in [*range(0, len(content), stride), len(content)]:
+    for end in range(len(content) + 1):
         path.write_bytes(content[:end])
         reading = JournalReader.of(path)
         found = list(reading.batches())
@@ -50,8 +48,8 @@ def test_truncated_journal_has_all_complete_steps(tmp_path: Path, stride: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", tiered([200, 2000], [200]))
-def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path, cases: int) -> None:
+def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path) -> None:
+    cases = 1000
     path = tmp_path / "j.arrows"
     write_journal(path, 4)
     content, draw = path.read_bytes(), random.Random(0)

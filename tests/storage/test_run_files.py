@@ -416,7 +416,7 @@ def large_part(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reads", tiered([0, 1, 2], [1]))
+@pytest.mark.parametrize("reads", [0, 1, 2])
 def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
     large_part: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
 ) -> None:
