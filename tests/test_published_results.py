@@ -84,7 +84,7 @@ def recorded(sink: MemorySink, hook: str, layer: str = "") -> Tensor:
     return values
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=range(5))
 def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Study:
     """A model trained by `+exp=induction`, with its seed 1 or longer with another one: some seeds learn later."""
     folder = tmp_path_factory.mktemp("published")

@@ -34,7 +34,7 @@ from .row_batches import as_table, joined, with_positions
 JOURNALS, BLOCKS = "journal", "blocks"
 DAMAGED = ".damaged"
 OTHER_COLUMNS = "the columns differ from those of the table: the file is not read"
-ROW_GROUP_ROWS = 32_768
+ROW_GROUP_ROWS = 16_384
 TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
 # The number of batches that are combined into one, and the number of bytes of the last one.

@@ -39,9 +39,9 @@ class Measured:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """The runs `normalized/N`, `plain/N` and `noisy/N`: 0 with learning rate 0.1, 1 with 1."""
+    """The runs `normalized/N`, `plain/N` and `noisy/N`: three seeds with learning rate 0.1, then three with 1."""
     folder = tmp_path_factory.mktemp("batch_norm")
-    command = "-m +exp=batch_norm optimizer.lr=0.1,1 quiet=true"
+    command = "-m +exp=batch_norm optimizer.lr=0.1,1 seed=0,1,2 quiet=true"
     for name, fields in (
         ("normalized", ()),
         ("plain", ("apply.normalize=null",)),
@@ -51,12 +51,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     return instrument.load(folder)
 
 
-@pytest.fixture(scope="module")
-def pair(runs: instrument.Run) -> dict[str, Measured]:
-    """A training with batch norm and one without it."""
+@pytest.fixture(scope="module", params=range(3))
+def pair(request: pytest.FixtureRequest, runs: instrument.Run) -> dict[str, Measured]:
+    """A training with batch norm and one without it, with the same seed."""
 
     def measured(name: str) -> Measured:
-        run = instrument.load(runs.path / name / "0")
+        run = instrument.load(runs.path / name / str(request.param))
         steps = run.tensors(hook="gradients").groupby("step")["values"]
         gradients = np.stack([np.concatenate([each.ravel() for each in step]) for _, step in steps])
         quantiles = np.stack(run.distributions["quantiles"].to_list())

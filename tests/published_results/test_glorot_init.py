@@ -11,7 +11,7 @@ import instrument
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 2
+SEEDS = 3
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,12 @@ def spread(norms: np.ndarray) -> float:
     return float(np.quantile(norms, 0.99) / np.median(norms))
 
 
-def test_initial_transformer_has_heavier_tails_than_the_cnn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_initial_transformer_has_heavier_tails_than_the_cnn(tmp_path: Path, seed: int) -> None:
     from scipy.stats import kurtosis
 
-    transformer = noise_norms(tmp_path, "transformer")
-    cnn = noise_norms(tmp_path, "cnn", *MEASURED_CNN)
+    transformer = noise_norms(tmp_path, "transformer", f"seed={seed}")
+    cnn = noise_norms(tmp_path, "cnn", *MEASURED_CNN, f"seed={seed}")
     assert kurtosis(transformer) > 3
     assert kurtosis(cnn) < 1
     assert spread(transformer) > 2 * spread(cnn)
@@ -48,9 +49,10 @@ def test_trained_cnn_has_heavier_tails_than_the_transformer(tmp_path: Path) -> N
     assert spread(cnn) > 3 * spread(transformer)
 
 
-def test_clipping_prevents_divergence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_clipping_prevents_divergence(tmp_path: Path, seed: int) -> None:
     def loss(name: str, *arguments: str) -> float:
-        training = ("+exp=language", "train.steps=200", "hooks.blocks=null", "hooks.gradients=null")
+        training = ("+exp=language", "train.steps=200", f"seed={seed}", "hooks.blocks=null", "hooks.gradients=null")
         trained = finished(tmp_path / name, *training, *arguments, "quiet=true")
         return float(trained.metrics.query("phase == 'train' and step >= 180")["loss"].mean(skipna=False))
 

@@ -18,7 +18,7 @@ LAYERS, XAVIER, HE = 30, "xavier_normal_", "kaiming_normal_"
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=0,1 quiet=true"
+    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=0,1,2 quiet=true"
     return finished(tmp_path_factory.mktemp("he_init") / "runs", *command.split())
 
 

@@ -13,16 +13,16 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """The runs `leaky/N` and `relu/N`: 0 with a learning rate of at most 0.1, 1 with at most 1."""
+    """The runs `leaky/N` and `relu/N`: three seeds with a learning rate of at most 0.1, then three with 1."""
     folder = tmp_path_factory.mktemp("leaky_relu")
-    command = "-m +exp=leaky_relu scheduler.max_lr=0.1,1 quiet=true"
+    command = "-m +exp=leaky_relu scheduler.max_lr=0.1,1 seed=0,1,2 quiet=true"
     for name, fields in (("leaky", ()), ("relu", ("apply.leaky=null",))):
         finished(folder / name, *command.split(), *fields)
     return instrument.load(folder)
 
 
 def last_step(runs: instrument.Run, hook: str, column: str) -> pd.Series:
-    """Return the means of a statistic over layers at the last recorded step, by peak of the learning rate and units."""
+    """Return the means of a statistic over seeds and layers at the last recorded step, by peak of the learning rate and units."""
     rows = runs.stats[(runs.stats.hook == hook) & (runs.stats.step == 290)]
     return rows.groupby(["scheduler.max_lr", rows.run.str.partition("/")[0]])[column].mean()
 

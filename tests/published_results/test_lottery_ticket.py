@@ -1,4 +1,4 @@
-"""Frankle & Carbin 2019: lottery tickets. The experiment of docs/gallery/lottery_ticket.md."""
+"""Frankle & Carbin 2019: lottery tickets. The experiment of docs/gallery/lottery_ticket.md, with several seeds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import instrument
 pytestmark = pytest.mark.slow
 
 ROUND = "apply.ticket.fn.round"
+SEEDS = (0, 1, 2)
 SPARSE = (3, 4, 5)  # 12.5%, 6.3% and 3.1% of the weights
 
 
@@ -27,10 +28,15 @@ def evaluations(folder: Path, rounds: str, seed: int, name: str) -> pd.DataFrame
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The evaluations of tickets and of the same masks with other initial weights."""
-    folder = tmp_path_factory.mktemp("runs")
-    tickets = evaluations(folder, "0,1,2,3,4,5", 0, "lottery_ticket")
-    return tickets, evaluations(folder, "1,2,3,4,5", 10, "other_weights")
+    """The evaluations of tickets and of the same masks with other initial weights: means over the seeds."""
+    tickets, others = [], []
+    for seed in SEEDS:
+        folder = tmp_path_factory.mktemp(f"seed_{seed}")
+        tickets.append(evaluations(folder, "0,1,2,3,4,5", seed, "lottery_ticket"))
+        others.append(evaluations(folder, "1,2,3,4,5", seed + 10, "other_weights"))
+    columns = ["loss", "accuracy"]
+    means = [pd.concat(frames)[columns].groupby(level=[0, 1]).mean() for frames in (tickets, others)]
+    return means[0], means[1]
 
 
 def test_ticket_with_a_quarter_of_the_weights_is_as_accurate_as_the_dense_network(

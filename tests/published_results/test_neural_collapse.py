@@ -1,4 +1,4 @@
-"""Papyan et al. 2020: neural collapse. The experiment of docs/gallery/neural_collapse.md."""
+"""Papyan et al. 2020: neural collapse. The experiment of docs/gallery/neural_collapse.md, with several seeds."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def trained(folder: Path, *arguments: str) -> tuple[dict[str, float], dict[str, 
     return collapse(run, 100), collapse(run, 1500)
 
 
-def test_features_collapse_to_a_simplex(tmp_path: Path) -> None:
-    first, last = trained(tmp_path)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_features_collapse_to_a_simplex(tmp_path: Path, seed: int) -> None:
+    first, last = trained(tmp_path, f"seed={seed}")
     assert last["variability"] < min(0.01, first["variability"] / 5)
     assert last["angles"] < min(0.06, 0.7 * first["angles"])
     assert last["simplex"] < min(0.05, 0.7 * first["simplex"])

@@ -1,4 +1,4 @@
-"""McCandlish et al. 2018: the gradient noise scale. The experiment of docs/gallery/noise_scale.md."""
+"""McCandlish et al. 2018: the gradient noise scale. The experiment of docs/gallery/noise_scale.md, with several seeds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 EXPERIMENT = ("+exp=noise_scale", "quiet=true")
 BATCH = 32 * 16
 HOOK = '+hooks.each={layers: "**", kind: parameter_grad_micro, action: record, stats: [l2]}'
+SEEDS = (0, 1, 2)
 
 
 def estimates(run: Run) -> pd.DataFrame:
@@ -24,8 +25,9 @@ def estimates(run: Run) -> pd.DataFrame:
     return pd.DataFrame({"signal": sums["gradient_signal"], "noise": sums["gradient_noise"] * BATCH})
 
 
-def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path) -> None:
-    trained = finished(tmp_path / "trained", *EXPERIMENT)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path, seed: int) -> None:
+    trained = finished(tmp_path / "trained", *EXPERIMENT, f"seed={seed}")
     table = estimates(trained)
     table["loss"] = trained.metrics.query("phase == 'train'").set_index("step")["loss"]
     means = table.groupby(table.index // 15).mean()
@@ -35,14 +37,15 @@ def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path) -> None:
     assert np.corrcoef(np.log(means["loss"]), np.log(scales))[0, 1] < -0.9
 
 
-def test_estimate_equals_the_noise_scale_of_all_samples(tmp_path: Path) -> None:
-    fixed = finished(tmp_path / "fixed", *EXPERIMENT, "optimizer.lr=0", "train.steps=60")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_estimate_equals_the_noise_scale_of_all_samples(tmp_path: Path, seed: int) -> None:
+    fixed = finished(tmp_path / "fixed", *EXPERIMENT, f"seed={seed}", "optimizer.lr=0", "train.steps=60")
     means = estimates(fixed).mean()
 
     def squared_norms(name: str, batch_size: int) -> float:
         arguments = ("mode=forward", "forward.grad=true", "hooks.noise=null", HOOK, f"train.batch_size={batch_size}")
         batches = ("train.accumulate=1", "data.sampler=null")
-        recorded = finished(tmp_path / name, *EXPERIMENT, *batches, *arguments)
+        recorded = finished(tmp_path / name, *EXPERIMENT, f"seed={seed}", *batches, *arguments)
         return float((recorded.stats["l2"] ** 2).groupby(recorded.stats["step"]).sum().mean())
 
     signal = squared_norms("all", 1024)

@@ -20,7 +20,7 @@ GAINS, LAST, EARLY = [0.5, 0.8, 1.0, 1.25, 1.5], 31, 3
 def norms(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The norm of the gradient of each hidden state (rows) for each singular value and seed (columns)."""
     gains = f"apply.recurrent.gain={','.join(map(str, GAINS))}"
-    command = "-m +exp=recurrent_gradients seed=0 train.steps=1 quiet=true"
+    command = "-m +exp=recurrent_gradients seed=0,1,2 train.steps=1 quiet=true"
     sweep = finished(tmp_path_factory.mktemp("recurrent_gradients") / "runs", *command.split(), gains)
     rows = sweep.stats.query("hook == 'through_time'")
     return rows.pivot(index="call", columns=["apply.recurrent.gain", "seed"], values="l2")
@@ -42,7 +42,7 @@ def test_rate_per_time_step_follows_the_singular_value(norms: pd.DataFrame) -> N
 
 
 def test_exploding_gradients_need_a_clip(tmp_path: Path) -> None:
-    command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=0 quiet=true rules=none"
+    command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=0,1,2 quiet=true rules=none"
     for name, fields in (("clipped", ()), ("unclipped", ("hooks.clip=null",))):
         finished(tmp_path / name, *command.split(), *fields)
     runs = instrument.load(tmp_path).runs

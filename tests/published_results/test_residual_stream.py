@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The rms of the residual stream after each layer (rows) for each step and seed (columns)."""
-    command = "-m +exp=residual_stream seed=0 quiet=true"
+    command = "-m +exp=residual_stream seed=0,1,2 quiet=true"
     sweep = finished(tmp_path_factory.mktemp("residual_stream") / "runs", *command.split())
     rows = sweep.stats.query("hook == 'stream'")
     return rows.pivot_table(index="layer", columns=["step", "seed"], values="rms", sort=False)
@@ -32,15 +32,16 @@ def test_untrained_stream_is_within_the_bounds(stream: pd.DataFrame) -> None:
 
 def test_trained_stream_grows_linearly_and_not_exponentially(stream: pd.DataFrame) -> None:
     depth = np.arange(1, len(stream))
-    norms = stream[99, 0].to_numpy()[1:]
-    linear, exponential = (np.corrcoef(depth, values)[0, 1] ** 2 for values in (norms, np.log(norms)))
-    assert norms[-1] > 1.5 * stream[0, 0].iloc[-1]
-    assert linear > 0.97
-    assert linear > exponential
+    for seed in range(3):
+        norms = stream[99, seed].to_numpy()[1:]
+        linear, exponential = (np.corrcoef(depth, values)[0, 1] ** 2 for values in (norms, np.log(norms)))
+        assert norms[-1] > 1.5 * stream[0, seed].iloc[-1]
+        assert linear > 0.97
+        assert linear > exponential
 
 
 def test_last_gradient_falls_with_depth_for_pre_norm_only(tmp_path: Path) -> None:
-    command = "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=0 train.steps=1"
+    command = "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=0,1,2 train.steps=1"
     rows = finished(tmp_path / "runs", *command.split(), "quiet=true").stats.query("hook == 'gradients'")
     last = rows[rows.layer.str.split(".").str[1].astype(int) == rows["model.layers"] - 1]
     norms = last.pivot(index=["apply.order.value", "seed"], columns="model.layers", values="l2")

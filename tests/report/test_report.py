@@ -182,7 +182,7 @@ def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_report_of_60_layers_is_below_8_megabytes(tmp_path: Path) -> None:
-    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=300)
+    opened = train(tmp_path / "r", deep(60), {**EVERYTHING, "spread": SPREAD}, steps=1_000)
     assert len(make(opened).html) < 8e6
 
 

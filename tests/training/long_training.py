@@ -50,7 +50,7 @@ def main(folder: Path, steps: int) -> None:
     with instrument.attach(model, specs, optimizer=optimizer, out=folder) as probe:
         for step in range(steps):
             train_step(model, optimizer, probe, batch)
-            if step + 1 in (steps // 2, steps):  # Parquet is loaded with the first part, before half of a long run
+            if step + 1 in (500, steps):
                 print(json.dumps(used_resources(step + 1)), flush=True)
 
 

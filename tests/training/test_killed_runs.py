@@ -17,7 +17,7 @@ from instrument.storage.parts import journals_of
 from instrument.tables.schemas import TABLES
 
 
-@pytest.fixture(scope="module", params=portions(4, 24, 20))
+@pytest.fixture(scope="module", params=portions(4, 100, 48))
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     """Folders of killed runs, and the last step that each had reported as complete."""
     numbers: range = request.param

@@ -15,7 +15,7 @@ from torch import nn
 import instrument
 from instrument.tables.schemas import TABLES
 
-MAX_GROWTH = {1_000: 10_000, 30_000: 3_000}  # kB in the second half, by the number of steps
+MAX_GROWTH = {1_000: 10_000, 100_000: 20_000}  # kB, by the number of steps
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires /proc")
@@ -25,7 +25,7 @@ def test_resources_of_a_long_run_are_constant(tmp_path: Path, steps: int) -> Non
     done = Command(tmp_path, script, ["run", str(steps)], {"OMP_NUM_THREADS": "1"}, "process").wait()
     assert done.returncode == 0, done.stderr
     early, late = (json.loads(line) for line in done.stdout.splitlines())
-    assert (early["step"], late["step"]) == (steps // 2, steps)
+    assert (early["step"], late["step"]) == (500, steps)
     grown = late["resident"] - early["resident"]
     assert grown < MAX_GROWTH[steps]
     assert late["threads"] == early["threads"]

@@ -42,7 +42,7 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module", params=portions(1, 4, 3))
+@pytest.fixture(scope="module", params=portions(1, 12, 6))
 def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
     """Folders of uninterrupted runs, and of equal runs that were killed several times."""
     numbers: range = request.param
