@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from instrument.probe.rank_merging import Parts
 from instrument.stats.distribution import SAMPLE, distribution
 from instrument.stats.measure import measure, measure_statistics
 from instrument.stats.merge import merge_distributions, merge_units, pack_units, sketch
-from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals
+from instrument.stats.sums import COLUMNS, extremes, merged, needs_of, statistics_of, totals
 from instrument.stats.unit_statistics import count_saturated, dead_units
 from instrument.tables.statistics import ALL, SATURATED, STATISTICS, WEIGHT
 
@@ -149,3 +150,14 @@ def test_shards_with_a_common_range_have_exact_counts() -> None:
 def test_merge_without_finite_values_is_empty() -> None:
     rows = np.stack([sketch(torch.tensor([math.nan]), True, 4).numpy()] * 2)
     assert merge_distributions(rows, LEVELS, 4) == (0, None, None, None, [0, 0, 0, 0])
+
+
+def test_step_with_rows_of_interventions_only_is_merged() -> None:
+    """Of two processes with the norms 3 and 4 before, 6 and 8 after, and the factors 0.5 and 2."""
+    effects = [[8.0, 4.0, 3.0, 6.0, 0.5, math.nan], [8.0, 6.0, 4.0, 8.0, 2.0, math.nan]]
+    no_sums = torch.empty(0, len(COLUMNS), dtype=torch.float64)
+    parts = [Parts(no_sums, torch.tensor([row], dtype=torch.float64), torch.empty(0)) for row in effects]
+    maxima = torch.stack([part.ends for part in parts]).amax(0)
+    sums, together = parts[0].merged(maxima, torch.stack([part.totals(maxima) for part in parts]).sum(0))
+    assert len(sums) == 0
+    assert together.tolist() == [pytest.approx([16.0, 10.0, 5.0, 10.0, math.nan, math.nan], nan_ok=True)]
