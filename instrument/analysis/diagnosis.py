@@ -162,7 +162,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
         severity_of(what, warns),
         event.value,
         rule=event.rule,
-        statistic=statistic or (first if event.location and first in ALL else ""),
+        statistic=statistic or (first if event.location and facts.has_threshold and first in ALL else ""),
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
         hook=hook,
