@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config.base import ACTIONS, ObservationSpec
 from ..config.hook_specs import HookSpec
-from ..config.parse import parse_hooks
+from ..config.parse import named_specs, parse_hooks
 from ..errors import ConfigError
 from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
@@ -144,6 +144,11 @@ def hooks_of(info: Mapping[str, Any]) -> Mapping[str, HookSpec] | None:
         return parse_hooks((info.get("config") or {}).get(HOOKS) or {})
     except (ConfigError, AttributeError):  # for example, run.json is damaged
         return None
+
+
+def rules_of(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the rules of a run by name. They are a mapping or a list in the content of run.json, `info`."""
+    return dict(named_specs("rules", (info.get("config") or {}).get("rules")))
 
 
 def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

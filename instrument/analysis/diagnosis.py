@@ -162,7 +162,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
         severity_of(what, warns),
         event.value,
         rule=event.rule,
-        statistic=statistic or (first if event.location and first in ALL else ""),
+        statistic=statistic or (first if event.location and facts.has_threshold and first in ALL else ""),
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
         hook=hook,
@@ -195,7 +195,10 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
     for name, entry in rules.items():
         if not isinstance(entry, Mapping):
             continue
-        if (kind := str(entry.get("rule", name))) in RULES:
+        if "watch" in entry:
+            is_of_metric = entry["watch"] in ("metrics", ["metrics"])
+            facts[name] = RuleFacts(WATCH_ADVICE, None, entry.get("for", 1), str(entry.get("stat")), is_of_metric, True)
+        elif "_target_" not in entry and (kind := str(entry.get("rule", name))) in RULES:
             rule: type[CatalogueRule[Any]] = RULES[kind]
             field = rule.fields.model_fields.get("for_")
             times = entry.get("for", 1 if field is None else field.default)
@@ -210,9 +213,6 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
                 rule.evidence not in statistics,
                 rule.advice_in,
             )
-        elif "watch" in entry:
-            is_of_metric = entry["watch"] == "metrics"
-            facts[name] = RuleFacts(WATCH_ADVICE, None, entry.get("for", 1), str(entry.get("stat")), is_of_metric, True)
     return facts
 
 
@@ -243,11 +243,11 @@ class _Timeline:
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
-        if event.location is None:
+        hook, role = hook_and_role(event.location) if event.location else ("", "loss")
+        if role == "loss":
             return LOSS, 0
-        hook, role = hook_and_role(event.location)
         rank = self._rank(event.layer or "")
-        if role in ("param", "update", "buffer") or role.startswith("state."):
+        if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
         return (BACKWARD, -rank) if is_gradient(kind, role) else (FORWARD, rank)

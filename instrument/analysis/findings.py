@@ -29,7 +29,7 @@ from ..rules.step_rows import location_label, location_name
 from ..tables.kinds import KINDS
 from ..tables.reasons import is_incomplete
 from ..tables.schemas import TABLES
-from .config_comparison import hooks_of
+from .config_comparison import hooks_of, rules_of
 from .diagnosis import SEVERITIES, Finding, findings_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .frames import plain_labels
@@ -62,9 +62,9 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
 
 
 def _rules(run: RunTables, evaluates: bool) -> list[Finding]:
-    config = run.info.get("config") or {}
-    rules = (config["rules"] or {}) if "rules" in config else default_rules()
-    evaluates &= "rules" not in config
+    has_rules = "rules" in (run.info.get("config") or {})
+    rules = rules_of(run.info) if has_rules else default_rules()
+    evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
     return findings_of(events, rules, run.info, layers_of(run))
 

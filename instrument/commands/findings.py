@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from instrument.analysis.config_comparison import rules_of
 from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
 from instrument.analysis.findings import findings, layers_of, recorded_events
 from instrument.analysis.load import Run, load
@@ -85,7 +86,7 @@ def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
     if len(run.folders) > 1:
         message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
         raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))
-    rules = rules or (run.info.get("config") or {}).get("rules") or default_rules()
+    rules = rules or rules_of(run.info) or default_rules()
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
     again = parse_rules({name: _again(run, name, entry) for name, entry in rules.items() if name not in custom})
     events = [*rule_events(run, again), *recorded_events(run, custom)]

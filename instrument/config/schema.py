@@ -45,18 +45,43 @@ def experiment_schema() -> dict[str, Any]:
     schema.pop("required", None)
     for section in ("DataConfig", "TrainConfig", "SliceSpec", "SinkConfig", "Target"):
         schema["$defs"][section].pop("required", None)
-    for rule in RULES.values():  # an entry with the name of a rule needs no `rule`
-        schema["$defs"][rule.fields.__name__]["required"].remove("rule")
+    null = {"type": "null"}
     for section in ("hooks", "apply", "rules"):
-        entry = schema["properties"][section]["additionalProperties"]
+        entry = item = schema["properties"][section]["additionalProperties"]
+        by_name: dict[str, Any] = {}
+        if section == "rules":
+            by_name = _rules_by_name(schema["$defs"])
+            item = _with_any(entry, "rule", "watch", "_target_", "name")
+            schema["$defs"]["rule_entry"] = _with_any(entry, "rule", "watch", "_target_")
+            entry = {"$ref": "#/$defs/rule_entry"}
         schema["properties"][section] = {
             "description": schema["properties"][section]["description"],
             "anyOf": [
-                {"type": "object", "additionalProperties": {"anyOf": [entry, {"type": "null"}]}},
-                {"type": "array", "items": entry},
+                {
+                    "type": "object",
+                    "properties": {name: {"anyOf": [rule, entry, null]} for name, rule in by_name.items()},
+                    "additionalProperties": {"anyOf": [entry, null]},
+                },
+                {"type": "array", "items": item},
             ],
         }
     return schema
+
+
+def _rules_by_name(models: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of each rule, whose entry needs no `rule` if it has this name."""
+    named = {}
+    for key, model in models.items():
+        rule = model.get("properties", {}).get("rule", {})
+        for name in rule.get("enum", [rule["const"]] if "const" in rule else []):
+            named[name] = {"$ref": f"#/$defs/{key}"}
+            model["required"] = [field for field in model.get("required", []) if field != "rule"]
+    return named
+
+
+def _with_any(entry: dict[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the schema of an entry that has any of these keys."""
+    return {"allOf": [entry, {"anyOf": [{"required": [key]} for key in keys]}]}
 
 
 def render() -> str:

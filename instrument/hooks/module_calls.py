@@ -189,9 +189,10 @@ class Calls:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return (self.indices.is_open and self.indices.open_micro_step == self.clock.micro_step_index) or any(
-            call.micro_step_index == self.clock.micro_step_index and not call.is_recomputed
+        """Whether a call in the current micro-step started but did not end: its forward pass or a hook raised an exception."""
+        now, indices = self.clock.micro_step_index, self.indices
+        return now in (indices.open_micro_step if indices.is_open else -1, indices.failed_micro_step) or any(
+            call.micro_step_index == now and not call.is_recomputed
             for active in self._active.copy().values()
             for call in active
         )

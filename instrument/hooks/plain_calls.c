@@ -17,7 +17,8 @@
    CallIndices: the index of the next call of a module, and the open call: one that `PlainCalls.enter` began and that has not ended.
 
    micro_step_index: the micro-step of the latest call. latest: the index of the latest call outside of checkpoint segments; -1 for
-   none. is_open: whether a call is open. open_micro_step: the micro-step in which it began.
+   none. is_open: whether a call is open. open_micro_step: the micro-step in which it began. failed_micro_step: the latest one in which a
+   hook ended a call with an exception; -1 for none.
    start_micro_step(micro-step): in another micro-step than before, indices start at 0 again.
    next_index() -> int: returns the next index.
    end_open_call() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
@@ -155,7 +156,7 @@ static PyObject *update_counts(PyObject *self, PyObject *list) {
 /* ---------------------------------------------------------------------------------------------------------------- indices of calls */
 
 typedef struct {
-    PyObject_HEAD long long micro_step_index, next, latest, open_index, open_micro_step;
+    PyObject_HEAD long long micro_step_index, next, latest, open_index, open_micro_step, failed_micro_step;
     unsigned long thread; /* of the open call */
     char is_open;
 } CallIndices;
@@ -163,7 +164,7 @@ typedef struct {
 static int indices_init(CallIndices *self, PyObject *args, PyObject *kwargs) {
     (void)args;
     (void)kwargs;
-    self->micro_step_index = self->latest = -1;
+    self->micro_step_index = self->latest = self->failed_micro_step = -1;
     return 0;
 }
 
@@ -210,6 +211,7 @@ static PyMemberDef indices_members[] = {
     {"latest", T_LONGLONG, offsetof(CallIndices, latest), 0, NULL},
     {"is_open", T_BOOL, offsetof(CallIndices, is_open), READONLY, NULL},
     {"open_micro_step", T_LONGLONG, offsetof(CallIndices, open_micro_step), READONLY, NULL},
+    {"failed_micro_step", T_LONGLONG, offsetof(CallIndices, failed_micro_step), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -543,6 +545,8 @@ static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
     if (result == 1 && gradients)
         result = register_gradient(self, new, index);
     indices->is_open = !result;
+    if (result < 0)
+        indices->failed_micro_step = indices->open_micro_step;
     if (!result)
         returned = Py_BuildValue("nO", done, new);
     if (result == 1) {

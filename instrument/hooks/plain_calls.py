@@ -62,7 +62,7 @@ except ImportError:
         """The index of the next call of a module; see `plain_calls.c`."""
 
         is_open = False
-        open_micro_step = -1
+        open_micro_step = failed_micro_step = -1
 
         def __init__(self) -> None:
             self.micro_step_index = self.latest = -1

@@ -115,10 +115,10 @@ class LightningCallback(TrainerCallbackBase, Callback):
         """Write the losses of a validation between two steps."""
         logged = trainer.callback_metrics
         losses = {name[len("val_loss/") :]: logged[name] for name in logged if name.split("/")[0] == "val_loss"}
-        known = self._validation_losses  # Lightning keeps the metrics of an earlier validation.
-        if any(loss is not known.get(name) for name, loss in losses.items()):
-            self._validation_losses = losses
-            self._write_losses(losses, seconds=perf_counter() - self._validation_began)
+        known, self._validation_losses = self._validation_losses, losses
+        # Lightning keeps the metrics of an earlier validation.
+        if new := {name: loss for name, loss in losses.items() if loss is not known.get(name)}:
+            self._write_losses(new, seconds=perf_counter() - self._validation_began)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""

@@ -157,11 +157,10 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):  # type: ignor
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **more: Any) -> None:
         """Write the loss of an evaluation between two steps. That of one of several data sets is a custom metric, such as `loss_name`."""
         for name, loss in metrics.items():
-            seconds = metrics.get(name.removesuffix("loss") + "runtime")
-            if name.endswith("_loss") and seconds is not None:
-                self._write_losses(
-                    {name.removesuffix("_loss").removeprefix("eval").removeprefix("_"): loss}, seconds=seconds
-                )
+            prefix = name.removesuffix("_loss")
+            seconds = metrics.get(f"{prefix}_runtime")
+            if prefix != name and seconds is not None:
+                self._write_losses({"" if prefix == "eval" else prefix.removeprefix("eval_"): loss}, seconds=seconds)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""

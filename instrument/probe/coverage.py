@@ -44,7 +44,7 @@ def coverage_rows(
             "fired": attached.fired + more,
             "dropped": count_at_site(dropped, attached),
             "cause": ""
-            if running and attached.is_scheduled and not (attached.expected or attached.exemptions)
+            if running and attached.is_scheduled and not attached.expected and (more or not attached.exemptions)
             else reasons.NOT_TURNED_ON
             if attached.site.spec.name in never_turned_on
             else _reason(attached, layers, firing),

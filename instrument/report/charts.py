@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from ..analysis.config_comparison import hooks_of
+from ..analysis.config_comparison import hooks_of, rules_of
 from ..analysis.distribution_history import COLUMNS, LocationDistributions
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.run_history import RunHistory
@@ -64,7 +64,7 @@ def lanes(history: RunHistory) -> dict[str, Any]:
         gaps = np.flatnonzero(first[1:] > last[:-1] + 1)  # adjacent groups are one range
         ranges = np.stack([first[[0, *(gaps + 1)]], last[[*gaps, -1]]], axis=1)
         acted.append({"hook": hook, "steps": ranges.tolist(), "count": int(steps.sum())})
-    rules = rule_names(history.info)
+    rules = rules_of(history.info)
     alerts = [
         {
             **{key: event[key] for key in ("step", "rule", "message", "severity")},
@@ -74,15 +74,6 @@ def lanes(history: RunHistory) -> dict[str, Any]:
         if event["step"] is not None and (event["severity"] in ("warning", "error") or event["value"] is not None)
     ]
     return {"acted": acted, "alerts": alerts}
-
-
-def rule_names(info: Mapping[str, Any]) -> Collection[str]:
-    """Return the names of the rules of a run.
-
-    Args:
-        info: The content of run.json.
-    """
-    return dict((info.get("config") or {}).get("rules") or {})
 
 
 def _about(series: RecordedSeries) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from ..analysis.config_comparison import rules_of
 from ..analysis.diagnosis import SEVERITIES, Finding, findings_of
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..analysis.run_history import MAX_VALUES, RunHistory, shown_tables
@@ -88,7 +89,7 @@ class LiveRun(RunHistory):
 
     def findings(self) -> list[Finding]:
         """Return the findings of rules, as in a report, and the other warnings and errors, the most severe ones first."""
-        rules = (self.info.get("config") or {}).get("rules") or {}
+        rules = rules_of(self.info)
         fired = [event for event in self.fired if event.rule in rules]
         judged = findings_of(fired, rules, self.info, [row["layer"] for row in self.layers])
         others = []

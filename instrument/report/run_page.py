@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ..analysis.config_comparison import rules_of
 from ..analysis.diagnosis import Finding, diagnoses
 from ..analysis.findings import findings
 from ..analysis.load import Run
@@ -21,7 +22,7 @@ from ..config.description import describe_forward
 from ..config.experiment import ForwardConfig
 from ..formatting import format_number
 from ..plot.style import CATEGORIES
-from .charts import charts, rule_names
+from .charts import charts
 from .evidence import evidence
 from .panels import RUN_PANELS, Panel, panels
 from .pictures import maps
@@ -182,7 +183,7 @@ def _alerts(history: RunHistory) -> list[dict[str, Any]]:
         alerts.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
     if info.get("recording_stopped"):
         alerts.append(_alert("recording", info["recording_stopped"]))
-    rules, known = rule_names(info), {alert["message"] for alert in alerts}
+    rules, known = rules_of(info), {alert["message"] for alert in alerts}
     more = [event for event in history.events if event["rule"] not in rules and event["message"] not in known]
     for severity in ("error", "warning"):
         alerts += [event for event in more if event["severity"] == severity]

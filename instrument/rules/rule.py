@@ -45,7 +45,7 @@ CAUSES: Mapping[Stage, tuple[Stage, ...]] = {
         "learning",
         "reference",
     ),
-    "reference": ("setup", "targets", "updates", "divergence", "units", "gradients", "non_finite"),
+    "reference": ("setup", "targets", "updates", "divergence", "units", "gradients"),
 }
 """The stages whose problems can cause a problem of each stage."""
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from instrument.analysis.diagnosis import FAR, Finding, diagnoses, findings_of
+from instrument.analysis.diagnosis import FAR, LATE, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
 from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
+from instrument.rules.watch import ADVICE as WATCH_ADVICE
 
 LAYERS = ["", "linear0", "act0", "linear1", "act1"]
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
@@ -89,6 +90,7 @@ def test_order_of_a_training_step_decides_within_a_step(places: list[str], first
         ({**RECORD, "kind": "tensor"}, "linear0 output", "backward"),  # the gradient of the output
         ({**RECORD, "kind": "step_post", "role": "param_grad"}, "linear0.weight param_grad", "backward"),
         ({**RECORD, "kind": "step_post", "role": "state.exp_avg"}, "linear0.weight state.exp_avg", "update"),
+        ({**RECORD, "kind": "step_post", "role": "buffer"}, "linear0.running_var buffer", "forward"),
     ],
 )
 def test_advice_of_a_reference_is_that_of_the_part_that_is_outside_first(
@@ -99,6 +101,26 @@ def test_advice_of_a_reference_is_that_of_the_part_that_is_outside_first(
     (found,) = findings_of(events, rules, {"config": {"hooks": {"hook": hook}}}, LAYERS)
     assert found.where == f"{place} (hook)"
     assert found.advice == RULES["reference"].advice_in[part]
+
+
+def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> None:
+    rules = {"healthy": {"rule": "reference", "from": "file.parquet"}}
+    events = event("healthy", 3, "linear1 loss"), event("healthy", 3, "linear1 output")
+    assert [findings_of(each, rules, {}, LAYERS)[0].where for each in (events, events[:1])] == [
+        "linear1 output (hook)",
+        "linear1 loss (hook)",
+    ]
+    assert findings_of(events[:1], rules, {}, LAYERS)[0].advice == RULES["reference"].advice
+
+
+@pytest.mark.parametrize("watch", ["metrics", ["metrics"]])
+def test_watch_with_the_name_of_a_rule_is_no_rule_of_the_catalogue(watch: Any) -> None:
+    rules = {"reference": {"watch": watch, "stat": "loss", "above": 1}, "dead_units": {"_target_": "m.Mine"}}
+    events = event("reference", 3), event("dead_units", 4, "linear0 output")
+    watched, mine = findings_of(events, rules, {"advice": {"dead_units": "custom"}}, LAYERS)
+    assert watched.advice == WATCH_ADVICE
+    assert (watched.statistic, watched.threshold) == ("loss", 1.0)
+    assert (mine.advice, mine.cause, mine.statistic) == ("custom", "", "")
 
 
 def test_finding_of_a_reference_has_the_statistic_that_left_its_range() -> None:
@@ -195,3 +217,10 @@ def test_every_rule_of_problems_states_its_stage() -> None:
     of_casts = {"underflow", "overflow", "quantization_error"}  # the training does not make these casts
     assert {name for name, rule in RULES.items() if rule.stage is None} == of_casts
     assert {rule.stage for rule in RULES.values()} - {None} == {*CAUSES}
+
+
+def test_problems_of_late_stages_cause_none_of_earlier_stages() -> None:
+    order = {stage: LATE.get(stage, 1) for stage in CAUSES}
+    assert {
+        (stage, cause) for stage, causes in CAUSES.items() for cause in causes if order[cause] > order[stage]
+    } == set()

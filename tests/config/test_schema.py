@@ -6,13 +6,15 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import jsonschema
 import pytest
 import yaml
 
-from instrument.config.schema import render
+from instrument.config.rules import RULES, RuleBase
+from instrument.config.schema import experiment_schema, render
 
 REPOSITORY = Path(__file__).parents[2]
 CONF = REPOSITORY / "conf"
@@ -57,6 +59,21 @@ def test_every_hooks_and_apply_option_is_valid(section: str) -> None:
     assert [validation_errors({section: yaml.safe_load(file.read_text())}) for file in files] == [[]] * len(files)
 
 
+def test_rules_of_packages_are_in_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NonFiniteRule(RuleBase):
+        """The name of the class is that of another one."""
+
+        rule: Literal["mine", "other"] = "mine"
+
+    for name in ("mine", "other"):
+        monkeypatch.setitem(RULES._entries, name, SimpleNamespace(fields=NonFiniteRule))
+    validator = jsonschema.Draft202012Validator(experiment_schema())
+    assert validator.is_valid(
+        {"rules": {"mine": {}, "other": {"hook": "a"}, "non_finite": {}, "third": {"rule": "mine"}}}
+    )
+    assert not validator.is_valid({"rules": {"third": {}}})
+
+
 @pytest.mark.parametrize(
     "experiment",
     [
@@ -72,6 +89,14 @@ def test_every_hooks_and_apply_option_is_valid(section: str) -> None:
         {"hooks": {"a": {"types": ["ReLU"], "kind": "forward", "action": "record"}}},
         {"apply": {"a": {"types": ["Linear"], "action": "init", "fn": "kaiming_normal_", "nonlinearity": "relu"}}},
         {"rules": {"dead_units": {"above": 0.9}, "reference": {"from": "runs/healthy"}, "mine": {"rule": "all_zero"}}},
+        {
+            "rules": {
+                "reference": {"watch": "a", "stat": "l2", "above": 1},
+                "all_zero": {"rule": "non_finite"},
+                "gone": None,
+            }
+        },
+        {"rules": [{"name": "dead_units", "above": 0.9}, {"rule": "all_zero"}, {"_target_": "mine.Rule", "limit": 3}]},
         {"train": {"steps": 3}, "data": {"slice": {"stop": 5}}, "model": {"sizes": [1, 2]}, "scheduler": None},
         {"defaults": [{"override /model": "mlp"}, "_self_"], "hydra": {"sweeper": {}}},
     ],
@@ -96,6 +121,11 @@ def test_valid_config_is_accepted(experiment: Any) -> None:
         {"hooks": {"a": {"kind": "forward", "action": "record"}}},
         {"apply": {"a": {"layers": "**", "action": "init", "fn": "kaiming"}}},
         {"apply": {"a": {"layers": "**", "action": "melt"}}},
+        {"rules": {"dead_unit": {"above": 0.9}}},
+        {"rules": {"mine": {}}},
+        {"rules": {"reference": {}}},
+        {"rules": {"update_ratio": {"from": "runs/healthy"}}},
+        {"rules": [{"above": 0.9}]},
         {"train": {"step": 3}},
         {"train": {"steps": 0}},
         {"data": {"slice": {"split": ""}}},

@@ -41,6 +41,7 @@ from instrument.hooks.module_calls import Calls as ModuleCalls
 from instrument.hooks.plain_calls import FiringCounts, update_counts
 from instrument.stats import cpu_kernel
 from instrument.stats.sums import COLUMNS
+from instrument.tables.reasons import RAISED
 
 RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
 SPECS: dict[str, Any] = {
@@ -701,6 +702,22 @@ def test_exception_of_a_hook_ends_the_call() -> None:
         calls.leave(torch.ones(3))
     assert not indices.is_open
     assert calls.enter()
+
+
+@pytest.mark.skipif(not cpu_kernel.is_connected, reason="without the compiled kernel, no hook runs in C")
+def test_coverage_states_that_a_hook_raised_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, hooks = nn.Linear(2, 2), {"clip": {"layers": ".", "kind": "forward", "action": "clip", "norm": 1.0}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+        for step in range(3):
+            with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+                if step == 1:
+                    patched.setattr(torch.linalg, "vector_norm", mock.Mock(side_effect=KeyboardInterrupt))
+                model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            probe.end_step()
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"], row["cause"]) == (3, 2, RAISED)
 
 
 @pytest.mark.slow

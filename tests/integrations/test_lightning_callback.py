@@ -120,6 +120,22 @@ def test_losses_of_several_data_loaders_are_custom_metrics() -> None:
     assert row["loss"] is None
 
 
+def test_validation_does_not_repeat_the_loss_of_a_data_loader_that_logs_none() -> None:
+    from lightning_models import Module
+
+    class FirstLoader(Module):
+        """Logs the loss of the second data loader in the first epoch only."""
+
+        def validation_step(self, batch: list[Any], index: int, dataloader_idx: int = 0) -> None:
+            if dataloader_idx == 0 or self.current_epoch == 0:
+                self.log("val_loss", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    callback, (training, validation) = callback_of(), loaders()
+    fit(FirstLoader(), callback, data=(training, [validation, validation]), max_epochs=2)
+    rows = [row["custom"] for row in callback.probe.sink.records("metrics") if row["phase"] == "eval"]
+    assert [[*row] for row in rows] == [["loss_dataloader_idx_0", "loss_dataloader_idx_1"], ["loss_dataloader_idx_0"]]
+
+
 def test_loss_is_that_of_the_batches_of_the_step_that_have_one() -> None:
     callback, module = callback_of(), module_of(fail_at=1)
     with pytest.raises(ValueError, match="a bug"):

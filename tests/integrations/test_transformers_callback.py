@@ -133,6 +133,16 @@ def test_losses_of_several_evaluation_sets_are_custom_metrics(tmp_path: Path) ->
     assert all(row["loss"] is None and row["seconds"] > 0 for row in rows)
 
 
+@pytest.mark.parametrize(("prefix", "name"), [("test", "loss_test"), ("evaluation", "loss_evaluation")])
+def test_loss_of_an_evaluation_with_another_prefix_has_its_name(prefix: str, name: str, tmp_path: Path) -> None:
+    with callback_of(CALLS) as callback:
+        evaluator = Evaluator("on_step_end", lambda own: own.trainer.evaluate(metric_key_prefix=prefix))
+        evaluator.trainer = trainer = trainer_of(Small(), tmp_path, [callback, evaluator])
+        trainer.train()
+    rows = [row for row in callback.probe.sink.records("metrics") if row["phase"] == "eval"]
+    assert [[*row["custom"]] for row in rows] == [[name]]
+
+
 @pytest.mark.slow
 def test_custom_evaluation_may_pass_other_metrics(tmp_path: Path) -> None:
     data = [{"input_ids": row, "labels": row} for row in torch.arange(48).view(8, 6) % 32]

@@ -25,6 +25,16 @@ def test_missing_end_step_is_reported(ends_micro_steps: bool) -> None:
     assert [(row["expected"], row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(3, 3, "")]
 
 
+def test_exempt_calls_of_earlier_steps_are_no_cause_in_an_incomplete_step() -> None:
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, {"seen": {**HOOKS["seen"], "calls": 1}}) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step()
+        for _ in range(2):
+            model(torch.zeros(1, 2))
+    assert [(row["expected"], row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(1, 1, "")]
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_called_end_step_gives_no_warning(steps: int) -> None:
     with warnings.catch_warnings():

@@ -17,10 +17,12 @@ from run_folders import write_run, write_steps
 from torch import nn
 
 import instrument
+from instrument.analysis.config_comparison import rules_of
 from instrument.analysis.findings import findings
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
 from instrument.analysis.run_history import MAX_EVENTS
 from instrument.commands.compact import main as compact
+from instrument.commands.findings import check
 from instrument.report.live_run import LiveRun
 from instrument.storage import parquet
 from instrument.storage.remote_folder import folder_at
@@ -231,7 +233,10 @@ def test_evenly_covering_order(count: int) -> None:
         assert sorted(order[:4]) == [15, 31, 47, 63]
 
 
-def test_findings_of_rules_are_those_of_the_report(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rules", [{"mine": {"rule": "exploding_gradient"}}, [{"name": "mine", "rule": "exploding_gradient"}]]
+)
+def test_findings_of_rules_are_those_of_the_report(rules: Any, tmp_path: Path) -> None:
     """The parts of a run that has ended are not read in the order of the steps."""
     rule = {"rule": "mine", "layer": "a", "location": "a", "threshold": 0.0}
     steps = [
@@ -239,10 +244,12 @@ def test_findings_of_rules_are_those_of_the_report(tmp_path: Path) -> None:
         | {"severity": "info" if step else "warning"}
         for step in range(4)
     ]
-    info = {"config": {"rules": {"mine": {"rule": "exploding_gradient"}}}}
+    info = {"config": {"rules": rules}}
     folder = write_steps(tmp_path / "run", [{"events": [event]} for event in steps], parts=range(4), info=info)
     live = LiveRun(folder)
     live.refresh()
     (finding,) = live.findings()
     assert [finding] == findings(instrument.load(folder))
     assert (finding.step, finding.severity, finding.value) == (0, "warning", "l2 0 (3 more)")
+    assert [*rules_of(live.info)] == ["mine"]
+    assert check(instrument.load(folder)) == []  # its rows do not grow
