@@ -26,26 +26,14 @@ of these, as the difference from a reference."""
 Part = Literal["forward", "loss", "backward", "update"]
 """A part of a training step. They are in the order of the step."""
 
+_BEHAVIOR: tuple[Stage, ...] = ("setup", "targets", "updates", "divergence", "units", "gradients", "reference")
 CAUSES: Mapping[Stage, tuple[Stage, ...]] = {
     "setup": (),
     "targets": (),
-    "updates": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
+    **dict.fromkeys(("updates", "units", "gradients", "reference"), _BEHAVIOR),
     "divergence": ("setup", "updates", "divergence", "reference"),
-    "units": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
-    "gradients": ("setup", "targets", "updates", "divergence", "units", "gradients", "reference"),
     "non_finite": ("setup", "updates", "divergence", "non_finite", "reference"),
-    "learning": (
-        "setup",
-        "targets",
-        "updates",
-        "divergence",
-        "units",
-        "gradients",
-        "non_finite",
-        "learning",
-        "reference",
-    ),
-    "reference": ("setup", "targets", "updates", "divergence", "units", "gradients"),
+    "learning": (*_BEHAVIOR, "non_finite", "learning"),
 }
 """The stages whose problems can cause a problem of each stage."""
 

@@ -178,8 +178,7 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     ]
     run = made(config={"rules": {"mine": {"_target_": "m.Mine"}}}, events=events, stats=[{"nan_count": 1}])
     where = {"layer": "a", "hook": "seen", "role": "output"}
-    about = {"rule": "mine", "statistic": "mean", **where}  # the statistic with which the value begins
-    expected = Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, **about)
+    expected = Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0, rule="mine", **where)
     assert findings(run) == [expected]
     (row,) = run.findings.to_dict("records")
     assert (row["what"], row["step"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
