@@ -139,7 +139,7 @@ def findings_of(
     groups = []
     for lead, members in found.items():
         made = [
-            replace(_finding(events, facts.get(key[0], NO_FACTS), key in warns), advice=timeline.advice(events[0]))
+            _finding(events, facts.get(key[0], NO_FACTS), key in warns, PARTS[timeline.position(events[0])[0]])
             for key, events in members.items()
         ]
         groups.append(Diagnosis(made[0], tuple(replace(each, cause=lead[0]) for each in made[1:])))
@@ -147,7 +147,7 @@ def findings_of(
     return [finding for group in groups for finding in (group.lead, *group.consequences)]
 
 
-def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Finding:
+def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: Part) -> Finding:
     event = events[0]
     what, _, value = event.message.split(": ", 2)
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
@@ -161,7 +161,8 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool) -> Find
         f"{value}{more}",
         severity_of(what, warns),
         event.value,
-        rule=event.rule,
+        facts.advice_in.get(part, facts.advice),
+        event.rule,
         statistic=statistic or (first if event.location and facts.has_threshold and first in ALL else ""),
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
@@ -251,11 +252,6 @@ class _Timeline:
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
         return (BACKWARD, -rank) if is_gradient(kind, role) else (FORWARD, rank)
-
-    def advice(self, event: RuleEvent) -> str:
-        """Return what to do next about a problem with this first event."""
-        facts = self._facts.get(event.rule, NO_FACTS)
-        return facts.advice_in.get(PARTS[self.position(event)[0]], facts.advice)
 
     def episodes(self, events: Iterable[RuleEvent]) -> list[_Events]:
         """Return events by rule, those after a long time without any apart. The leading event of a rule is its first."""
