@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
+from ..rules.reference_ranges import METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
 from ..rules.step_rows import hook_and_role, is_gradient
@@ -29,6 +30,7 @@ FAR = 1000
 1 / (1 - 0.999)."""
 PARTS: tuple[Part, ...] = get_args(Part)
 FORWARD, LOSS, BACKWARD, UPDATE = range(len(PARTS))
+PARTS_OF_METRICS = {"grad_norm": BACKWARD, "lr": UPDATE}
 LATE: Mapping[Stage | None, int] = {"non_finite": 2, "learning": 3}
 """The order of the stages that come last. Their problems cause no problem of an earlier stage."""
 TRAINING = "training"
@@ -150,10 +152,11 @@ def findings_of(
 def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: Part) -> Finding:
     event = events[0]
     what, _, value = event.message.split(": ", 2)
+    first = _first_word(event)  # a rule of several statistics names the one that shows the problem first
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
     statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
-    first = value.partition(" ")[0]  # a rule of several statistics names the one that shows the problem first
+    known = ALL if event.location else METRICS
     return Finding(
         what,
         event.location or event.layer or TRAINING,
@@ -163,12 +166,16 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
         event.value,
         facts.advice_in.get(part, facts.advice),
         event.rule,
-        statistic=statistic or (first if event.location and facts.has_threshold and first in ALL else ""),
+        statistic=statistic or (first if facts.has_threshold and first in known else ""),
         threshold=event.threshold if facts.has_threshold else None,
         layer=event.layer,
         hook=hook,
         role=role,
     )
+
+
+def _first_word(event: RuleEvent) -> str:
+    return event.message.split(": ", 2)[-1].partition(" ")[0]
 
 
 def severity_of(what: str, warns: bool) -> Severity:
@@ -235,16 +242,20 @@ class _Timeline:
 
     def onset(self, event: RuleEvent) -> int:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
-        if event.location is None:
+        facts = self._facts.get(event.rule, NO_FACTS)
+        if event.location is None and facts.stage != "reference":
             return event.step
-        hook, _ = hook_and_role(event.location)
-        interval = (self._hooks[hook].every or 1) if hook in self._hooks else 1
-        times = self._facts.get(event.rule, NO_FACTS).times
+        every = {name: spec.every or 1 for name, spec in self._hooks.items()}
+        # A metric outside of the reference was compared in the steps in which statistics were.
+        interval = every.get(hook_and_role(event.location)[0], 1) if event.location else min(every.values(), default=1)
+        times = facts.times
         return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
-        hook, role = hook_and_role(event.location) if event.location else ("", "loss")
+        if event.location is None:
+            return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
+        hook, role = hook_and_role(event.location)
         if role == "loss":
             return LOSS, 0
         rank = self._rank(event.layer or "")

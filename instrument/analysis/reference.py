@@ -15,18 +15,18 @@ import pyarrow.dataset as ds
 from ..errors import ConfigError, Problem, similar_names
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
-from ..rules.reference_ranges import KEY, STARTS, Reference, phase_of, rounded, schema
+from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
 from ..rules.step_rows import BoolArray, FloatArray
 from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
-from ..tables.statistics import ALL, NONNEGATIVE, statistic_of
+from ..tables.statistics import ALL, statistic_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .run_tables import RunTables
 
 DEFAULT_STATISTICS = (
-    "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "saturated_fraction", "update_ratio",
+    "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "saturated_fraction", "update_ratio", *METRICS,
 )  # fmt: skip
-"""The statistics of a reference. Those with a sign depend too much on the seed: many have a mean of zero."""
+"""The statistics and metrics of a reference. Statistics with a sign depend too much on the seed: many have a mean of zero."""
 SECTIONS = ("model", "data", "task", "optimizer", "scheduler", "train", "apply")
 """The sections of the configuration that decide how a model trains."""
 
@@ -46,8 +46,8 @@ def make_reference(
 
     Args:
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
-        statistics: The names of the statistics, also custom ones. Default: those of `rms`, `std`, `abs_max`, `zero_fraction`,
-            `dead_fraction`, `saturated_fraction` and `update_ratio` that the runs recorded.
+        statistics: The names of statistics, also custom ones, and of metrics. Default: those of `rms`, `std`, `abs_max`, `zero_fraction`,
+            `dead_fraction`, `saturated_fraction`, `update_ratio`, `lr`, `loss`, `accuracy` and `grad_norm` that the runs recorded.
         out: The file to write. Default: None, no file.
 
     Returns:
@@ -107,17 +107,25 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
         The columns `low` and `high`, with the index `KEY`, `statistic` and `phase_of_training`.
     """
     columns = [name for name in statistics if name in ALL or name in run.custom_statistics]
+    metrics = [name for name in statistics if name in METRICS]
     parts: list[pd.DataFrame] = []
     for batch in run.scan("stats", [*KEY, "step", *NEEDED, *columns], ~ds.field("recompute")):
-        rows = batch.filter(pa.array(~not_finite_in(batch))).to_pandas()
-        rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
-        groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[columns]
-        part = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
-        part["high"] = groups.max().melt()["value"]
-        parts.append(part.dropna().astype(dict.fromkeys(KEY, str)))
+        parts.append(_ranges(batch.filter(pa.array(~not_finite_in(batch))).to_pandas(), columns))
+    for batch in run.scan("metrics", ["step", "phase", *metrics]):
+        rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
+        parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
     of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
     ranges: pd.DataFrame = of_batches.agg({"low": "min", "high": "max"}).astype(float)
     return ranges
+
+
+def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
+    """Return the columns `INDEX`, `low` and `high` of some rows."""
+    rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
+    groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[[*columns]]
+    ranges = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
+    ranges["high"] = groups.max().melt()["value"]
+    return ranges.dropna().astype(dict.fromkeys(KEY, str))
 
 
 def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, where_statistics: str) -> Reference:
@@ -133,7 +141,9 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:
         message = "none of the runs recorded this statistic"
-        raise ConfigError(Problem(where_statistics, message, missing[0], known, similar_names(missing[0], ALL)))
+        raise ConfigError(
+            Problem(where_statistics, message, missing[0], known, similar_names(missing[0], (*ALL, *METRICS)))
+        )
     if not known:
         fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
         raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))
@@ -173,8 +183,8 @@ def _why_unhealthy(run: RunTables) -> str:
 
 
 def _last_step(run: RunTables) -> int:
-    batches = (batch["step"].to_numpy().max(initial=0) for batch in run.scan("stats", ["step"]))
-    return max((int(step) for step in batches), default=0)
+    batches = (batch for table in ("stats", "metrics") for batch in run.scan(table, ["step"]))
+    return max((int(batch["step"].to_numpy().max(initial=0)) for batch in batches), default=0)
 
 
 def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
@@ -202,8 +212,8 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         from scipy.special import stdtrit
 
     count = lows.shape[1]
-    is_ratio = statistics.isin(NONNEGATIVE).to_numpy()
-    is_fraction = np.array([statistic_of(name).unit in ("fraction", "units") for name in statistics], np.bool_)
+    is_ratio = statistics.isin(RATIOS).to_numpy()
+    is_fraction = np.array([_is_fraction(name) for name in statistics], np.bool_)
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
     floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
@@ -217,6 +227,10 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         widths = (high - low).max(axis=1)
     spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
     return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)
+
+
+def _is_fraction(name: str) -> bool:
+    return name == "accuracy" if name in METRICS else statistic_of(name).unit in ("fraction", "units")
 
 
 def _scaled(values: pd.DataFrame, is_ratio: BoolArray) -> pd.DataFrame:

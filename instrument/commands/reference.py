@@ -32,7 +32,9 @@ def command_line() -> argparse.ArgumentParser:
     make = verbs.add_parser("make", help="compute a reference from healthy runs")
     make.add_argument("runs", metavar="RUNS", nargs="+", help="runs, folders of runs such as a sweep, or patterns")
     make.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
-    make.add_argument("--stats", metavar="NAME", nargs="+", default=[], help="the statistics, also custom ones")
+    make.add_argument(
+        "--stats", metavar="NAME", nargs="+", default=[], help="the statistics, also custom ones, and metrics"
+    )
     show = verbs.add_parser("show", help="print the ranges of a reference")
     show.add_argument("file", metavar="FILE", help="the reference")
     show.add_argument("--layer", metavar="GLOB", help="only these layers")
@@ -73,7 +75,8 @@ def show(reference: Reference, layer: str | None, *, as_json: bool) -> None:
         phases = row["phases"]
         shown = dict.fromkeys((0, len(phases) // 2, len(phases) - 1))
         ranges = (f"step {step}: {low:.3g} to {high:.3g}" for step, low, high in (phases[at].values() for at in shown))
-        location = f"{location_name(row['layer'], row['path'], row['kind'])} {row['role']} ({row['hook']})"
+        name = location_name(row["layer"], row["path"], row["kind"])
+        location = f"{name} {row['role']} ({row['hook']})" if row["hook"] else row["phase"]
         print(f"{location} {row['statistic']}: {', '.join(ranges)}")
 
 
@@ -96,14 +99,14 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
     recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
-    missing = [key for key in ranges.index if key not in recorded]
+    missing = [key for key in ranges.locations if key not in recorded]
     names = shorten(list(dict.fromkeys(f"{location_name(key[1], key[4], key[2])} ({key[0]})" for key in missing)))
-    if len(missing) == len(ranges.index):
+    if missing and len(missing) == len(ranges.locations):
         message = "the run recorded no location of the reference"
         fix = "compare runs of the same model, recorded with hooks of the same names"
         raise ConfigError(Problem("--reference", message, reference, names, fix=fix))
     if missing:
-        text = f"{len(missing)} of {len(ranges.index)} locations of the reference were not recorded: {names}"
+        text = f"{len(missing)} of {len(ranges.locations)} locations of the reference were not recorded: {names}"
         print(text, file=sys.stderr if as_json else sys.stdout)
     return print_findings(fired, run, as_json=as_json)
 
@@ -111,7 +114,7 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
 def _summary(reference: Reference) -> str:
     runs, last = len(reference.about["runs"]), reference.about["last_step"]
     statistics = ", ".join(reference.statistics)
-    return f"{runs} run{'s' * (runs > 1)}, steps 0 to {last}, {len(reference.index)} locations, {statistics}"
+    return f"{runs} run{'s' * (runs > 1)}, steps 0 to {last}, {len(reference.locations)} locations, {statistics}"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..config.schedule import STEP_PHASES
 from ..tables.statistics import ALL
+from .reference_ranges import METRICS
 from .rule import RELATIONS, TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
 
@@ -136,10 +137,16 @@ class StepBounds:
         """Add the bounds of a rule. Return false if the rule has none that contain the last step."""
         bounds = rule.bounds()
         each = bounds if isinstance(bounds, list) else [bounds]
-        if isinstance(rule, LocatedRule):
-            slots = rule.slots_of(self._locations.all)
-            return not (slots >= 0).any() or all(self._narrow_statistic(one, slots, rows) for one in each)
-        return all(self._narrow_metric(one, rows) for one in each)
+        if not isinstance(rule, LocatedRule):
+            return all(self._narrow_metric(one, rows) for one in each)
+        slots = rule.slots_of(self._locations.all)
+        is_read = (slots >= 0).any()
+        return all(
+            self._narrow_metric(one, rows)
+            if one is not None and one.name in METRICS
+            else not is_read or self._narrow_statistic(one, slots, rows)
+            for one in each
+        )
 
     def _narrow_metric(self, bounds: Bounds | None, rows: StepRows) -> bool:
         if bounds is None:
@@ -149,7 +156,7 @@ class StepBounds:
             return False
         low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
         self._metrics[bounds.name] = max(low, float(bounds.low)), min(high, float(bounds.high))
-        self._left = min(self._left, bounds.steps)
+        self._left, self._last = min(self._left, bounds.steps), min(self._last, bounds.last)
         return True
 
     def _narrow_statistic(self, bounds: Bounds | None, slots: IndexArray, rows: StepRows) -> bool:

@@ -1,9 +1,10 @@
-"""Rule: a statistic leaves the range that it had in healthy runs."""
+"""Rule: a statistic or a metric leaves the range that it had in healthy runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal
@@ -12,9 +13,10 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 
 from ..config.rules import RULES, PersistentRule
+from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
-from .reference_ranges import STARTS, Reference, key_of, phase_of
+from .reference_ranges import METRICS, STARTS, Reference, key_of, phase_of
 from .rule import Bounds, Firing, Part, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
@@ -25,7 +27,7 @@ def _as_text(value: Any) -> Any:
 
 
 class ReferenceRule(PersistentRule):
-    """A statistic leaves the range that it had in healthy runs, at the same location and in the same phase of training.
+    """A statistic or a metric leaves the range that it had in healthy runs, at the same location and in the same phase of training.
 
     A location is a hook, a layer, a kind, a role, a path and a phase of the loop. A phase of training is a range of steps: 0, 1, 2, 3,
     4-5, 6-7, 8-11, 12-15, 16-22, ..., two for each doubling. The range has a margin, which is a factor for statistics that are
@@ -40,7 +42,8 @@ class ReferenceRule(PersistentRule):
     value for the others. One run has no standard deviation: its margin is the larger of its own range and a factor of 4, 0.3 for a
     fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
-    Steps after the last phase in which the runs have values are not checked.
+    Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
+    known. Steps after the last phase in which the runs have values are not checked.
     """
 
     rule: Literal["reference"]
@@ -51,7 +54,8 @@ class ReferenceRule(PersistentRule):
         "a pattern such as `runs/healthy*`, or a list.",
     )
     stats: Names = Field(
-        (), description="The statistics. The default is those of the file, or of `python -m instrument.reference make`."
+        (),
+        description="The statistics and metrics. The default is those of the file, or of `python -m instrument.reference make`.",
     )
     margin: NonNegative = Field(
         1.0, description="How many times the margin is used: 0 for the range itself, 2 for twice the margin."
@@ -85,37 +89,71 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
         "forward": "The forward pass left its ranges first: compare the data, the initial weights, the code and the mode of this layer.",
+        "loss": "The loss left its range first: compare the targets, the order of the samples and the loss function; for an evaluation, "
+        "also its data and the mode of the model.",
         "backward": "The gradients left their ranges first: compare the targets, the loss function, and what changes gradients, such as "
         "accumulation, clipping, scaling and detached tensors.",
         "update": "The updates left their ranges first: compare the optimizer, its learning rate and schedule, and its parameters.",
     }
     requires = "locations of the reference"
+    saved = ("counts", "times")
 
     def __init__(self, spec: ReferenceRule) -> None:
         super().__init__(spec)
         self.reference = spec.reference
-        self.statistics = spec.stats or self.reference.statistics
+        names = spec.stats or self.reference.statistics
+        self.statistics = tuple(name for name in names if name not in METRICS)
         self._low, self._high = self.reference.limits(self.statistics, spec.margin)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
+        metrics = [name for name in METRICS if name in names and not spec.hook]
+        low, high = self.reference.limits(metrics, spec.margin)
+        self._metrics = {  # the limits, float64 [training phases], by phase and name
+            (phase, name): (low[at, number], high[at, number])
+            for phase, at in self.reference.of_metrics.items()
+            for number, name in enumerate(metrics)
+        }
+        self._times: Counter[str] = Counter()  # how often in succession metrics were outside, by phase and name
+        self._phases = {phase for *_, phase in self.reference.locations}
         self._phase = 0
         self._has_read = False
 
     def selects(self, location: Location) -> bool:
-        return key_of(location) in self.reference.index
+        return bool(self.statistics) and key_of(location) in self.reference.index
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
         """A location that the runs recorded at fewer steps has to be outside at each of them."""
-        has_range = np.any(np.isfinite(self._high[self._of_slot[slots], :, :-1]), axis=1)
-        steps: IndexArray = np.where(has_range, np.diff(STARTS)[: has_range.shape[-1]], 0).sum(axis=1)
+        return self._times_in(np.any(np.isfinite(self._high[self._of_slot[slots]]), axis=1))
+
+    def _times_in(self, has_range: BoolArray) -> IndexArray:
+        """Return how often in succession the condition has to hold, from whether there is a range; [..., training phases]."""
+        steps: IndexArray = np.where(has_range, np.diff(STARTS)[: has_range.shape[-1]], 0).sum(axis=-1)
         return np.clip(steps, 1, self.spec.for_)
 
     def grow(self, count: int) -> None:
         super().grow(count)
         self._of_slot = np.array([self.reference.index[key_of(location)] for location in self._slots], np.int64)
 
-    def update(self, rows: StepRows) -> Iterable[Firing]:
+    def update(self, rows: StepRows) -> Iterator[Firing]:
         self._phase = min(int(phase_of(rows.step)), self._low.shape[2] - 1)
-        return super().update(rows)
+        yield from super().update(rows)
+        if rows.phase not in self._phases or self.choose(rows.layout) is not None:
+            yield from self._check_metrics(rows)
+
+    def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
+        for (phase, name), (low, high) in self._metrics.items():
+            value = rows.metric(name)
+            if phase != rows.phase or value is None:
+                continue
+            key, side = f"{phase} {name}", int(value > high[self._phase])
+            limit = float((low, high)[side][self._phase])
+            if not (side or value < limit):
+                del self._times[key]
+                continue
+            self._times[key] += 1
+            if self._times[key] == self._times_in(np.isfinite(high)):
+                label = name if rows.is_training else key
+                text = self._text(label, value, limit, side, self._range(name, self.reference.of_metrics[phase]))
+                yield Firing(text, value, limit)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         below, above = self._outside(rows, chosen)
@@ -136,31 +174,41 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         return np.stack([chosen.values(rows.column(name), merge) for name in self.statistics], axis=1)
 
     def bounds(self) -> list[Bounds] | None:
-        if self._any:
+        if self._any or self._times:
             return None
         if self._phase == self._low.shape[2] - 1:
             return []  # the reference has ended
         low, high = self._limits()
         last = int(STARTS[self._phase + 1]) - 1
-        return [Bounds(name, low[:, at], high[:, at], last=last) for at, name in enumerate(self.statistics)]
+        of_statistics = [Bounds(name, low[:, at], high[:, at], last=last) for at, name in enumerate(self.statistics)]
+        return of_statistics + [
+            Bounds(name, low[self._phase], high[self._phase], last=last)
+            for (phase, name), (low, high) in self._metrics.items()
+            if phase in STEP_PHASES
+        ]
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         below, above = self._outside(rows, chosen)
         outside = np.flatnonzero(below[at] | above[at])
         first = int(outside[0])
         side = int(above[at, first])
-        value = self._values(rows, chosen, (np.fmin, np.fmax)[side])[at, first]
-        limit = self._limits(chosen.slots)[side][at, first]
-        name, location = self.statistics[first], self._of_slot[chosen.slots[at]]
+        value = float(self._values(rows, chosen, (np.fmin, np.fmax)[side])[at, first])
+        limit = float(self._limits(chosen.slots)[side][at, first])
+        name, others = self.statistics[first], ", ".join(self.statistics[other] for other in outside[1:])
+        healthy = self._range(name, int(self._of_slot[chosen.slots[at]]))
+        text = self._text(name, value, limit, side, f"{healthy}; also {others}" if others else healthy)
+        return Firing(text, value, limit, chosen.locations[at])
+
+    def _text(self, name: str, value: float, limit: float, side: int, healthy: str) -> str:
+        return f"{name} {value:.4g}, {('below', 'above')[side]} {limit:.4g}; {healthy}"
+
+    def _range(self, name: str, location: int) -> str:
         low, high = (numbers[location, 0, self._phase] for numbers in self.reference.ranges([name]))
         count = len(self.reference.about["runs"])
-        others = ", ".join(self.statistics[other] for other in outside[1:])
-        runs = f"{count} healthy run{'s' * (count > 1)}" + (f"; also {others}" if others else "")
-        text = f"{name} {value:.4g}, {('below', 'above')[side]} {limit:.4g}; {low:.4g} to {high:.4g} in {runs}"
-        return Firing(text, float(value), float(limit), chosen.locations[at])
+        return f"{low:.4g} to {high:.4g} in {count} healthy run{'s' * (count > 1)}"
 
     def unread(self) -> str:
-        if self._has_read:
+        if self._has_read or not self._phases:
             return ""
         message = "the run recorded no statistic at a location and in a phase of training of the reference"
         allowed = f"steps 0 to {self.reference.about['last_step']}"

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     import pyarrow as pa  # imported with the first file; errors in a configuration are reported without it
 
 KEY = ("hook", "layer", "kind", "role", "path", "phase")
-"""The columns that identify a location in a reference."""
+"""The columns that identify a location in a reference. Those of metrics are empty, except `phase`."""
+METRICS = ("lr", "loss", "accuracy", "grad_norm")
+RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
+"""The statistics and metrics that are never negative, and are no fractions."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -105,6 +108,16 @@ class Reference:
         digest.update(self._ranges.tobytes())
         return digest.hexdigest()[:16]
 
+    @property
+    def locations(self) -> list[tuple[str, ...]]:
+        """The values of `KEY` of each location of statistics."""
+        return [key for key in self.index if key[0]]
+
+    @property
+    def of_metrics(self) -> dict[str, int]:
+        """The index of the metrics of each phase of the loop."""
+        return {key[-1]: at for key, at in self.index.items() if not key[0]}
+
     def ranges(self, statistics: Sequence[str]) -> tuple[FloatArray, FloatArray]:
         """Return the smallest and largest values, float64 [locations, statistics, phases]; NaN for no range."""
         low, high, _ = self._ranges[:, :, [self.statistics.index(name) for name in statistics]]
@@ -117,7 +130,7 @@ class Reference:
         """
         at = [self.statistics.index(name) for name in statistics]
         low, high, spread = np.pad(self._ranges[:, :, at], [(0, 0)] * 3 + [(0, 1)], constant_values=np.nan)
-        is_ratio = np.array([name in NONNEGATIVE for name in statistics])[:, None]
+        is_ratio = np.array([name in RATIOS for name in statistics], np.bool_)[:, None]
         low = np.where(is_ratio, low / spread**margin, low - margin * spread)
         high = np.where(is_ratio, high * spread**margin, high + margin * spread)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)

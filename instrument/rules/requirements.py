@@ -15,6 +15,7 @@ from ..tables.statistics import STATISTICS
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .reference import ReferenceRule
+from .reference_ranges import METRICS
 from .rule import CatalogueRule, LocatedRule
 from .rule_set import make_rule
 from .step_rows import Location
@@ -78,16 +79,16 @@ def check_references(
     for name, rule in rules.items():
         if not isinstance(rule, ReferenceRule) or rule.is_optional:
             continue
-        known = {key[:2] for key in rule.reference.index}
+        known = {(hook, layer) for hook, layer, *_ in rule.reference.locations}
         common = {hook for hook, _ in known & sites if not rule.hook or hook in rule.hook}
-        if not common:
+        if known and not common:
             problems.append(_foreign_reference(f"rules.{name}.from", rule, known))
             continue
         read = [spec for hook in common if isinstance(spec := hooks[hook], RecordSpec)]
         recorded = {
             each for spec in read for each in (*spec.statistics, *(own.column for own in spec.custom_statistics))
         }
-        for statistic in rule.stats or rule.reference.statistics:
+        for statistic in known and {*(rule.stats or rule.reference.statistics)}.difference(METRICS):
             if statistic not in recorded and (rule.stats or recorded.isdisjoint(rule.reference.statistics)):
                 message = f"the hooks of the reference do not record it: {', '.join(sorted(common))}"
                 fix = f"add {statistic} to hooks.{min(common)}.stats"

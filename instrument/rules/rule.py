@@ -100,7 +100,7 @@ class Rule(ABC):
 class Bounds(NamedTuple):
     """Bounds of a statistic or of a metric within which a rule does not fire."""
 
-    name: str  # the name of the statistic (for a `LocatedRule`) or of the metric
+    name: str  # the name of the statistic, only for a `LocatedRule`, or of the metric
     # The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
     low: float | FloatArray = -math.inf
     high: float | FloatArray = math.inf  # the largest value
