@@ -113,7 +113,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
             for number, name in enumerate(metrics)
         }
         self._times: Counter[str] = Counter()  # how often in succession metrics were outside, by phase and name
-        self._phases = {phase for *_, phase in self.reference.locations}
+        self._phases = {phase for *_, phase in self.reference.locations if self.statistics}
         self._phase = 0
         self._has_read = False
 

@@ -110,7 +110,23 @@ def test_loss_outside_of_a_reference_follows_the_layers_that_are_outside() -> No
         "linear1 output (hook)",
         "linear1 loss (hook)",
     ]
-    assert findings_of(events[:1], rules, {}, LAYERS)[0].advice == RULES["reference"].advice
+    assert findings_of(events[:1], rules, {}, LAYERS)[0].advice == RULES["reference"].advice_in["loss"]
+
+
+@pytest.mark.parametrize(
+    ("metric", "part"), [("lr", "update"), ("loss", "loss"), ("grad_norm", "backward"), ("eval loss", "loss")]
+)
+def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part) -> None:
+    message = f"outside of the reference: at step 20: {metric} 9, above 2; 1 to 1.5 in 3 healthy runs"
+    outside = RuleEvent("reference", 20, message, "warning", None, None, 9.0, 2.0)
+    rules = {"reference": {"from": "file.parquet"}}
+    (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
+    assert found.advice == RULES["reference"].advice_in[part]
+    assert (found.statistic, found.threshold) == ("" if metric == "eval loss" else metric, 2.0)
+    # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first.
+    for step, lead in ((20, "linear0 output (hook)"), (30, "training")):
+        both = findings_of([outside, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
+        assert [(each.where == lead, each.cause) for each in both] == [(True, ""), (False, "reference")]
 
 
 @pytest.mark.parametrize("watch", ["metrics", ["metrics"]])

@@ -33,14 +33,20 @@ HOOKS = {
 }
 
 
-def write_values(folder: Path, values: Mapping[str, Sequence[float | None]], every: int = 1, **options: Any) -> Path:
-    """Write a run with values of statistics at one location, one for each step."""
+def write_values(
+    folder: Path,
+    values: Mapping[str, Sequence[float | None]],
+    every: int = 1,
+    metrics_of: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
+) -> Path:
+    """Write a run with values of statistics at one location, one for each step, and rows of the table `metrics`."""
     count = len(next(iter(values.values())))
     rows = [
         {"step": every * at, "numel": 9, "nan_count": 0, "inf_count": 0, **{name: values[name][at] for name in values}}
         for at in range(count)
     ]
-    return write_run(folder, rows={"stats": rows}, **options)
+    return write_run(folder, rows={"stats": rows, "metrics": metrics_of}, **options)
 
 
 def write_healthy(folder: Path, numbers: Sequence[Sequence[float]], statistic: str = "rms") -> Path:
@@ -160,14 +166,64 @@ def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
     assert event.message.startswith("outside of the reference: at step 1 in a output (seen): std 99, above 4;")
 
 
+@pytest.mark.parametrize(
+    ("metric", "values", "spread"),
+    [("lr", (0.1, 0.1), 1.25), ("loss", (-2.0, -2.0), 0.5), ("accuracy", (0.5, 0.5), 0.1), ("grad_norm", (3.0,), 4.0)],
+)
+def test_margin_of_a_metric_has_a_floor(tmp_path: Path, metric: str, values: Sequence[float], spread: float) -> None:
+    for at, value in enumerate(values):
+        write_run(tmp_path / str(at), rows={"metrics": [{"step": 0, "phase": "train", metric: value}]})
+    made = make_reference(tmp_path)
+    assert made.statistics == (metric,)
+    assert table_of(made).loc[0, "spread"] == pytest.approx(spread, rel=ROUNDING)
+
+
+def write_losses(folder: Path, count: int = 20) -> str:
+    """Write two runs whose loss is 1 and 2, and 3 and 4 in evaluations, with a statistic that is 1."""
+    for at in range(2):
+        metrics = [{"step": step, "phase": "train", "loss": 1.0 + at} for step in range(count)]
+        metrics += [{"step": step, "phase": "eval", "loss": 3.0 + at} for step in (8, 16)]
+        write_values(folder / str(at), {"rms": [1.0] * count}, metrics_of=metrics)
+    return str(folder)
+
+
+def test_losses_are_compared_in_recorded_steps_and_in_evaluations(tmp_path: Path) -> None:
+    entry = {"from": write_losses(tmp_path), "margin": 0}
+    inside = stepped([1.0] * 16)
+    assert fired(entry, [{**step, "loss": 1.0 + step["step"] % 2} for step in inside]) == []
+    # Steps without rows do not count, so the loss is outside in succession at steps 8 and 12.
+    for every in (1, 4):
+        steps = [{**step, "loss": 5.0 if step["step"] >= 7 else 1.5} for step in inside]
+        steps = [step if step["step"] % every == 0 else {**step, "rows": []} for step in steps]
+        (event,) = fired(entry, steps)
+        assert (event.step, event.location, event.layer, event.value) == (12 if every == 4 else 8, None, None, 5.0)
+        assert event.message.endswith(": loss 5, above 2; 1 to 2 in 2 healthy runs")
+    evaluations = [Step(step=at, phase="eval", loss=0.5) for at in (8, 16)]
+    (event,) = fired(entry, sorted([*inside, *evaluations], key=lambda step: step["step"]))
+    assert (event.step, event.value, event.threshold) == (16, 0.5, 3.0)
+    assert ": eval loss 0.5, below 3; 3 to 4 in" in event.message
+
+
+def test_losses_of_a_reference_are_a_choice(tmp_path: Path) -> None:
+    steps = [{**step, "loss": 9.0} for step in stepped([1.0] * 4)]
+    write_losses(tmp_path)
+    for entry, count in (({}, 1), ({"hook": "seen"}, 0), ({"stats": ["rms"]}, 0), ({"stats": ["loss"]}, 1)):
+        assert len(fired({"from": str(tmp_path), "margin": 0, **entry}, steps)) == count
+    assert {event.location for event in fired({"from": str(tmp_path), "stats": ["loss"]}, stepped([99.0] * 4))} == set()
+
+
 def test_rule_decides_the_same_with_bounds_and_when_resumed(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     file = tmp_path / "reference.parquet"
-    make_reference(write_healthy(tmp_path / "runs", random.uniform(1, 2, (3, 40)).tolist()), out=file)
+    for at, values in enumerate(random.uniform(1, 2, (3, 2, 40))):
+        losses = [{"step": step, "phase": "train", "loss": value} for step, value in enumerate(values[1])]
+        write_values(tmp_path / "runs" / str(at), {"rms": values[0].tolist()}, metrics_of=losses)
+    make_reference(tmp_path / "runs", out=file)
     entry = {"from": str(file), "margin": 0.1}
-    for fraction in (0.02, 0.3):
-        values = np.where(random.random(60) < fraction, random.uniform(0, 9, 60), 1.5)
-        steps = [step for number, step in enumerate(stepped(values.tolist())) if number % 2 or number < 20]
+    for fraction in (0.02, 0.5):
+        values, losses = np.where(random.random((2, 60)) < fraction, random.uniform(0, 9, (2, 60)), 1.5).tolist()
+        steps = [Step(step, loss=loss) for step, loss in zip(stepped(values), losses, strict=True)]
+        steps = [step for number, step in enumerate(steps) if number % 2 or number < 20]
         expected = fired(entry, steps, with_numbers=False)
         events: list[RuleEvent] = []
         first, second = (rule_set({"r": {"rule": "reference", **entry}}, events) for _ in range(2))
@@ -175,11 +231,11 @@ def test_rule_decides_the_same_with_bounds_and_when_resumed(tmp_path: Path) -> N
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         feed(second, steps[25:], with_numbers=True)
         assert events == expected
-    assert expected
+    assert {event.location is None for event in expected} == {True, False}
 
 
 def test_rule_does_not_read_steps_within_the_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rules = rule_set({"r": {"rule": "reference", "from": str(write_healthy(tmp_path, [[1.0] * 100] * 2))}}, [])
+    rules = rule_set({"r": {"rule": "reference", "from": write_losses(tmp_path, 100)}}, [])
     (rule,) = rules.rules
     read: list[int] = []
     update = rule.update
@@ -250,7 +306,7 @@ def test_file_has_the_same_ranges_and_is_small(healthy: Path, tmp_path: Path) ->
     made = make_reference([healthy / "0", str(healthy / "[12]")], out=tmp_path / "r.parquet")
     read = Reference.parse((tmp_path / "r.parquet").read_bytes())
     assert (read.digest, read.about) == (made.digest, {**made.about, "format": 1})
-    assert pd.read_parquet(tmp_path / "r.parquet")["statistic"].nunique() == 4
+    assert pd.read_parquet(tmp_path / "r.parquet")["statistic"].nunique() == 6
     random = np.random.default_rng(0)
     count = 500 * 10 * 20
     rows = pd.DataFrame(np.exp(random.normal(size=(count, 3)) * 3), columns=["low", "high", "spread"])
@@ -293,7 +349,7 @@ def test_problem_of_a_reference_is_named_before_the_first_step(
     write_values(Path("failed/b"), {"rms": [1.0]}, status="failed")
     write_run(Path("diverged"), rows={"metrics": [{"step": 0, "loss": 1.0}, {"step": 1, "loss": np.inf}]})
     write_run(Path("bare"))
-    write_values(Path("run"), {"rms": [1.0]})
+    write_values(Path("run"), {"rms": [1.0]}, metrics_of=[{"step": 0, "phase": "train", "loss": 1.0}])
     write_run(Path("other_hook"), rows={"stats": [{"hook": "other", "layer": "0", "numel": 9, "rms": 1.0}]})
     with pytest.raises(ConfigError) as error:
         train(0, tmp_path / "new", rules={"same": {"rule": "reference", "from": given}})
@@ -341,6 +397,10 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "2 output (outputs) rms: step 0:" in out
     assert "2.weight update (updates) abs_max: step 0:" in out
     assert "4 output" not in out
+    assert "train loss" not in out
+    assert reference.main(["show", file]) == 0
+    out = capsys.readouterr().out
+    assert "\ntrain lr: step 0: 0.0797 to 0.125, step 3:" in out
     assert reference.main(["show", file, "--layer", "2", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["runs"]), shown["last_step"]) == (3, 11)
@@ -360,8 +420,8 @@ def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: p
     assert "outside of the reference: step 1: 2 output (outputs): rms" in capsys.readouterr().out
     assert reference.main(["check", str(tmp_path / "bad"), "--reference", file, "--json"]) == findings.FIRED
     assert {"reference"} == {each["rule"] for each in json.loads(capsys.readouterr().out)}
-    write_values(tmp_path / "other", {"rms": [1.0]})
-    assert reference.main(["check", str(tmp_path / "other"), "--reference", file]) == 2
+    write_losses(tmp_path / "others")
+    assert reference.main(["check", str(tmp_path / "others" / "0"), "--reference", file]) == 2
     assert "the run recorded no location of the reference" in capsys.readouterr().err
     assert reference.main(["make", str(tmp_path / "none"), "--out", file]) == 2
     assert reference.main(["make", str(healthy), "--out", str(tmp_path / "no" / "file")]) == 2
