@@ -67,7 +67,7 @@ HALVES = {
 # The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
 # of another category is one of the forward pass.
 PARTS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("labels", "loss", "loss and labels"), ("backward",)),
+    **dict.fromkeys(("labels", "loss", "loss and labels"), ("loss", "backward")),
     **dict.fromkeys(("gradients", "graph"), ("backward", "update")),
     **dict.fromkeys(
         ("frozen parameters", "learning rate", "optimizer", "optimizer and schedule", "schedule"), ("update",)
