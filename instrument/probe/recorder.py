@@ -278,9 +278,21 @@ class Recorder:
         stats, effects = self._stats.take(), self._effects.take()
         if merged is not None and merged.block is not None:
             stats = stats.followed_by(merged.block)
+        others = [*stats.others.values(), *effects.others.values()]
+        further = self._take_further(others, has_sums=bool(others) or merged is not None)
+        relations, self._relations = self._relations, {}
+        self._pending = _Step(stats, effects, merged, take(self._metrics), relations, further, is_complete)
+        is_on_host = further.transfer.is_complete and (merged is None or merged.is_complete)
+        if is_on_host and not (further.sums or further.deferred or stats.device_rows or effects.device_rows):
+            self.flush()
+
+    def _take_further(self, others: Sequence[_Values | _EffectValues], *, has_sums: bool) -> _Further:
+        """Return the results besides rows of numbers on the host, and begin to copy their numbers, and those of `others`."""
+        has_rows = self._lines or self._tensors or self._measured or self._deferred
+        if not (has_sums or has_rows or self.samples.has_finished or self._copied_from):
+            return _NOTHING
         lines, tensors = take(self._lines), take(self._tensors)
-        waiting = [*stats.others.values(), *effects.others.values(), *(values for _, values in lines)]
-        on_device = [number for each in waiting for number in each.numbers]
+        on_device = [number for each in (*others, *(values for _, values in lines)) for number in each.numbers]
         measured = [
             (table, row, values() if callable(values) else values, cells, decisions)
             for table, row, values, cells, decisions in take(self._measured)
@@ -292,29 +304,9 @@ class Recorder:
             on_device += batch.numbers
         for *_, decisions in tensors:
             on_device += decisions
-        deferred, metrics = take(self._deferred), take(self._metrics)
-        relations, self._relations = self._relations, {}
         devices, self._copied_from = self._copied_from, set()
         sums = [(rows, HostCopy(memory)) for rows, memory in self._memory.take()]
-        transfer = Transfer(on_device, devices)
-        self._pending = _Step(
-            stats,
-            effects,
-            measured,
-            merged,
-            batches,
-            lines,
-            tensors,
-            deferred,
-            metrics,
-            relations,
-            sums,
-            transfer,
-            is_complete,
-        )
-        is_on_host = transfer.is_complete and (merged is None or merged.is_complete)
-        if is_on_host and not (sums or deferred or stats.device_rows or effects.device_rows):
-            self.flush()
+        return _Further(measured, batches, lines, tensors, take(self._deferred), sums, Transfer(on_device, devices))
 
     @property
     def has_pending_rows(self) -> bool:
@@ -322,8 +314,9 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        rows = len(step.stats) + len(step.effects) or step.measured or step.merged or step.lines or step.tensors
-        return bool(rows or step.transfer.devices)
+        further = step.further
+        rows = len(step.stats) + len(step.effects) or step.merged or further.measured or further.lines
+        return bool(rows or further.tensors or further.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""
@@ -344,15 +337,16 @@ class Recorder:
         step, self._pending = self._pending, None
         if step is None:
             return
-        fetched = step.transfer.read()
+        further = step.further
+        fetched = further.transfer.read()
         merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
         step.stats.fetch()
         step.effects.fetch()
         _read_sums(step)
         stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
-        lines = [(text, values.names, values.cells(fetched)) for text, values in step.lines]
+        lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
         tables: defaultdict[str, list[Row]] = defaultdict(list)
-        for table, row, values, as_cells, decisions in step.measured:
+        for table, row, values, as_cells, decisions in further.measured:
             if (numbers := _read(values, decisions, fetched)) is not None:
                 tables[table].append((*row, *as_cells(numbers)))
         for table, row in merged:
@@ -367,14 +361,14 @@ class Recorder:
             self.write(table, rows)
         if len(effects):
             self.write("effects", EffectRows(self._effects, effects))
-        samples = [batch.rows(fetched) for batch in step.batches]
+        samples = [batch.rows(fetched) for batch in further.batches]
         for batch_rows in samples:
             self.write("samples", batch_rows)
-        self._store_decided(step.tensors, fetched)
-        for name, deferred in step.deferred:
+        self._store_decided(further.tensors, fetched)
+        for name, deferred in further.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
+            in_time = [rows for rows, batch in zip(samples, further.batches, strict=True) if not batch.is_late]
             self.on_rows(stats_rows, step.metrics, in_time, step.relations, step.is_complete)
         self.sink.end_step()
 
@@ -443,31 +437,40 @@ class _EffectValues(NamedTuple):
         return {"factor": factor} if self.factor is not None and math.isnan(factor) else {}
 
 
+class _Further(NamedTuple):
+    """The results of a step besides rows of numbers on the host. Their numbers may still be on a device."""
+
+    measured: Sequence[MeasuredRow]
+    batches: Sequence[SampleBatch]
+    lines: Sequence[tuple[str, _Values]]
+    tensors: Sequence[UndecidedTensor]
+    deferred: Sequence[tuple[str, Callable[[], Row]]]
+    sums: Sequence[tuple[list[Tensor], HostCopy]]
+    transfer: Transfer
+
+
+_NOTHING = _Further((), (), (), (), (), (), Transfer(()))
+
+
 class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
     stats: Taken
     effects: Taken
-    measured: list[MeasuredRow]
     merged: MergedRows | None
-    batches: list[SampleBatch]
-    lines: list[tuple[str, _Values]]
-    tensors: list[UndecidedTensor]
-    deferred: list[tuple[str, Callable[[], Row]]]
     metrics: list[MetricsRow]
     relations: Relations
-    sums: list[tuple[list[Tensor], HostCopy]]
-    transfer: Transfer
+    further: _Further
     is_complete: bool
 
 
 def _read_sums(step: _Step) -> None:
     """Set the sums of all tensors on a device from the copies of the memory of each device."""
-    if not step.sums:
+    if not step.further.sums:
         return
-    numbers_of = [(rows, copy.wait().numpy()) for rows, copy in step.sums]
+    numbers_of = [(rows, copy.wait().numpy()) for rows, copy in step.further.sums]
     copied = {id(row): numbers for rows, memory in numbers_of for row, numbers in zip(rows, memory, strict=True)}
-    values = [*step.stats.others.values(), *(values for _, values in step.lines)]
+    values = [*step.stats.others.values(), *(values for _, values in step.further.lines)]
     waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
     if waiting:
         rows = np.stack([copied[id(measured.on_device.row)] for measured in waiting])  # type: ignore[union-attr]

@@ -71,6 +71,7 @@ class ControlFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CONTROL
+        self._path = str(self.folder)
         self._listed: tuple[int, float] | None = None  # modification time of the folder, and when it was listed
 
     def messages(self) -> list[Path]:
@@ -79,8 +80,10 @@ class ControlFolder:
         Raises:
             MessageError: The folder is a link, belongs to another user, or other users can write to it.
         """
+        if not os.access(self._path, os.F_OK):  # without an exception, which is slower
+            return []
         try:
-            about = os.lstat(self.folder)
+            about = os.lstat(self._path)
         except OSError:
             return []
         changed = about.st_mtime_ns
