@@ -309,18 +309,5 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
         Values by key, parsed to Python types; None for a deleted key.
     """
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
-    values: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides(overrides):
-        values[override.key_or_group] = None if override.is_delete() else override.value()
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
-        for key, value in values.items()
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, int | float | bool | str) or value is None else str(value)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {each.key_or_group: None if each.is_delete() else each.value() for each in parsed}
