@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
-from instrument.commands.import_without_gc import importing
-from instrument.commands.job import read_config, report_errors
+from instrument.commands.job import importing, read_config, report_errors
 from instrument.errors import ConfigError, Problem
 from instrument.training.distributed.torchrun import is_rank_zero, process_group
 
