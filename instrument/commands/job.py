@@ -36,8 +36,7 @@ from ..storage.lock import is_written
 from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, read_record
 from ..training.distributed.torchrun import is_rank_zero
 from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
-from ..training.sweeps.objective import read_objective, score_job
-from ..training.sweeps.optuna_checks import is_search, worst_score
+from ..training.sweeps.objective import is_search, read_objective, score_job, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .verbs import print_json
 
