@@ -38,14 +38,13 @@ from ..tables.sink_interface import Sink
 from ..values.dtensor import own_rank
 from .budget import Budget
 from .collectives import Ranks
-from .coverage import coverage_rows, write_coverage
+from .coverage import coverage_rows, frozen_layers, has_lazy_parameters, layer_rows, write_coverage
 from .hook_set import HookSet
 from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
 from .recorder import Recorder
-from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
 from .rule_rows import RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
