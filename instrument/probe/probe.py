@@ -45,8 +45,7 @@ from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
 from .recorder import Recorder
-from .rule_actions import RuleActions
-from .rule_rows import RuleRows
+from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows, check_custom_columns
