@@ -104,7 +104,7 @@ class Recorder:
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[MetricsRow] = []  # of this step
         self._relations: dict[tuple[int, str], Sequence[RelationRow]] = {}
-        self._deferred: list[tuple[str, Callable[[], Row]]] = []
+        self._deferred: list[Callable[[], Row]] = []  # rows of metrics whose numbers are on a device
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
 
@@ -325,13 +325,13 @@ class Recorder:
         rows = len(step.stats) + len(step.effects) or step.measured or step.merged or step.lines or step.tensors
         return bool(rows or step.transfer.devices)
 
-    def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
-        """Write a row that is computed when the rows of the step are passed to the sink."""
-        self._deferred.append((table, row))
-
-    def note_metrics(self, row: MetricsRow) -> None:
-        """Add a row of metrics for `on_rows`. It is passed on when the rows of the step are passed to the sink."""
+    def add_metrics(self, row: MetricsRow, cells: Callable[[], Row], *, now: bool) -> None:
+        """Write a row of metrics, now or with the rows of the step, with which it is passed to `on_rows`."""
         self._metrics.append(row)
+        if now:
+            self.write("metrics", [cells()])
+        else:
+            self._deferred.append(cells)
 
     def write_relations(self, step: int, phase: str, rank: int, rows: Sequence[RelationRow]) -> None:
         """Write the rows of relations of a step, and pass them to `on_rows` with the other rows of the step."""
@@ -371,8 +371,8 @@ class Recorder:
         for batch_rows in samples:
             self.write("samples", batch_rows)
         self._store_decided(step.tensors, fetched)
-        for name, deferred in step.deferred:
-            self.write(name, [deferred()])
+        for cells_of_metrics in step.deferred:
+            self.write("metrics", [cells_of_metrics()])
         if self.on_rows is not None:
             in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
             self.on_rows(stats_rows, step.metrics, in_time, step.relations, step.is_complete)
@@ -453,7 +453,7 @@ class _Step(NamedTuple):
     batches: list[SampleBatch]
     lines: list[tuple[str, _Values]]
     tensors: list[UndecidedTensor]
-    deferred: list[tuple[str, Callable[[], Row]]]
+    deferred: list[Callable[[], Row]]
     metrics: list[MetricsRow]
     relations: Relations
     sums: list[tuple[list[Tensor], HostCopy]]
