@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY, load_module
 
+from instrument import errors
+from instrument.commands import findings, job, verbs, verify
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.experiment import RunConfig
@@ -70,6 +72,22 @@ def test_reference_has_every_task_and_dataset_with_its_arguments() -> None:
     assert "| `smoothing` | `0.0` | Label smoothing of the distributions, from 0 to 1: the probability" in text
     assert "| `root` | required | The folder of the torchvision datasets" in text
     assert "| `split` |" not in text
+
+
+def test_exit_codes_are_those_of_the_table() -> None:
+    documented = {verb: MAKE.documented_exit_codes(verb) for verb in verbs.ALL}
+    assert {code for codes in documented.values() for code in codes} == {*MAKE.EXIT_CODES}
+    assert all({0, errors.ConfigError.exit_code} <= codes.keys() for codes in documented.values())
+    raised = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
+    assert raised <= {*MAKE.EXIT_CODES}
+    for verb, code, words in (
+        ("run", job.STOPPED_CODE, "stopped"),
+        ("run", errors.FingerprintError.exit_code, "fingerprint"),
+        ("verify", verify.NOT_REPEATABLE, "two trainings without hooks differ"),
+        ("findings", findings.FIRED, "a rule fires"),
+        ("reference", findings.FIRED, "the run leaves the reference"),
+    ):
+        assert words in documented[verb][code]
 
 
 @pytest.mark.parametrize(("name", "given"), [*zip(MAKE.SECTIONS, MAKE.CONFIGS, strict=False)])

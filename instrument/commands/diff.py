@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", InstrumentWarning)
+        with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
             difference = diff(
                 args.a,
                 args.b,

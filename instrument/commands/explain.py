@@ -27,17 +27,7 @@ from instrument.commands.verbs import add_json, parser_of, print_json, with_exit
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.base import HookBase
-from instrument.config.budget import BudgetConfig
-from instrument.config.experiment import (
-    CheckpointConfig,
-    DataConfig,
-    ForwardConfig,
-    InitFromConfig,
-    RunConfig,
-    SinkConfig,
-    SliceSpec,
-    TrainConfig,
-)
+from instrument.config.experiment import RunConfig
 from instrument.config.modify import FUNCTIONS, FunctionSpec
 from instrument.config.rules import RULES, CustomRule, RuleBase, WatchRule
 from instrument.errors import ConfigError, InstrumentError, Problem, similar_names
@@ -45,19 +35,6 @@ from instrument.fields.field_types import Selection, Target
 from instrument.tables.kinds import KINDS
 from instrument.tables.schemas import TABLES
 from instrument.tables.statistics import STATISTICS
-
-SECTIONS: dict[str, type[BaseModel]] = {
-    "Root keys": RunConfig,
-    "`data`": DataConfig,
-    "`data.slice` and `data.eval_slice`": SliceSpec,
-    "`train`": TrainConfig,
-    "`train.checkpoint`": CheckpointConfig,
-    "`forward`": ForwardConfig,
-    "`init_from`": InitFromConfig,
-    "`sink`": SinkConfig,
-    "`budget`": BudgetConfig,
-}
-"""The sections of a configuration. Their examples are the first ones of `CONFIGS`, in the same order."""
 
 CONFIGS: list[dict[str, Any]] = yaml.safe_load("""
 - {name: mine, seed: 1, device: cpu, objective: accuracy, report: true}
@@ -99,7 +76,9 @@ CONFIGS: list[dict[str, Any]] = yaml.safe_load("""
 - {sink: {tensors: bytes, remote: 's3://bucket/runs'}}
 - {sink: {_target_: mymodule.MySink}}
 """)
-"""Examples of configurations. The example of a key is the first one that has it, or else its section and its default."""
+"""Examples of configurations. The example of a key is the first one that has it, or else its section and its default. The first ones are
+those of the sections in docs/reference/config.md, in the same order.
+"""
 
 HOOKS: dict[str, dict[str, Any]] = yaml.safe_load("""
 record: {layers: '**', kind: forward, action: record, every: 10, stats: [default, dead_fraction]}

@@ -94,8 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _export(folder: Path, args: argparse.Namespace, out: Path | None) -> int:
     to: str = args.to
     output = out or folder / FOLDERS.get(to, ".")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
+    with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # problems are printed below
         files = RunFiles(folder)
         try:
             summary = _write(files, output, args) if to in FILES else _track(files, to, output)

@@ -46,7 +46,8 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
     if missing:
         options = getattr(error, "options", None) or _options(missing[1], folders)
         options = [*options, *(TASKS if missing[1] == "task" else ())]
-        return _option_problem(missing[1], missing[2], options)
+        message = "unknown option of this group" if options else "unknown group"
+        return Problem(missing[1], message, missing[2], options, similar_names(missing[2], options))
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)
     return _group_value_problem(overrides, folders) or Problem(
@@ -70,11 +71,6 @@ def _yaml_problem(error: MarkedYAMLError) -> Problem:
     star = "alias" in str(error.context)
     fix = "put quotes around a value that starts with '*', such as a glob" if star else ""
     return Problem(where, f"invalid YAML: {error.problem}", fix=fix)
-
-
-def _option_problem(group: str, name: str, options: Sequence[str]) -> Problem:
-    message = "unknown option of this group" if options else "unknown group"
-    return Problem(group, message, given=name, allowed=options, similar=similar_names(name, options))
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:

@@ -1,15 +1,19 @@
-"""One job: a single run or a job of a sweep, with its error reporting."""
+"""One job: a single run or a job of a sweep, which a launcher may start again, with its error reporting."""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import re
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +32,18 @@ from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..formatting import shown_path
 from ..rules.requirements import check_rules
 from ..storage.folder_snapshot import REFUSED
-from ..storage.run_record import read_record
+from ..storage.lock import is_written
+from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, read_record
 from ..training.distributed.torchrun import is_rank_zero
 from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
-from ..training.sweeps.objective import read_objective, score_job
-from ..training.sweeps.optuna_checks import is_search, worst_score
+from ..training.sweeps.objective import is_search, read_objective, score_job, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
-from .import_without_gc import importing
-from .restarted_jobs import previous_attempt, restarted
 from .verbs import print_json
 
 STOPPED_CODE = 3
 """The exit code of a run that a rule stopped."""
+LOCK_SECONDS = 30.0  # seconds until the previous process of the job has ended
+OPENED = (".hydra", "instrument.log")  # written by Hydra before the job begins
 
 
 class JobFailedError(Exception):
@@ -104,6 +108,43 @@ def job(config: DictConfig) -> float | None:
     raise JobFailedError(STOPPED_CODE, folders.folder) if folders.sweep is not None else SystemExit(STOPPED_CODE)
 
 
+def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the run.json of the previous attempt of a job.
+
+    None if it does not exist, if the run is in progress, or if the run has other overrides: the folder is then refused.
+    """
+    if not (folder / "run.json").exists():
+        return None
+    record = read_record(folder, "hydra.sweep.dir")
+    if record.get("overrides") != json.loads(json.dumps(overrides, default=str)):
+        return None
+    deadline = time.monotonic() + LOCK_SECONDS
+    while is_written(folder):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.1)
+    return record
+
+
+def restarted(config: RunConfig, raw: dict[str, Any], folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the configuration with which a job starts again: it resumes from a checkpoint, or its files are archived."""
+    if not checkpoint_steps(folder):
+        archive(folder, OPENED)
+        return config, raw
+    return config.model_copy(update={"resume": str(folder)}), {**raw, "resume": str(folder)}
+
+
+def archive(folder: Path, kept: Collection[str] = ()) -> None:
+    """Move the files of a job, except those with names in `kept`, to `.aside/3.1`, ..., where they are not read as a run."""
+    attempts = (folder.parent / PREVIOUS_ATTEMPTS / f"{folder.name}.{attempt}" for attempt in count(1))
+    target = next(path for path in attempts if not path.exists())
+    target.mkdir(parents=True)
+    for path in [path for path in folder.iterdir() if path.name not in kept]:
+        path.rename(target / path.name)
+    if not kept:
+        folder.rmdir()
+
+
 def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:
     """Return what writes the report of a run, given its readable folder; None if the configuration requests none.
 
@@ -124,6 +165,27 @@ def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | N
 def _label(sweep: Sweep, folder: Path) -> str:
     overrides = recorded_overrides(folder) or tuple(HydraConfig.get().overrides.task)
     return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Disable garbage collection during the `with` block, for imports of PyTorch and packages that depend on it.
+
+    These imports create hundreds of thousands of objects that live until the process ends. Repeated garbage collection
+    takes a fifth of the import time, and later collections would visit the objects again during training. They are
+    therefore frozen, and later collections skip them.
+
+    Has no effect if PyTorch is already imported or garbage collection is disabled.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class Terminated(KeyboardInterrupt):
@@ -309,18 +371,5 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
         Values by key, parsed to Python types; None for a deleted key.
     """
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
-    values: dict[str, Any] = {}
-    for override in OverridesParser.create().parse_overrides(overrides):
-        values[override.key_or_group] = None if override.is_delete() else override.value()
-    return {
-        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
-        for key, value in values.items()
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, int | float | bool | str) or value is None else str(value)
+    parsed = OverridesParser.create().parse_overrides(overrides)
+    return {each.key_or_group: None if each.is_delete() else each.value() for each in parsed}

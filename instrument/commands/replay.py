@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, TextIO
 from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
-from instrument.commands.import_without_gc import importing
-from instrument.commands.job import read_config, read_overrides, report_errors, report_writer
+from instrument.commands.job import importing, read_config, read_overrides, report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from instrument.commands.verbs import add_json, parser_of, with_exit_codes
 from instrument.config.experiment import InitFromConfig, RunConfig

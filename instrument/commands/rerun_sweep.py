@@ -20,8 +20,7 @@ from ..errors import ConfigError, Problem
 from ..storage.lock import FolderLock
 from ..storage.run_record import checkpoint_steps
 from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
-from .job import job
-from .restarted_jobs import archive
+from .job import archive, job
 
 WHERE = "--rerun"
 KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in addition to `resume`

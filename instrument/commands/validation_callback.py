@@ -43,8 +43,7 @@ from ..training.sweeps.jobs import (
     sweep_overrides,
     values_of,
 )
-from ..training.sweeps.objective import OBJECTIVE_KEY, read_objective
-from ..training.sweeps.optuna_checks import check_search, is_search
+from ..training.sweeps.objective import OBJECTIVE_KEY, check_search, is_search, read_objective
 from .job import as_instrument_error, print_error, read_config, show_plan
 
 

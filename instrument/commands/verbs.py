@@ -55,15 +55,6 @@ VERBS = {
     "Shell": {"completion": "print the script that completes verbs, options and overrides in bash, zsh or fish"},
 }
 ALL = {verb: text for verbs in VERBS.values() for verb, text in verbs.items()}
-EXIT_CODES = {
-    0: "done",
-    1: "the run or the command failed, or runs differ",
-    2: "the arguments or the configuration are invalid; nothing was run",
-    3: "a rule or `control` stopped the run, or a training is not repeatable",
-    4: "a rule fired, a run is outside the ranges of its reference, or the fingerprint of a training differs",
-    130: "interrupted by Ctrl-C",
-}
-"""What each exit code means, for all verbs. The docstring of each module states its own reasons."""
 EXAMPLES = """\
   instrument run +exp=mnist_hooks                     run an experiment
   instrument plan +exp=mnist_hooks                    show what it would do
@@ -90,13 +81,6 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 _verb: list[str] = []
 """The verb of the command line; empty without one."""
-
-
-def documented_exit_codes(verb: str) -> dict[int, str]:
-    """Return the exit codes of a verb with their reasons, from the docstring of its module."""
-    module = import_module(f"{__package__}.{'hydra_main' if verb in ('run', 'plan') else verb}")
-    text = " ".join((module.__doc__ or "").partition("Exit codes: ")[2].split("\n\n")[0].split())
-    return {int(code): reason for code, reason in re.findall(r"(\d+), (.*?)(?=; \d+, |\. |\.?$)", text)}
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
-from instrument.commands.import_without_gc import importing
-from instrument.commands.job import read_config, report_errors
+from instrument.commands.job import importing, read_config, report_errors
 from instrument.errors import ConfigError, Problem
 from instrument.training.distributed.torchrun import is_rank_zero, process_group
 
 if TYPE_CHECKING:
-    from instrument.training.verification.comparison import Certificate
+    from instrument.training.verification.fingerprints import Certificate
 
 NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
@@ -51,7 +50,7 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
-            from instrument.training.verification.comparison import verify
+            from instrument.training.verification.fingerprints import verify
 
         processes = process_group()
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # of the model

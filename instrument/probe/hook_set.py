@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.functions import FunctionHooks, FunctionThreads
-from ..hooks.hook_group_interface import HookGroup
+from ..hooks.hook_group_interface import HookGroup, InertWhenCopied
 from ..hooks.loss import LossHooks
 from ..hooks.module_hooks import ModuleHooks
 from ..hooks.optimizer import StepHooks
@@ -22,12 +23,11 @@ from ..hooks.site_grouping import group_sites
 from ..plan.hook_plan import HookPlan
 from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import has_compiled
-from ..tables.reasons import OTHER_STEP, SKIPPED_STEP
+from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import optimizers_of
 from .optimizer_step_watch import StepWatch
 from .phase_watch import PhaseWatch
-from .replacement_watch import LoadWatch, ModuleWatch
 
 
 class HookSet:
@@ -200,3 +200,48 @@ class HookSet:
                 site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
                 self.event("replaced", message, layer=site.layer.name, severity="info")
+
+
+class ModuleWatch:
+    """Detects hooked modules that are no longer part of the model."""
+
+    def __init__(self, model: nn.Module, attached_hooks: Sequence[AttachedHook]) -> None:
+        self.sites: dict[nn.Module, list[AttachedHook]] = {}
+        for attached in attached_hooks:
+            self.sites.setdefault(attached.site.layer.module, []).append(attached)
+        self.slots = [
+            (parent._modules, key, child)
+            for parent in model.modules()
+            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
+            for key, child in parent._modules.items()
+            if not isinstance(child, weakref.ProxyTypes) and child in self.sites
+        ]
+
+    def replaced(self) -> list[AttachedHook]:
+        """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
+        gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
+        if not gone:
+            return []
+        self.slots = [slot for slot in self.slots if slot not in gone]
+        attached_hooks = [attached for _, _, child in gone for attached in self.sites.pop(child, [])]
+        for attached in attached_hooks:
+            attached.default_reason = REPLACED
+        return attached_hooks
+
+
+class LoadWatch(InertWhenCopied):
+    """Reports loaded state dicts. `assign=True` replaces parameters."""
+
+    def __init__(self, model: nn.Module, clock: Clock, on_load: Callable[[], None]) -> None:
+        super().__init__((), clock)
+        self.model = model
+        self.on_load = on_load
+
+    def attach(self) -> None:
+        """Register the hook."""
+        self.handles.append(self.model.register_load_state_dict_post_hook(self.loaded))
+
+    def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
+        """The hook after a state dict was loaded."""
+        if not self.clock.closed:
+            self.on_load()

@@ -124,8 +124,4 @@ class Metrics:
             place, values = (moment.step, moment.epoch, moment.phase, self.clock.rank), (row[name] for name in METRICS)
             return (*place, *values, skipped, custom_metrics_in(row) or None)
 
-        self.recorder.note_metrics((moment.step, moment.phase, row))
-        if now:
-            self.recorder.write("metrics", [cells()])
-        else:
-            self.recorder.write_deferred("metrics", cells)
+        self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=now)

@@ -9,12 +9,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..actions.base import Archive, StepContext
+from ..actions.base import Archive, SampleIds, StepContext
 from ..actions.record import Record
 from ..config.budget import BudgetConfig
 from ..config.hook_specs import HookSpec
@@ -39,16 +38,14 @@ from ..tables.sink_interface import Sink
 from ..values.dtensor import own_rank
 from .budget import Budget
 from .collectives import Ranks
-from .coverage import coverage_rows, write_coverage
+from .coverage import coverage_rows, frozen_layers, has_lazy_parameters, layer_rows, write_coverage
 from .hook_set import HookSet
 from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
 from .recorder import Recorder
-from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
-from .rule_actions import RuleActions
-from .rule_rows import RuleRows
+from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows, check_custom_columns
@@ -449,25 +446,21 @@ class Probe(OwnedByProcess):
                 named already. At the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
         """
         names = checked_ids(ids)
-        numbers = checked_targets(targets, len(names))
-        self.clock.name_samples(names, numbers)
-        if self.recorder.samples.are_kept:
-            scalars = scalar_targets(numbers, len(names))
-            batch = SampleBatch(self.clock.moment, self.clock.rank, names, scalars, is_checked=True)
-            self.recorder.samples.begin(batch)
+        self._name_samples(names, checked_targets(targets, len(names)), is_checked=True)
 
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
         """Name the samples of the next batch by their indices in the complete dataset, for loops that load batches from it.
 
         `batch` is that of the data loader, or a mapping with its targets; see `targets_of`.
         """
-        targets = targets_of(batch)
-        self.clock.name_samples(indices, targets)
+        self._name_samples(indices, targets_of(batch), is_checked=False)
+
+    def _name_samples(self, ids: SampleIds, targets: Tensor | None, *, is_checked: bool) -> None:
+        self.clock.name_samples(ids, targets)
         if self.recorder.samples.are_kept:
-            moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
-            scalars = scalar_targets(targets, len(indices))
-            named = SampleBatch(moment, self.clock.rank, ids, scalars, is_checked=False)
-            self.recorder.samples.begin(named)
+            scalars = scalar_targets(targets, len(ids))
+            batch = SampleBatch(self.clock.moment, self.clock.rank, ids, scalars, is_checked=is_checked)
+            self.recorder.samples.begin(batch)
 
     @contextmanager
     def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> Iterator[None]:

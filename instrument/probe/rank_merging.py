@@ -25,7 +25,6 @@ from ..tables.sink_interface import Row
 from ..tables.statistics import DEAD, UNITS
 from ..values.dtensor import own_rank
 from .collectives import LocalReducer, Piece, Ranks, without_numbers
-from .row_cells import identity_columns
 from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
 
 _RANK_AT = 4  # the index of the rank among the identity columns
@@ -222,6 +221,11 @@ class RowMerger:
         merged_rows = merge(pieces, reducer, block, parts.to(reducer.device), maxima, self._slots)
         self._pieces, self._block = [], None  # not cleared earlier, since other processes may fail
         return merged_rows
+
+
+def identity_columns(context: Context) -> Row:
+    """Return the identity columns of a row: when and where it was recorded."""
+    return (*context.moment, *context.site)
 
 
 def identity_without_rank(context: Context) -> Row:

@@ -104,7 +104,7 @@ class Recorder:
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[MetricsRow] = []  # of this step
         self._relations: dict[tuple[int, str], Sequence[RelationRow]] = {}
-        self._deferred: list[tuple[str, Callable[[], Row]]] = []
+        self._deferred: list[Callable[[], Row]] = []  # rows of metrics whose numbers are on a device
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
 
@@ -318,13 +318,13 @@ class Recorder:
         rows = len(step.stats) + len(step.effects) or step.merged or further.measured or further.lines
         return bool(rows or further.tensors or further.transfer.devices)
 
-    def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
-        """Write a row that is computed when the rows of the step are passed to the sink."""
-        self._deferred.append((table, row))
-
-    def note_metrics(self, row: MetricsRow) -> None:
-        """Add a row of metrics for `on_rows`. It is passed on when the rows of the step are passed to the sink."""
+    def add_metrics(self, row: MetricsRow, cells: Callable[[], Row], *, now: bool) -> None:
+        """Write a row of metrics, now or with the rows of the step, with which it is passed to `on_rows`."""
         self._metrics.append(row)
+        if now:
+            self.write("metrics", [cells()])
+        else:
+            self._deferred.append(cells)
 
     def write_relations(self, step: int, phase: str, rank: int, rows: Sequence[RelationRow]) -> None:
         """Write the rows of relations of a step, and pass them to `on_rows` with the other rows of the step."""
@@ -365,8 +365,8 @@ class Recorder:
         for batch_rows in samples:
             self.write("samples", batch_rows)
         self._store_decided(further.tensors, fetched)
-        for name, deferred in further.deferred:
-            self.write(name, [deferred()])
+        for cells_of_metrics in further.deferred:
+            self.write("metrics", [cells_of_metrics()])
         if self.on_rows is not None:
             in_time = [rows for rows, batch in zip(samples, further.batches, strict=True) if not batch.is_late]
             self.on_rows(stats_rows, step.metrics, in_time, step.relations, step.is_complete)
@@ -444,7 +444,7 @@ class _Further(NamedTuple):
     batches: Sequence[SampleBatch]
     lines: Sequence[tuple[str, _Values]]
     tensors: Sequence[UndecidedTensor]
-    deferred: Sequence[tuple[str, Callable[[], Row]]]
+    deferred: Sequence[Callable[[], Row]]
     sums: Sequence[tuple[list[Tensor], HostCopy]]
     transfer: Transfer
 

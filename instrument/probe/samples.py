@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import Context, StepContext
+from ..actions.base import Context, SampleIds, StepContext
 from ..errors import ConfigError, Problem
 from ..hooks.clock import take
 from ..tables.kinds import KINDS
@@ -30,7 +30,7 @@ class SampleBatch:
     """The samples of one micro-step.
 
     Attributes:
-        ids: One id per sample: int64 [samples], or strings.
+        ids: One id per sample: int64 [samples], integers or strings.
         targets: One number per sample: [samples]; None if they are unknown or not scalar.
         is_checked: Whether a recorded tensor must have as many samples in dimension 0.
         is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
@@ -38,7 +38,7 @@ class SampleBatch:
 
     moment: StepContext
     rank: int
-    ids: Tensor | Sequence[str]
+    ids: SampleIds
     targets: Tensor | None
     is_checked: bool = field(kw_only=True)
     is_late: bool = False

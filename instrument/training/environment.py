@@ -6,7 +6,7 @@ import hashlib
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..fields.field_types import nested_values
 from .loader import Slice, preserved_random_states, seed_random_states
 
 PACKAGE = Path(__file__).parents[1]
@@ -56,8 +57,9 @@ def code_hashes(config: Mapping[str, Any]) -> dict[str, str]:
         The hashes by name of the module. Installed packages are left out: they have versions.
     """
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    targets = (value.get("_target_") for _, value in nested_values(config, "") if isinstance(value, Mapping))
     hashes = {}
-    for target in sorted(set(_targets(config))):
+    for target in sorted({target for target in targets if isinstance(target, str)}):
         name = target.rpartition(".")[0]
         while name and name not in sys.modules:
             name = name.rpartition(".")[0]
@@ -67,18 +69,6 @@ def code_hashes(config: Mapping[str, Any]) -> dict[str, str]:
         with suppress(OSError):
             hashes[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
     return hashes
-
-
-def _targets(value: Any) -> Iterator[str]:
-    """Yield each `_target_` in a configuration."""
-    if isinstance(value, Mapping):
-        if isinstance(value.get("_target_"), str):
-            yield value["_target_"]
-        for item in value.values():
-            yield from _targets(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _targets(item)
 
 
 def content_hash(dataset: Dataset[Any] | None) -> str | None:

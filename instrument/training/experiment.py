@@ -470,8 +470,7 @@ def _check_learning_rates(scheduler: LRScheduler, name: str, steps: int) -> None
         copied = copy.deepcopy(scheduler, {id(parameter): parameter for parameter in parameters})
     except Exception:  # custom code that cannot be copied
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch warns since the optimizer makes no step
+    with warnings.catch_warnings(action="ignore"):  # PyTorch warns since the optimizer makes no step
         for step in range(1, min(steps, _TRIED_STEPS) + 1):
             try:
                 copied.step()

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import NotKeptError, StepContext
+from ..actions.base import NotKeptError, Rows, StepContext
 from ..actions.builtin.call import CallSpec
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import RunArchive
@@ -61,7 +61,7 @@ class HookTrials:
         self._archive = archive
         self._hooks: list[AttachedHook] = []
         for name, spec in plan.specs.items():
-            action = spec.build(_NoRows(), archive)
+            action = spec.build(_NoRows(), archive)  # type: ignore[abstract]  # its methods return None
             clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
             self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
         self._length, self._phases = length, phases
@@ -273,20 +273,5 @@ def _moments(spec: HookSpec, length: Length, sizes: Callable[[int], Sequence[int
     return moments
 
 
-class _NoRows:
-    """Receives the rows of actions, and discards them."""
-
-    def memory(self, device: torch.device) -> None:
-        """Return None: the sums are in separate memory."""
-
-    def slab_of(self, context: Any) -> None:
-        """Return None: there is no slab."""
-
-    def merges(self, context: Any) -> bool:  # noqa: ARG002
-        """Return false: this process measures the complete tensor."""
-        return False
-
-    def add_effect(self, *_: Any) -> None:
-        """Do nothing."""
-
-    add_stats = add_line = add_row = add_tensor = add_effect
+class _NoRows(Rows):
+    """Discards the rows of actions: each method of `Rows` does nothing, and returns None."""

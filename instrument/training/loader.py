@@ -145,6 +145,7 @@ START_METHOD = "fork" if sys.platform == "linux" else None
 _NUMPY = np.random.MT19937(0)  # NumPy's global generator while a batch is loaded.
 
 
+@dataclass(frozen=True, eq=False)
 class Loader:
     """The batches of a dataset. Iteration gives them in the order of the dataset, as for an evaluation.
 
@@ -157,17 +158,10 @@ class Loader:
         shard: The part of each batch that this process gets. Default: the full batch.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        batch_size: int,
-        shard: BatchShard = FULL_BATCH,
-        options: LoaderOptions = DEFAULT_OPTIONS,
-    ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.shard = shard
-        self.options = options
+    dataset: Dataset[Any]
+    batch_size: int
+    shard: BatchShard = FULL_BATCH
+    options: LoaderOptions = DEFAULT_OPTIONS
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         return self.load("eval")

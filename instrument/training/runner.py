@@ -41,7 +41,7 @@ from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
 from .terminal import Terminal
-from .training_fingerprint import check_fingerprint, training_fingerprint
+from .verification.fingerprints import check_fingerprint, training_fingerprint
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def context(rank: int = 0, **changed: Any) -> Context:
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
     """Write a run whose processes each recorded a batch shard, or the full batch if they all have the same."""
-    from instrument.probe.row_cells import identity_columns
+    from instrument.probe.rank_merging import identity_columns
 
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "done", "ranks": ranks, "config": {}}))

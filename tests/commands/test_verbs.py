@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from instrument import errors
-from instrument.commands import findings, job, verbs, verify
+from instrument.commands import findings, verbs
 from instrument.report.run_page import _command
 
 MODULES = [verb for verb in verbs.ALL if verb not in ("run", "plan")]
@@ -41,22 +40,6 @@ def test_run_and_plan_are_the_main_command(
     monkeypatch: pytest.MonkeyPatch, given: list[str], expected: list[str]
 ) -> None:
     assert run_verb(monkeypatch, *given) == ["instrument", *expected]
-
-
-def test_exit_codes_are_those_of_the_table() -> None:
-    documented = {verb: verbs.documented_exit_codes(verb) for verb in verbs.ALL}
-    assert {code for codes in documented.values() for code in codes} == {*verbs.EXIT_CODES}
-    assert all({0, errors.ConfigError.exit_code} <= codes.keys() for codes in documented.values())
-    raised = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
-    assert raised <= {*verbs.EXIT_CODES}
-    for verb, code, words in (
-        ("run", job.STOPPED_CODE, "stopped"),
-        ("run", errors.FingerprintError.exit_code, "fingerprint"),
-        ("verify", verify.NOT_REPEATABLE, "two trainings without hooks differ"),
-        ("findings", findings.FIRED, "a rule fires"),
-        ("reference", findings.FIRED, "the run leaves the reference"),
-    ):
-        assert words in documented[verb][code]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], []], ids=" ".join)

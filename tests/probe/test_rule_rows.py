@@ -65,7 +65,7 @@ def test_rule_fires_in_its_step(
     monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any], every: int, has_metrics: bool
 ) -> None:
     if not has_metrics:  # as where rank 0 writes the metrics
-        monkeypatch.setattr(Recorder, "note_metrics", lambda recorder, row: None)
+        monkeypatch.setattr(Recorder, "add_metrics", lambda recorder, row, cells, now: None)
     probe, sink = started({"big": rule}, net(), every=every)
     with probe:
         for step in range(9):

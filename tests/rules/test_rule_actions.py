@@ -29,10 +29,10 @@ from instrument.config.spec_file import read_rules
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
 from instrument.probe.probe import Probe
-from instrument.probe.rule_actions import RuleActions
+from instrument.probe.rules import RuleActions
 from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.rules.step_rows import StepRows
-from instrument.training.sweeps.optuna_checks import worst_score
+from instrument.training.sweeps.objective import worst_score
 
 Cli = Callable[..., Answer]
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}

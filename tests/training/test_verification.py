@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from instrument.actions.record import Record
 from instrument.config.parse import parse_config
 from instrument.tasks import NextToken
-from instrument.training.verification.comparison import verify
-from instrument.training.verification.fingerprints import trace
+from instrument.training.verification.fingerprints import trace, verify
 
 HOOKS = {
     "outputs": {"layers": "**", "kind": "forward", "action": "record"},

@@ -366,12 +366,9 @@ class FullySharded(DataParallel):
             )
             raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
 
-    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        return forward  # FSDP2 reduces the gradients of the shards itself, after each pass.
-
-    @contextmanager
-    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        yield
+    # FSDP2 reduces the gradients of the shards itself, after each pass.
+    wrap = Strategy.wrap
+    micro_step = Strategy.micro_step
 
 
 def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:

@@ -10,8 +10,7 @@ import shlex
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -130,7 +129,7 @@ class Sweep(Jobs):
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
-        with suppress_warnings():
+        with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # about rows, which are not read
             jobs = self._existing()
         for number, overrides in enumerate(expand_sweep(self.hydra) if self.has_known_jobs else ()):
             name = str(number)
@@ -179,7 +178,7 @@ class Runs(Jobs):
 
     def jobs(self) -> list[SweepJob]:
         """Return all runs, sorted by number."""
-        with suppress_warnings():
+        with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # about rows, which are not read
             infos = self.run.infos
         return [
             SweepJob(
@@ -227,14 +226,6 @@ def jobs_in(folder: str) -> Jobs:
     if is_address(folder) and (run.path / SWEEP_RECORD).exists():
         return RemoteSweep(run)
     return Runs(run)
-
-
-@contextmanager
-def suppress_warnings() -> Iterator[None]:
-    """Suppress `InstrumentWarning` about the location of rows during the `with` block, which reads only `run.json`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)
-        yield
 
 
 def error_of(info: Mapping[str, Any]) -> str | None:

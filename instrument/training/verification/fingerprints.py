@@ -1,23 +1,32 @@
-"""Fingerprints of a training: those of all tensors of its state after each step and evaluation."""
+"""Fingerprints of a training: of its state after each step and evaluation, which `verify` compares bit by bit without and with
+record hooks, and of its result, for run.json.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...config.base import ObservationSpec
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
+from ...errors import FingerprintError
 from ...probe.probe import Probe
 from ...stats.fingerprint import fingerprint
+from ...stats.flatten import unreadable
 from ...storage.memory import MemorySink
+from ...storage.run_files import RunFiles
 from ...values.dtensor import local_shard
 from ...values.nested import iter_tensors
 from ..device_and_seed import process_state
@@ -29,6 +38,7 @@ from ..loop import Progress, train
 
 # Times always differ; gradients are compared one by one.
 IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
+_PARTS = ("losses", "parameters and buffers")  # of the fingerprint of a result
 
 Key = tuple[str, str]
 """The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
@@ -156,3 +166,150 @@ def _random_state() -> int:
 def _of_object(value: object) -> int:
     """Return the fingerprint of numbers and arrays: that of their pickled bytes."""
     return int(fingerprint(torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference between two trainings.
+
+    Attributes:
+        step: The index of the first step that differs. For an evaluation, the number of completed steps.
+        what: The first quantity that differs, such as `the loss` or `the gradient`.
+        where: The parameter or the buffer; empty if the quantity exists only once.
+        hook: The hook that causes the difference; empty if both trainings have no hooks.
+        phase: `train` (default) or `eval`.
+    """
+
+    step: int
+    what: str
+    where: str
+    hook: str
+    phase: str = "train"
+
+    def __str__(self) -> str:
+        moment = f"step {self.step}" if self.phase == "train" else f"evaluation after {self.step} steps"
+        location = f" at {self.where}" if self.where else ""
+        hook = f", with hook {self.hook!r}" if self.hook else ""
+        return f"{moment}: {self.what} differs{location}{hook}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The result of a verification.
+
+    Attributes:
+        left_out: The names of the hooks that change values. They were not attached.
+        tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
+        difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
+            or if the training without hooks is not reproducible.
+        largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
+        unrepeated: The first difference between two trainings without hooks. None if they are bit-identical, or if a
+            second training was not needed.
+    """
+
+    steps: int
+    evaluations: int
+    hooks: tuple[str, ...]
+    left_out: tuple[str, ...]
+    tensors: int
+    sites: int
+    rows: int
+    difference: Difference | None
+    largest: tuple[float, str] | None = None
+    unrepeated: Difference | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether recording changed nothing."""
+        return self.difference is None and self.unrepeated is None
+
+
+def verify(config: RunConfig, processes: Processes | None = None) -> Certificate:
+    """Train an experiment without hooks and with its record hooks, and compare each step and each evaluation.
+
+    If they differ, the experiment is trained without hooks a second time. If these two trainings differ as well, the
+    training is not reproducible, and the difference is not attributed to hooks.
+
+    Args:
+        config: The experiment. `train.steps` is the number of compared steps.
+        processes: The processes that train it; all of them call this function and return the same. Default: None, a single process.
+    """
+    recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
+    left_out = tuple(name for name in config.hooks if name not in recording)
+    bare, hooked = trace(config, {}, processes=processes), trace(config, recording, processes=processes)
+    baseline, with_hooks = bare.fingerprints, hooked.fingerprints
+    difference = unrepeated = largest = None
+    if first_difference(baseline, with_hooks) is not None:
+        largest = max(
+            ((one - hooked.parameters[name]).abs().max().item(), name)
+            for name, one in bare.parameters.items()
+            if one.numel()
+        )
+        largest = largest if processes is None else max(processes.exchange(largest))
+        unrepeated = first_difference(baseline, trace(config, {}, processes=processes).fingerprints)
+        difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks, processes)
+    steps = [fingerprint for fingerprint in baseline if fingerprint.phase == "train"]
+    tensors = sum(bool(where) for _, where in steps[-1].bits)
+    evaluations = len(baseline) - len(steps)
+    return Certificate(
+        *(len(steps), evaluations, tuple(recording), left_out, tensors),
+        *(hooked.sites, hooked.rows, difference, largest, unrepeated),
+    )
+
+
+def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: str = "") -> Difference | None:
+    """Return the first difference between two trainings; None if they are equal.
+
+    Args:
+        hook: The name of the hook to report as the cause. Default: empty.
+    """
+    for left, right in zip_longest(first, second):
+        if left is None or right is None:
+            return Difference((left or right).step, "the number of steps", "", hook, (left or right).phase)
+        for what, where in dict.fromkeys([*left.bits, *right.bits]):
+            if left.bits.get((what, where)) != right.bits.get((what, where)):
+                return Difference(left.step, what, where, hook, left.phase)
+    return None
+
+
+def _find_cause(
+    config: RunConfig,
+    hooks: Mapping[str, HookSpec],
+    baseline: list[Fingerprint],
+    with_hooks: list[Fingerprint],
+    processes: Processes | None,
+) -> Difference | None:
+    """Attach one hook at a time to find the hook that causes the difference."""
+    max_fingerprints = next(
+        number for number, pair in enumerate(zip_longest(baseline, with_hooks), 1) if pair[0] != pair[1]
+    )
+    for name, spec in hooks.items():
+        with_one_hook = trace(config, {name: spec}, max_fingerprints, processes=processes).fingerprints
+        if (difference := first_difference(baseline[: len(with_one_hook)], with_one_hook, name)) is not None:
+            return difference
+    return first_difference(baseline, with_hooks, "+".join(hooks))
+
+
+def training_fingerprint(experiment: Experiment, folder: Path, processes: Processes | None) -> str:
+    """Return two numbers of 64 bits, hexadecimal: that of the losses in the table `metrics`, and that of all parameters and buffers.
+
+    With several processes, the second one covers those of all. All processes have to call it, after the last rows were written.
+    """
+    named = [*experiment.model.named_parameters(), *experiment.model.named_buffers()]
+    weights = repr([(name, int(fingerprint(tensor))) for name, tensor in named if unreadable(tensor) is None])
+    every = [weights] if processes is None else processes.exchange(weights)
+    metrics = RunFiles(folder).read("metrics", ["step", "phase", "loss"])
+    rows = zip(*(metrics[name].to_pylist() for name in metrics.column_names), strict=True)
+    losses = repr(sorted(rows, key=lambda row: row[:2]))
+    return "-".join(hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in (losses, "".join(every)))
+
+
+def check_fingerprint(expected: str, found: str) -> None:
+    """Raise a FingerprintError if the fingerprint of a training is not the expected one."""
+    pairs = zip(_PARTS, expected.split("-"), found.split("-"), strict=True)
+    if differing := [part for part, one, other in pairs if one != other]:
+        raise FingerprintError(
+            f"train.fingerprint: the {' and the '.join(differing)} of the training differ from the expected ones\n"
+            f"    given    {expected}\n    found    {found}\n"
+            "    fix      instrument diff names the first difference to an earlier run"
+        )

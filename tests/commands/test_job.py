@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from instrument.commands.import_without_gc import importing
+from instrument.commands.job import importing
 
 
 def test_garbage_collection_is_paused_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:
