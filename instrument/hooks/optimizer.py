@@ -45,22 +45,26 @@ class StepHooks(OptimizerHooks):
         if self.clock.closed:
             return None
         self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
-        with self.clock.timer or nullcontext():
-            self._copy_parameters()
+        if self.clock.after_wrapper is None:
+            self.copy_parameters()
         of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
         return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
         self._act(self.of_kind("step_pre"))
-        self._copy_parameters()
+        self.copy_parameters()
 
     @torch.no_grad()
-    def _copy_parameters(self) -> None:
-        """Copy the parameters before their update into buffers that are reused at the next step.
+    def copy_parameters(self) -> None:
+        """Copy the parameters before their update into buffers that are reused at the next step. A wrapper's step begins with it.
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
+        with self.clock.timer or nullcontext():
+            self._copy_parameters()
+
+    def _copy_parameters(self) -> None:
         copies: list[tuple[Tensor, Tensor]] = []
         for attached in self.scheduled(self.of_kind("step_post")):
             if attached.role == "update":
@@ -83,9 +87,14 @@ class StepHooks(OptimizerHooks):
                 copy.copy_(original)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Run the step_post sites."""
-        if not self.clock.closed:
-            self._act(self.of_kind("step_post"))
+        """Run the step_post sites, after the step of a wrapper if there is one."""
+        if self.clock.closed:
+            return
+        act = partial(self._act, self.of_kind("step_post"))
+        if self.clock.after_wrapper is None:
+            act()
+        else:
+            self.clock.after_wrapper[self] = act
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
