@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from ..runtime.lazy_compiler import excluded_method
+from ..stats.flatten import unreadable
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .direct import are_recordings, batched_launch
@@ -69,7 +70,8 @@ class StepHooks(OptimizerHooks):
         for attached in self.scheduled(self.of_kind("step_post")):
             if attached.role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
-                if parameter is None or is_lazy(parameter):
+                if parameter is None or (type(parameter) is not Parameter and unreadable(parameter) is not None):
+                    self.parameters_before.pop(attached, None)
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
@@ -164,12 +166,11 @@ class StepHooks(OptimizerHooks):
             case "param_grad":
                 return current.grad
             case "update":
-                buffer = self.parameters_before[attached]
-                return (
-                    buffer
-                    if attached in self.sites_with_update
-                    else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
-                )
+                buffer = self.parameters_before.get(attached)
+                if buffer is None:  # the reason is that of the parameter: its values cannot be read
+                    return current
+                computed = attached in self.sites_with_update
+                return buffer if computed else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
