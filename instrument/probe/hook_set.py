@@ -52,7 +52,11 @@ class HookSet:
         self.attached_hooks = attached_hooks
         self.optimizers = optimizers = optimizers_of(optimizer)
         wrapped = [(each, flatten_optimizer(each)) for each in given_optimizers(optimizer)]
-        self._wrappers = [(each, *inner) for each, inner in wrapped if len(inner) == 1 and inner != (each,)]
+        self._wrappers = [  # without those that make several steps, or pass on the attribute `step`
+            (each, *inner)
+            for each, inner in wrapped
+            if len(inner) == 1 and inner != (each,) and hasattr(type(each), "step")
+        ]
         self.clock = clock
         self.event = event
         self.steps_by_loop = steps_by_loop

@@ -52,7 +52,8 @@ def flatten_optimizer(optimizer: Any, outer: tuple[Any, ...] = ()) -> tuple[Opti
     if not has_hooks:
         problem = "does not call Optimizer.__init__, so it has no hooks" if is_optimizer else "is not an optimizer"
         allowed = "a torch.optim.Optimizer, a wrapper of one, or a list of them"
-        raise ConfigError(Problem("optimizer", problem, type(optimizer).__name__, allowed))
+        given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"  # fastai has another class Optimizer
+        raise ConfigError(Problem("optimizer", problem, given, allowed))
     return (optimizer,)
 
 

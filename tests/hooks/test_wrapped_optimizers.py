@@ -111,6 +111,16 @@ class Outer(Optimizer):
         return self.optimizer.step(closure)
 
 
+class Delegating:
+    """Passes on all attributes, as in fastai."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.opt = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opt, name)
+
+
 WRAPPERS: dict[str, Callable[[Optimizer], Any]] = {
     "lookahead": Lookahead,
     "hooked": Hooked,
@@ -118,6 +128,7 @@ WRAPPERS: dict[str, Callable[[Optimizer], Any]] = {
     "swapping": Swapping,
     "averaging": lambda optimizer: PostLocalSGDOptimizer(optimizer, Averager()),
     "outer": Outer,
+    "delegating": Delegating,
 }
 KEEP = {"layers": ".", "params": "weight", "action": "record", "stats": "none", "tensors": True}
 SPECS = {
