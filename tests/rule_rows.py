@@ -67,4 +67,4 @@ def _column(rows: Sequence[Mapping[str, Any]]) -> Callable[[str], np.ndarray]:
 
 def values(about: Mapping[str, Any], statistic: str, numbers: Sequence[float | None], **more: Any) -> list[Step]:
     """Return one step for each value of a statistic at one location."""
-    return [Step(rows=[{**about, "numel": 100, statistic: number}], **more) for number in numbers]
+    return [Step(rows=[{"numel": 100, **about, statistic: number}], **more) for number in numbers]

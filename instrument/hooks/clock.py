@@ -51,6 +51,7 @@ class Clock:
         named_at: The micro-step whose samples are named by `sample_ids`.
         sample_ids: The ids of these samples.
         sample_targets: Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
+        after_wrapper: The hooks to call when the step of a wrapper of an optimizer ends; None outside of such a step.
     """
 
     moment: StepContext
@@ -71,6 +72,7 @@ class Clock:
     named_at: int = -1
     sample_ids: SampleIds | None = None
     sample_targets: Tensor | None = None
+    after_wrapper: dict[object, Callable[[], None]] | None = None
     _boundary: tuple[StepContext | None, StepContext] = field(init=False)
 
     def __post_init__(self) -> None:

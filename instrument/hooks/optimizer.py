@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 
 from ..runtime.lazy_compiler import excluded_method
+from ..stats.flatten import unreadable
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .direct import are_recordings, batched_launch
@@ -45,27 +46,32 @@ class StepHooks(OptimizerHooks):
         if self.clock.closed:
             return None
         self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
-        with self.clock.timer or nullcontext():
-            self._copy_parameters()
+        if self.clock.after_wrapper is None:
+            self.copy_parameters()
         of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
         return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
         self._act(self.of_kind("step_pre"))
-        self._copy_parameters()
+        self.copy_parameters()
 
     @torch.no_grad()
-    def _copy_parameters(self) -> None:
-        """Copy the parameters before their update into buffers that are reused at the next step.
+    def copy_parameters(self) -> None:
+        """Copy the parameters before their update into buffers that are reused at the next step. A wrapper's step begins with it.
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
+        with self.clock.timer or nullcontext():
+            self._copy_parameters()
+
+    def _copy_parameters(self) -> None:
         copies: list[tuple[Tensor, Tensor]] = []
         for attached in self.scheduled(self.of_kind("step_post")):
             if attached.role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
-                if parameter is None or is_lazy(parameter):
+                if parameter is None or (type(parameter) is not Parameter and unreadable(parameter) is not None):
+                    self.parameters_before.pop(attached, None)
                     continue
                 wide = torch.promote_types(parameter.dtype, torch.float32)
                 if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
@@ -83,9 +89,14 @@ class StepHooks(OptimizerHooks):
                 copy.copy_(original)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """Run the step_post sites."""
-        if not self.clock.closed:
-            self._act(self.of_kind("step_post"))
+        """Run the step_post sites, after the step of a wrapper if there is one."""
+        if self.clock.closed:
+            return
+        act = partial(self._act, self.of_kind("step_post"))
+        if self.clock.after_wrapper is None:
+            act()
+        else:
+            self.clock.after_wrapper[self] = act
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
@@ -155,12 +166,11 @@ class StepHooks(OptimizerHooks):
             case "param_grad":
                 return current.grad
             case "update":
-                buffer = self.parameters_before[attached]
-                return (
-                    buffer
-                    if attached in self.sites_with_update
-                    else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
-                )
+                buffer = self.parameters_before.get(attached)
+                if buffer is None:  # the reason is that of the parameter: its values cannot be read
+                    return current
+                computed = attached in self.sites_with_update
+                return buffer if computed else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 

@@ -93,7 +93,7 @@ def attach(
             probe records only metrics and events.
         optimizer: One optimizer, or a list of several. The kinds `parameter_grad`, `step_pre` and `step_post` and roles
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
-            that holds the parameter makes its step.
+            that holds the parameter makes its step. Pass the wrapper of a library itself, such as that of Accelerate or Opacus.
         scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
         out: The output folder, readable with `instrument.load`. It must not contain a run, except with `overwrite`.
             Default: None, which keeps all rows in memory. In both cases, the probe reads them: `probe.stats`,

@@ -135,6 +135,8 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     layer = attached.site.layer
     if layers.is_inlined(layer):
         return reasons.INLINED
+    if type(layer.module).__call__ is not nn.Module.__call__:
+        return reasons.OWN_CALL
     return reasons.fused_attention_reason(layer.module, layers.parents(layer)) or (
         reasons.NOT_CALLED_COPIED if attached.copied else reason
     )

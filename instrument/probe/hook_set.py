@@ -25,8 +25,8 @@ from ..runtime.deferred_interrupts import uninterrupted
 from ..runtime.lazy_compiler import has_compiled
 from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
-from .optimizer_checks import optimizers_of
-from .optimizer_step_watch import StepWatch
+from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
+from .optimizer_step_watch import StepWatch, WrapperWatch
 from .phase_watch import PhaseWatch
 
 
@@ -41,7 +41,7 @@ class HookSet:
         self,
         plan: HookPlan,
         attached_hooks: Sequence[AttachedHook],
-        optimizers: Sequence[Optimizer],
+        optimizer: Optimizers,
         scaler: GradScaler | None,
         clock: Clock,
         event: EventWriter,
@@ -50,7 +50,13 @@ class HookSet:
     ) -> None:
         self.model = plan.layers.model
         self.attached_hooks = attached_hooks
-        self.optimizers = optimizers
+        self.optimizers = optimizers = optimizers_of(optimizer)
+        wrapped = [(each, flatten_optimizer(each)) for each in given_optimizers(optimizer)]
+        self._wrappers = [  # without those that make several steps, or pass on the attribute `step`
+            (each, *inner)
+            for each, inner in wrapped
+            if len(inner) == 1 and inner != (each,) and hasattr(type(each), "step")
+        ]
         self.clock = clock
         self.event = event
         self.steps_by_loop = steps_by_loop
@@ -73,6 +79,8 @@ class HookSet:
         """
         with uninterrupted():
             self._attach(self.steps)
+            for wrapper, optimizer in self._wrappers:
+                self._attach(WrapperWatch(wrapper, optimizer, self._groups, self.clock))
             if self.steps.scaler is not None:
                 self.clock.amp_scale = self.steps.scale
             self._attach_groups()

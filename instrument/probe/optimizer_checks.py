@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,30 +19,50 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 def optimizers_of(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one optimizer, several or none as a tuple of the optimizers that make the steps.
 
-    Wrappers of libraries are replaced by the wrapped optimizer.
-
     Raises:
         ConfigError: An item is not an optimizer.
     """
-    several = tuple(optimizers) if isinstance(optimizers, list | tuple) else () if optimizers is None else (optimizers,)
-    plain = []
-    for wrapper in several:  # the one of accelerate has no hooks
-        inner = getattr(wrapper, "optimizer", None)
-        optimizer = inner if isinstance(inner, Optimizer) else wrapper
-        if not isinstance(optimizer, Optimizer):
-            message = "is not an optimizer"
-            allowed = "a torch.optim.Optimizer, or a list of them"
-            raise ConfigError(Problem("optimizer", message, type(optimizer).__name__, allowed))
-        plain.append(optimizer)
-    return tuple(dict.fromkeys(part for optimizer in plain for part in flatten_optimizer(optimizer)))
+    return tuple(
+        dict.fromkeys(part for optimizer in given_optimizers(optimizers) for part in flatten_optimizer(optimizer))
+    )
 
 
-def flatten_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers that make the steps: those in `parts`, as in `PerModule`, or the given one."""
-    parts = getattr(optimizer, "parts", None)
-    if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
-        return (optimizer,)
-    return tuple(each for part in parts.values() for each in flatten_optimizer(part))
+def given_optimizers(optimizers: Optimizers) -> tuple[Any, ...]:
+    """Return one optimizer, several or none as a tuple. Wrappers of libraries are kept."""
+    return tuple(optimizers) if isinstance(optimizers, list | tuple) else () if optimizers is None else (optimizers,)
+
+
+def flatten_optimizer(optimizer: Any, outer: tuple[Any, ...] = ()) -> tuple[Optimizer, ...]:
+    """Return the optimizers that make the steps: the given one, or those that it wraps, as `PerModule` and wrappers of libraries do.
+
+    Args:
+        outer: The optimizers that wrap this one.
+
+    Raises:
+        ConfigError: It is not an optimizer, or not one with hooks.
+    """
+    outer = (*outer, optimizer)
+    wrapped = [
+        each for each in _values(optimizer) if isinstance(each, Optimizer) and all(each is not one for one in outer)
+    ]
+    is_optimizer = isinstance(optimizer, Optimizer)
+    has_hooks = is_optimizer and hasattr(optimizer, "_optimizer_step_pre_hooks")  # of its constructor
+    if wrapped and not (has_hooks and set().union(*map(parameter_ids, wrapped)) != parameter_ids(optimizer)):
+        return tuple(part for each in wrapped for part in flatten_optimizer(each, outer))
+    if not has_hooks:
+        problem = "does not call Optimizer.__init__, so it has no hooks" if is_optimizer else "is not an optimizer"
+        allowed = "a torch.optim.Optimizer, a wrapper of one, or a list of them"
+        given = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"  # fastai has another class Optimizer
+        raise ConfigError(Problem("optimizer", problem, given, allowed))
+    return (optimizer,)
+
+
+def _values(optimizer: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and the items of those that are containers."""
+    for value in getattr(optimizer, "__dict__", {}).values():
+        yield from (
+            value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+        )
 
 
 def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:

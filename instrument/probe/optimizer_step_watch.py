@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import wraps
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from torch.optim import Optimizer
 from ..errors import HookError
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import HookGroup
+from ..hooks.optimizer import StepHooks
 from ..hooks.optimizer_owners import as_rate
 
 
@@ -133,6 +137,50 @@ class StepWatch(HookGroup):
             return None
         rate_used, self._rate_used = self._rate_used, None
         return _rate_of(self._optimizers[0]) if rate_used is None else rate_used
+
+
+class WrapperWatch(HookGroup):
+    """Extends the step of an optimizer to that of its wrapper, which may change parameters before it and after it.
+
+    Args:
+        wrapper: An object whose method `step` calls the step of the optimizer, such as Lookahead.
+        groups: All hook groups.
+    """
+
+    def __init__(self, wrapper: Any, optimizer: Optimizer, groups: Sequence[HookGroup], clock: Clock) -> None:
+        super().__init__((), clock)
+        self.wrapper, self.optimizer, self.groups = wrapper, optimizer, groups
+
+    def attach(self) -> None:
+        """Replace the method of the object, as PyTorch's schedulers do. They require a bound method."""
+        self._previous, clock = vars(self.wrapper).get("step"), self.clock
+
+        @wraps(self.wrapper.step)
+        def step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            inner_step = self._previous or MethodType(type(wrapper).step, wrapper)
+            if clock.closed or wrapper is not self.wrapper:  # replaced by other code after this one, or copied
+                return inner_step(*args, **kwargs)
+            for group in self.groups:
+                if isinstance(group, StepHooks) and group.optimizer is self.optimizer:
+                    group.copy_parameters()
+            clock.after_wrapper = {}
+            try:
+                result = inner_step(*args, **kwargs)
+                delayed = clock.after_wrapper
+            finally:
+                clock.after_wrapper = None
+            for act in delayed.values():
+                act()
+            return result
+
+        self.wrapper.step = self._step = MethodType(step, self.wrapper)
+
+    def detach(self) -> None:
+        """Restore the method, unless other code has replaced it meanwhile."""
+        if vars(self.wrapper).get("step") is self._step:
+            del self.wrapper.step
+            if self._previous is not None:
+                self.wrapper.step = self._previous
 
 
 def _rate_of(optimizer: Optimizer) -> Tensor | float | None:

@@ -161,7 +161,7 @@ class Probe(OwnedByProcess):
             is_on=self._is_on,
         )
         self._hooks = HookSet(
-            plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
+            plan, self.attached_hooks, optimizer, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
         self._relations = RelationSet(
             self.rules.relations, plan.layers.model, self.optimizers, self.clock, self._hooks.steps.scaler

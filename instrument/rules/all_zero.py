@@ -17,7 +17,8 @@ class AllZeroRule(PersistentRule):
     """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%).
 
     Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic. Neither do
-    the further items of an output, such as masks and position biases, which can be zero by design.
+    the further items of an output, such as masks and position biases, which can be zero by design, and outputs of one number: a module of
+    losses returns metrics, such as the fraction of clipped samples.
     """
 
     rule: Literal["all_zero"]
@@ -39,8 +40,10 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         zero: BoolArray = chosen.values(rows.column("zero_fraction"), self.merge) >= 1
+        is_gradient = np.array([location.is_gradient for location in chosen.locations], np.bool_)
+        zero &= is_gradient | (chosen.values(rows.counts("numel"), self.merge) != 1)
         if rows.metric("loss") == 0:  # nothing to learn, such as with a margin that all samples keep
-            zero &= np.array([not location.is_gradient for location in chosen.locations])
+            zero &= ~is_gradient
         return zero
 
     def bounds(self) -> Bounds | None:

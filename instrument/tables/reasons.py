@@ -30,6 +30,10 @@ INLINED = (
     "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
     "of the graph, or hook the parameters"
 )
+OWN_CALL = (
+    "the class of the module overrides __call__: no code calls the module, or the override does not call nn.Module.__call__, which runs "
+    "the hooks; hook another module, or the parameters"
+)
 SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"

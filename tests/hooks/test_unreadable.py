@@ -30,7 +30,9 @@ class WithoutStorage(Tensor):
         return new
 
     @classmethod
-    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner)
         raise NotImplementedError
 
 
@@ -99,6 +101,21 @@ def test_every_readable_layout_is_recorded(kind: str) -> None:
     assert stats["l1"] == pytest.approx(plain().sum().item() * parts)
     assert torch.equal(tensor["values"].reshape(-1)[:24], plain().reshape(-1))
     assert [row["cause"] for row in probe.coverage()] == [""]
+
+
+def test_update_of_an_unreadable_parameter_is_reported_in_coverage() -> None:
+    """Libraries train quantized weights as parameters of their own class."""
+    model = nn.Linear(3, 4)
+    model.quantized = nn.Parameter(WithoutStorage(torch.ones(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = record("step_post", role="update")
+    with instrument.attach(model, {"update": update}, optimizer=optimizer) as probe:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    causes = {row["path"]: row["cause"] for row in probe.coverage()}
+    assert (causes["weight"], probe.stats["path"].tolist()) == ("", ["weight", "bias"])
+    assert "is a WithoutStorage" in causes["quantized"]
 
 
 @pytest.mark.spread(1)

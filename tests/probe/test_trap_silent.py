@@ -507,6 +507,22 @@ def test_modules_that_a_graph_inlines_are_reported(name: str) -> None:
         instrument.attach(model, {"seen": hook(inlined[-1], "forward")}).__enter__()
 
 
+class OwnCall(Encoder):
+    """Calls `forward` itself, as the modules of gpytorch do."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+def test_class_that_overrides_the_call_is_reported() -> None:
+    model = OwnCall()
+    hooks = {"seen": hook([".", "head"], "forward")}
+    with pytest.warns(InstrumentWarning, match="overrides __call__"), instrument.attach(model, hooks) as probe:
+        model(torch.randn(3, 4))
+        probe.end_step()
+    assert [(row["fired"], row["cause"]) for row in probe.coverage()] == [(0, reasons.OWN_CALL), (1, "")]
+
+
 def test_fast_path_disabled_by_hooks_is_reported() -> None:
     """An encoder in eval mode runs one fused kernel, unless a module inside it has hooks."""
     torch.manual_seed(0)

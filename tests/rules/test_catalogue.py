@@ -356,6 +356,8 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "all zeros in a further item of an output": ("all_zero", values({**OUTPUT, "path": "1"}, "zero_fraction", [1.0] * 9), 0),
     "equal attention weights of one key": ("tensor_variance", values({**CONV, "path": "1"}, "std", [0.0] * 9), 0),
     "small attention weights at first": ("poor_initialization", [Step(rows=[*outputs(1.0, 0.3)[0]["rows"], WEIGHTS])], 0),
+    "a metric of zero": ("all_zero", values({**OUTPUT, "path": "clip_fraction", "numel": 1}, "zero_fraction", [1.0] * 9), 0),
+    "the gradient of one number": ("all_zero", values({**GRADIENT, "numel": 1}, "zero_fraction", [1.0] * 9), 1),
     "all zeros in the first item of an output": ("all_zero", values({**OUTPUT, "path": "0"}, "zero_fraction", [1.0] * 9), 1),
     "policy of equal probabilities at first": ("loss_spike", losses(2.7e-8, 4.5e-9, 9e-4, -1e-3), 0),
     "policy gradient that is always rounding": ("loss_spike", losses(*[3e-8, -3e-8] * 15, 2e-4), 0),
