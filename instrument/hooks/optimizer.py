@@ -167,8 +167,8 @@ class StepHooks(OptimizerHooks):
                 return current.grad
             case "update":
                 buffer = self.parameters_before.get(attached)
-                if buffer is None:  # the reason is that of the parameter: its values cannot be read
-                    return current
+                if buffer is None:  # an unreadable tensor has its own reason
+                    return None if unreadable(current) is None else current
                 computed = attached in self.sites_with_update
                 return buffer if computed else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))

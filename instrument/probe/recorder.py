@@ -288,8 +288,9 @@ class Recorder:
 
     def _take_further(self, others: Sequence[_Values | _EffectValues], *, has_sums: bool) -> _Further:
         """Return the results besides rows of numbers on the host, and begin to copy their numbers, and those of `others`."""
-        has_rows = self._lines or self._tensors or self._measured or self._deferred
-        if not (has_sums or has_rows or self.samples.has_finished or self._copied_from):
+        batches = self.samples.take()
+        has_rows = batches or self._lines or self._tensors or self._measured or self._deferred
+        if not (has_sums or has_rows or self._copied_from):
             return _NOTHING
         lines, tensors = take(self._lines), take(self._tensors)
         on_device = [number for each in (*others, *(values for _, values in lines)) for number in each.numbers]
@@ -299,7 +300,6 @@ class Recorder:
         ]
         for *_, numbers, _, decisions in measured:
             on_device += [each for each in (numbers, *decisions) if isinstance(each, Tensor)]
-        batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
         for *_, decisions in tensors:

@@ -179,11 +179,6 @@ class Samples:
             batch.is_late = (batch.moment.step, batch.moment.phase) in periods
             (self._finished if batch.is_late else self._kept).append(batch)
 
-    @property
-    def has_finished(self) -> bool:
-        """Whether there are batches whose rows are to be written."""
-        return bool(self._finished)
-
     def take(self) -> list[SampleBatch]:
         """Return the batches of the step whose rows are to be written."""
         return take(self._finished)

@@ -144,7 +144,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
             value = rows.metric(name)
             if phase != rows.phase or value is None:
                 continue
-            key, side = _key(phase, name), int(value > high[self._phase])
+            key, side = f"{phase} {name}", int(value > high[self._phase])
             limit = float((low, high)[side][self._phase])
             if not (side or value < limit):
                 del self._times[key]
@@ -182,7 +182,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         at, last = self._phase, int(STARTS[self._phase + 1]) - 1
         of_statistics = [Bounds(name, low[:, of], high[:, of], last=last) for of, name in enumerate(self.statistics)]
         return of_statistics + [
-            Bounds(name, np.inf) if _key(phase, name) in self._times else Bounds(name, low[at], high[at], last=last)
+            Bounds(name, np.inf) if f"{phase} {name}" in self._times else Bounds(name, low[at], high[at], last=last)
             for (phase, name), (low, high) in self._metrics.items()
             if phase in STEP_PHASES
         ]
@@ -224,7 +224,3 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
             raise ConfigError(Problem(f"rules.{self.spec.name}.from", message, list(self.spec.from_), fix=fix))
         super().load_state_dict(state)
         self._has_read = state["has_read"]
-
-
-def _key(phase: str, name: str) -> str:
-    return f"{phase} {name}"

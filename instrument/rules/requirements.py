@@ -88,8 +88,10 @@ def check_references(
         recorded = {
             each for spec in read for each in (*spec.statistics, *(own.column for own in spec.custom_statistics))
         }
-        for statistic in known and {*(rule.stats or rule.reference.statistics)}.difference(METRICS):
-            if statistic not in recorded and (rule.stats or recorded.isdisjoint(rule.reference.statistics)):
+        for statistic in rule.stats or rule.reference.statistics if known else ():
+            if statistic not in recorded.union(METRICS) and (
+                rule.stats or recorded.isdisjoint(rule.reference.statistics)
+            ):
                 message = f"the hooks of the reference do not record it: {', '.join(sorted(common))}"
                 fix = f"add {statistic} to hooks.{min(common)}.stats"
                 problems.append(Problem(f"rules.{name}.stats", message, statistic, sorted(recorded), fix=fix))

@@ -239,6 +239,28 @@ def test_state_of_any_optimizer_is_recorded(make: Any, role: str) -> None:
     assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
 
 
+def test_parameter_that_appears_during_the_step_has_no_update() -> None:
+    model = nn.Linear(3, 2)
+    kept = model.bias
+
+    class Restoring(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            model.weight.sub_(model.weight.grad)
+            model.bias = kept
+
+    optimizer = Restoring(model.parameters(), {})
+    with instrument.attach(
+        model, {"update": {"layers": ".", "role": "update", **RECORD}}, optimizer=optimizer
+    ) as probe:
+        for _ in range(2):
+            model.bias = None
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            probe.end_step()
+    assert [row["path"] for row in probe.sink.records("tensors")] == ["weight", "weight"]
+
+
 def test_parameter_without_gradient_has_no_optimizer_state() -> None:
     model = net()
     unused = nn.Linear(2, 2)

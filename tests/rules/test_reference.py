@@ -379,6 +379,11 @@ def test_statistic_of_the_reference_that_no_hook_records_is_named(healthy: Path,
         train_steps(nn.Linear(4, 2), {"outputs": {**hooks["outputs"], "layers": "."}}, [], rules={
             "same": {"rule": "reference", "from": str(write_root(tmp_path))}
         })  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        train_steps(nn.Sequential(nn.Linear(4, 2)), hooks, [], rules={
+            "same": {"rule": "reference", "from": str(healthy), "stats": ["std", "rms", "loss", "abs_max"]}
+        })  # fmt: skip
+    assert [problem.given for problem in error.value.problems] == ["std", "rms", "abs_max"]
     make_reference(healthy, ["rms"], out=tmp_path / "rms.parquet")
     with pytest.raises(ConfigError, match=r"rules\.same\.stats: the reference lacks this statistic"):
         train(0, None, rules={"same": {"rule": "reference", "from": tmp_path / "rms.parquet", "stats": "std"}})
