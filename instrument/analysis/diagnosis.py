@@ -248,8 +248,7 @@ class _Timeline:
         every = {name: spec.every or 1 for name, spec in self._hooks.items()}
         # A metric outside of the reference was compared in the steps in which statistics were.
         interval = every.get(hook_and_role(event.location)[0], 1) if event.location else min(every.values(), default=1)
-        times = facts.times
-        return max(0, event.step - interval + 1 if times == 1 else event.step - (times - 1) * interval)
+        return max(0, event.step - (interval - 1 if facts.times == 1 else (facts.times - 1) * interval))
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""

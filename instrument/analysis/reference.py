@@ -141,9 +141,8 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:
         message = "none of the runs recorded this statistic"
-        raise ConfigError(
-            Problem(where_statistics, message, missing[0], known, similar_names(missing[0], (*ALL, *METRICS)))
-        )
+        similar = similar_names(missing[0], (*ALL, *METRICS))
+        raise ConfigError(Problem(where_statistics, message, missing[0], known, similar))
     if not known:
         fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
         raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))

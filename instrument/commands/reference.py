@@ -33,7 +33,7 @@ def command_line() -> argparse.ArgumentParser:
     make.add_argument("runs", metavar="RUNS", nargs="+", help="runs, folders of runs such as a sweep, or patterns")
     make.add_argument("--out", metavar="FILE", type=Path, required=True, help="the file to write")
     make.add_argument(
-        "--stats", metavar="NAME", nargs="+", default=[], help="the statistics, also custom ones, and metrics"
+        "--stats", metavar="NAME", nargs="+", default=[], help="statistics, also custom ones, and metrics"
     )
     show = verbs.add_parser("show", help="print the ranges of a reference")
     show.add_argument("file", metavar="FILE", help="the reference")

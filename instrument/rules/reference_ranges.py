@@ -21,7 +21,7 @@ KEY = ("hook", "layer", "kind", "role", "path", "phase")
 """The columns that identify a location in a reference. Those of metrics are empty, except `phase`."""
 METRICS = ("lr", "loss", "accuracy", "grad_norm")
 RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
-"""The statistics and metrics that are never negative, and are no fractions."""
+"""The statistics and metrics that are never negative and not fractions."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])

@@ -69,7 +69,7 @@ class Private(Optimizer):
 
 
 class Swapping:
-    """Swaps the parameters before and after the step, as in ScheduleFreeWrapper, and is no Optimizer."""
+    """Swaps the parameters before and after the step, as in ScheduleFreeWrapper, and is not an Optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.base = optimizer
