@@ -109,8 +109,11 @@ def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | 
 def optimizer_state_names(optimizer: Optimizer) -> frozenset[str] | None:
     """Return the names of the optimizer's state for a parameter, found by a step of a copy with a temporary parameter.
 
-    None if they cannot be found, because the optimizer requires more than a gradient (a closure, a certain shape).
+    None if they cannot be found: the step requires more than a gradient, such as a closure, or is not one of PyTorch. The states of others
+    may depend on the shape, the gradient and earlier steps.
     """
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return None
     names = {str(key) for state in optimizer.state.values() for key in state}
     try:
         for group in optimizer.param_groups:

@@ -261,6 +261,27 @@ def test_parameter_that_appears_during_the_step_has_no_update() -> None:
     assert [row["path"] for row in probe.sink.records("tensors")] == ["weight", "weight"]
 
 
+class Lazy(torch.optim.Optimizer):
+    """Keeps a state for large parameters with a gradient, and a number for all of them, as optimizers of libraries do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.state["seed"] = 1
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.numel() > 4 and parameter.grad.any():
+                self.state[parameter]["average"] = parameter.grad.clone()
+
+
+def test_states_of_other_optimizers_are_not_guessed() -> None:
+    model = net()
+    hooks = {name: keep("step_post", "0", params="weight", role=f"state.{name}") for name in ("average", "averag")}
+    probe = train(model, Lazy(model.parameters()), hooks, steps=1)
+    assert [row["hook"] for row in probe.sink.records("tensors")] == ["average"]
+    assert [row["cause"] for row in probe.coverage()] == ["", NO_STATE]
+
+
 def test_parameter_without_gradient_has_no_optimizer_state() -> None:
     model = net()
     unused = nn.Linear(2, 2)
