@@ -47,12 +47,12 @@ is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # PyTorch
 
 
 def export_refusal(attached_hooks: Sequence[AttachedHook]) -> str:
-    """Return why `torch.export` is refused: the program would not include an intervention. Empty if none is scheduled."""
+    """Return why an export is refused: the program would not include an intervention. Empty if none is scheduled."""
     for attached in attached_hooks:
         if attached.is_scheduled and not attached.is_record_hook:
             name, kind, label = attached.site.spec.name, attached.site.spec.kind, attached.site.label
             fix = "export the model after the block of attach, or remove the hook"
-            return f"hook {name!r} ({kind}) on layer {label!r}: torch.export cannot include an intervention; {fix}"
+            return f"hook {name!r} ({kind}) on layer {label!r}: torch.export and torch.jit.trace cannot include an intervention; {fix}"
     return ""
 
 

@@ -53,7 +53,7 @@ from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
-from .plain_calls import current_transform
+from .plain_calls import current_transform, is_tracing
 
 _UNMEASURED = nullcontext()
 
@@ -258,6 +258,9 @@ class FunctionHooks(SuspendableModuleHooks):
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook: starts to observe functions."""
+        if is_tracing():
+            self._check_export()
+            return
         if not self._is_active():
             return
         if current_transform() is not None:
@@ -274,9 +277,13 @@ class FunctionHooks(SuspendableModuleHooks):
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook in compiled code, which calls no functions."""
         if self._is_active():
-            if is_compiling() and (refusal := export_refusal(self.attached_hooks)):  # torch.export runs this code
-                raise HookError(refusal)
+            if is_compiling():  # torch.export runs this code
+                self._check_export()
             self.count_missed_call(COMPILED)
+
+    def _check_export(self) -> None:
+        if not self.clock.closed and (refusal := export_refusal(self.attached_hooks)):
+            raise HookError(refusal)
 
     def _is_active(self) -> bool:
         """Return whether a site is scheduled. Count the sites that are not."""

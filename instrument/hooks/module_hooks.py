@@ -29,7 +29,7 @@ from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
-from .plain_calls import PlainCalls, Recording, current_transform, firing_of
+from .plain_calls import PlainCalls, Recording, current_transform, firing_of, is_tracing
 from .tensor_gradients import InputGradients, OutputGradients
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -136,11 +136,13 @@ class ModuleHooks(SuspendableModuleHooks):
             return (
                 self.graph.trace_before(module, args, kwargs) if kwargs is not None and self.clock.in_graphs else None
             )
-        if not self.clock.closed and self.graph.refusal and is_compiling():  # torch.export runs this code
+        if (
+            not self.clock.closed and self.graph.refusal and (is_compiling() or is_tracing())
+        ):  # torch.export runs this code
             raise HookError(self.graph.refusal)
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
-        if self.clock.closed:
+        if self.clock.closed or is_tracing():
             return None
         if self.unscheduled:
             self.count_unscheduled()
@@ -181,7 +183,7 @@ class ModuleHooks(SuspendableModuleHooks):
             if type(left) is not tuple:
                 return left
             done, new = left
-        if self.clock.closed or not self.active or current_transform() is not None:
+        if self.clock.closed or not self.active or is_tracing() or current_transform() is not None:
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured

@@ -2,9 +2,9 @@
    of that output. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
-   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
+   connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
 
-   Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
+   Sets what this code calls: transform() returns the active transform of torch.func or None, is tracing() a bool, graph task() the number of the backward
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
    of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `FiringIndex`; and
    register at base(view, hook), which registers the hook for the case that the view is modified in place.
@@ -35,8 +35,8 @@
    is not plain. `counts` has the counts of each. `gradients` is a tuple of recordings. `finish(done, call, backward, gradient)` is called
    for the recordings of a gradient after the first `done` ones; it returns what the hook of the gradient returns.
 
-   enter() -> bool: begins a call before the module runs. False if hooks are inactive, because the clock is closed or a transform of
-   torch.func runs the module; if the call needs Python code, because it runs in a backward pass, without gradients, or with hooks
+   enter() -> bool: begins a call before the module runs. False if hooks are inactive, because the clock is closed, or a transform of
+   torch.func or torch.jit.trace runs the module; if the call needs Python code, because it runs in a backward pass, without gradients, or with hooks
    on saved tensors; or if a call is open, in this micro-step or in another thread.
    leave(output) -> what replaces the output, or None: ends the call after the module has run. If Python code is needed, the call stays
    open, and the result is a tuple: the number of those in `outputs` that are done, and the output that they leave. The number is 0 if this
@@ -45,7 +45,7 @@
 #include "../stats/native.h"
 #include <structmember.h>
 
-enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE, FUNCTIONS };
+enum { TRANSFORM, TRACING, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE, FUNCTIONS };
 static PyObject *functions[FUNCTIONS];
 
 #define NAMES(NAME)                                                                                                   \
@@ -60,8 +60,8 @@ static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
     PyObject *given[FUNCTIONS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                          &given[6]))
+    if (!PyArg_ParseTuple(args, "OOOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                          &given[6], &given[7]))
         return NULL;
     for (int i = 0; i < FUNCTIONS; i++) {
         PyObject *old = functions[i];
@@ -410,11 +410,14 @@ static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs
 
 static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
 
-/* Whether hooks do nothing now: the clock is closed, or a transform of torch.func runs the code. -1 with an exception set. */
+/* Whether hooks do nothing now: the clock is closed, or a transform of torch.func or torch.jit.trace runs the code. -1 with an exception
+   set. */
 static int are_hooks_inactive(const PlainCalls *self) {
     const int is_running = attribute_is(self->clock, name_closed, Py_False);
     const int is_untransformed = is_running == 1 ? is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) : is_running;
-    return is_untransformed < 0 ? -1 : !is_untransformed;
+    const int is_active =
+        is_untransformed == 1 ? is_object(PyObject_CallNoArgs(functions[TRACING]), Py_False) : is_untransformed;
+    return is_active < 0 ? -1 : !is_active;
 }
 
 /* Whether this thread computes a forward pass with gradients, without hooks on saved tensors. -1 with an exception set. */
@@ -640,7 +643,7 @@ static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook"
 
 static PyMethodDef functions_of_module[] = {
     {"connect_torch", connect_torch, METH_VARARGS,
-     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base) -> None"},
+     "connect_torch(transform, is tracing, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base) -> None"},
     {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
 };
 

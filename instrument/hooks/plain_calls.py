@@ -23,12 +23,15 @@ __all__ = [
     "Recording",
     "current_transform",
     "firing_of",
+    "is_tracing",
     "saved_tensors_hooks",
     "update_counts",
 ]
 
 current_transform = torch._C._functorch.peek_interpreter_stack
 """Returns the transform of torch.func that runs this code; None without one."""
+is_tracing = torch._C._is_tracing
+"""Returns whether `torch.jit.trace` runs this code."""
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """Returns the innermost hooks on saved tensors, None without any. Its argument is `ignore_is_tracing`."""
 firing_of = lru_cache(4096)(FiringIndex)
@@ -39,6 +42,7 @@ try:
 
     connect_torch(
         current_transform,
+        is_tracing,
         graph_task,
         torch.is_grad_enabled,
         saved_tensors_hooks,

@@ -85,18 +85,41 @@ EXPORTED: dict[str, dict[str, Any]] = {
 }
 
 
+EXPORTS: dict[str, Callable[[nn.Module, tuple[torch.Tensor, ...]], Any]] = {
+    "torch.export": torch.export.export,
+    "torch.jit.trace": torch.jit.trace,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.parametrize("export", EXPORTS)
 @pytest.mark.parametrize("name", EXPORTED)
-def test_export_with_an_intervention_is_refused(name: str) -> None:
+def test_export_with_an_intervention_is_refused(name: str, export: str) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    message = f"hook 'scaled' \\({EXPORTED[name]['kind']}\\) on layer '0': torch.export cannot include an intervention"
+    message = f"hook 'scaled' \\({EXPORTED[name]['kind']}\\) on layer '0': torch.export and torch.jit.trace cannot include an intervention"
     with instrument.attach(model, {"scaled": SCALE | EXPORTED[name]}), pytest.raises(HookError, match=message):
-        torch.export.export(model, (torch.ones(2, 3),))
+        EXPORTS[export](model, (torch.ones(2, 3),))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_traced_program_has_no_operations_of_record_hooks() -> None:
+    model, inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), (torch.ones(2, 3),)
+    hooks = {name: spec for name, spec in HOOKS.items() if spec["action"] == "record"}
+    with instrument.attach(model, hooks) as probe:
+        traced = torch.jit.trace(model, inputs, check_trace=False)
+        assert not len(probe.sink.rows["stats"])
+        model(*inputs).sum().backward()
+        probe.end_step()
+        assert {row["hook"] for row in probe.sink.records("stats")} == hooks.keys()
+    graphs = (program.inlined_graph for program in (traced, torch.jit.trace(model, inputs)))
+    traced_nodes, expected = ([node.kind() for node in graph.nodes()] for graph in graphs)
+    assert traced_nodes == expected
 
 
 @pytest.mark.slow
 def test_strict_export_with_an_intervention_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-    message = "torch.export cannot include an intervention"
+    message = "torch.export and torch.jit.trace cannot include an intervention"
     with instrument.attach(model, {"scaled": SCALE | {"kind": "forward"}}), pytest.raises(RuntimeError, match=message):
         torch.export.export(model, (torch.ones(2, 3),), strict=True)
 
