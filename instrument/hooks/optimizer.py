@@ -20,7 +20,7 @@ from ..stats.flatten import unreadable
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .direct import are_recordings, batched_launch
-from .optimizer_owners import Arguments, OptimizerHooks, run_after_gradients
+from .optimizer_owners import Arguments, OptimizerHooks, parameter_ids, run_after_gradients
 
 
 class StepHooks(OptimizerHooks):
@@ -67,26 +67,38 @@ class StepHooks(OptimizerHooks):
 
     def _copy_parameters(self) -> None:
         copies: list[tuple[Tensor, Tensor]] = []
-        for attached in self.scheduled(self.of_kind("step_post")):
-            if attached.role == "update":
-                parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
-                if parameter is None or (type(parameter) is not Parameter and unreadable(parameter) is not None):
-                    self.parameters_before.pop(attached, None)
-                    continue
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
-                    parameter.shape,
-                    wide,
-                    parameter.device,
-                ):
-                    buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
-                copies.append((buffer, parameter))
+        sites = [attached for attached in self.scheduled(self.of_kind("step_post")) if attached.role == "update"]
+        parameters = [attached.current_parameter() for attached in sites]
+        untrained = self._untrained(parameters)
+        for attached, parameter in zip(sites, parameters, strict=True):
+            is_readable = type(parameter) is Parameter or (parameter is not None and unreadable(parameter) is None)
+            if parameter is None or not is_readable or id(parameter) in untrained:
+                self.parameters_before.pop(attached, None)
+                continue
+            buffer, wide = self.parameters_before.get(attached), torch.promote_types(parameter.dtype, torch.float32)
+            wanted = parameter.shape, wide, parameter.device
+            if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != wanted:
+                buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
+            copies.append((buffer, parameter))
         together = [pair for pair in copies if _supports_foreach(*pair)]
         if together:
             torch._foreach_copy_([copy for copy, _ in together], [original for _, original in together])
         for copy, original in copies:
             if not _supports_foreach(copy, original):
                 copy.copy_(original)
+
+    def _untrained(self, parameters: Sequence[Parameter | None]) -> set[int]:
+        """Return the `id` of those that no optimizer holds and that have no gradient, such as those of a target network.
+
+        Empty if the optimizers hold none of them: they may hold copies.
+        """
+        without_gradient = {
+            id(each) for each in parameters if each is not None and each.grad is None and each.requires_grad
+        }
+        if not without_gradient:
+            return set()
+        held = {key for optimizer in self.optimizers for key in parameter_ids(optimizer)}
+        return set() if held.isdisjoint(map(id, parameters)) else without_gradient - held
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites, after the step of a wrapper if there is one."""

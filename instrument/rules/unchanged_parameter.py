@@ -20,7 +20,8 @@ class UnchangedParameterRule(PersistentRule):
     It is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step: three steps with equal values are
     two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count. The number of steps is that of
     SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them makes their gradient zero. Frozen layers
-    (`requires_grad` is False) do not count either.
+    (`requires_grad` is False) do not count either. If the run records updates, parameters without an update do not count, such as those
+    of a target network: no optimizer holds them, and they have no gradient.
     """
 
     rule: Literal["unchanged_parameter"]
@@ -39,7 +40,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     def __init__(self, spec: UnchangedParameterRule) -> None:
         super().__init__(spec)
         self._previous = np.zeros((0, 2))
-        self._is_update = np.zeros(0, np.bool_)
+        self._is_update = self._is_trained = np.zeros(0, np.bool_)
 
     def selects(self, location: Location) -> bool:
         is_parameter = location.kind == "step_post" and location.role in ("param", "update")
@@ -49,14 +50,17 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         super().grow(count)
         self._previous = extended(self._previous, count, np.nan)
         self._is_update = np.array([location.role == "update" for location in self._slots])
+        of_updates = {(location.layer, location.path) for location in self._slots if location.role == "update"}
+        has_update = [not of_updates or (location.layer, location.path) in of_updates for location in self._slots]
+        self._is_trained = np.array(has_update, np.bool_)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         values = np.stack([chosen.values(rows.column(name), self.merge) for name in self.statistics], axis=1)
         same = (values == self._previous[chosen.slots]).all(axis=1)
         self._previous[chosen.slots] = values
         rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or rows.metric("loss") == 0
-        unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
-        return unchanged
+        unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same)
+        return unchanged & self._is_trained[chosen.slots] & (not rests)
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
         return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))

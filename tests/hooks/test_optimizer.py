@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
-from instrument.tables.reasons import NO_STATE
+from instrument.tables.reasons import NO_STATE, NOT_OPTIMIZED
 
 RECORD = {"kind": "step_post", "action": "record", "stats": "none", "tensors": True}
 
@@ -237,6 +237,33 @@ def test_state_of_any_optimizer_is_recorded(make: Any, role: str) -> None:
     probe = train(model, optimizer, {"h": keep("step_post", "0", params="weight", role=f"state.{role}")}, steps=1)
     (row,) = probe.sink.records("tensors")
     assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
+
+
+def test_target_network_has_no_update_and_is_not_unchanged() -> None:
+    model = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("trained", "forgotten", "target")})
+    optimizer = torch.optim.SGD(model["trained"].parameters(), lr=0.1)
+    hooks = {
+        role: {"layers": "*", "kind": "step_post", "role": role, "action": "record"} for role in ("param", "update")
+    }
+    rules = {"unchanged": {"rule": "unchanged_parameter"}}
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=rules) as probe:
+        for _ in range(4):
+            inputs = torch.randn(5, 3)
+            loss = (
+                (model["trained"](inputs) + model["forgotten"](inputs) - model["target"](inputs).detach())
+                .square()
+                .mean()
+            )
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    updates = {row["layer"]: row["l2"] for row in probe.sink.records("stats") if row["role"] == "update"}
+    assert updates["trained"] > 0
+    assert updates["forgotten"] == 0
+    assert "target" not in updates
+    assert [row["cause"] for row in probe.coverage() if row["layer"] == "target"] == ["", NOT_OPTIMIZED]
+    events = [row for row in probe.sink.records("events") if row["rule"] == "unchanged"]
+    assert {row["layer"] for row in events} == {"forgotten"}
 
 
 def test_parameter_that_appears_during_the_step_has_no_update() -> None:
