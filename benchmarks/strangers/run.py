@@ -261,8 +261,9 @@ def report_faults(runs: Runs) -> None:
 
 
 def part_of(finding: Mapping[str, Any]) -> str:
-    """Return the part of a training step that left the reference first, according to the advice of its finding."""
-    return next(part for part, text in RULES["reference"].advice_in.items() if text == finding["advice"])
+    """Return the part of a training step that left the reference first, according to the advice of its finding; empty if it names none."""
+    parts = (part for part, text in RULES["reference"].advice_in.items() if text == finding["advice"])
+    return next(parts, "")
 
 
 def names_place(fault: Fault, finding: Mapping[str, Any]) -> bool:
