@@ -262,11 +262,11 @@ def fresh_workers() -> Iterator[None]:
 
 @pytest.fixture
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the dry run of a plan to a few passes."""
+    """Limit the dry run of a plan to two passes: one whose durations are not used, and one."""
     from instrument.training import dry_run as profiling
 
-    monkeypatch.setattr(profiling, "MIN_REPEATS", 4)
-    monkeypatch.setattr(profiling, "MAX_REPEATS", 4)
+    monkeypatch.setattr(profiling, "MIN_REPEATS", 1)
+    monkeypatch.setattr(profiling, "MAX_REPEATS", 1)
 
 
 @pytest.fixture

@@ -66,12 +66,19 @@ def reader(means: Callable[[instrument.Run], Any], values: Callable[[instrument.
     return read
 
 
+def from_one_query(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    """Read both tables with one query, because DuckDB takes longer to start than to read them."""
+    run = instrument.load(folder)
+    means, values = run.sql(
+        "select (select coalesce(list(mean order by step), []) from stats), "
+        """(select coalesce(list("values" order by step), []) from tensors)"""
+    ).iloc[0]
+    return list(means), [np.reshape(value, (3, 2)).tolist() for value in values], run.problems
+
+
 READERS: dict[str, Reader] = {
     "pandas": reader(lambda run: run.stats["mean"], lambda run: run.tensors()["values"]),
-    "duckdb": reader(
-        lambda run: run.sql("select mean from stats order by step")["mean"],
-        lambda run: run.sql('select "values" from tensors order by step')["values"],
-    ),
+    "duckdb": from_one_query,
     "polars": reader(
         lambda run: run.lazy("stats").sort("step").collect()["mean"],
         lambda run: run.lazy("tensors").sort("step").select("values").collect()["values"],
@@ -84,16 +91,26 @@ READERS: dict[str, Reader] = {
 }
 
 
+def in_values(content: bytes) -> list[int]:
+    """Return the positions of the bytes of `MEANS` and `VALUES` in the content of a file."""
+    values = [value.tobytes() for value in (*np.array(MEANS), *VALUES)]
+    starts = [(content.find(value), len(value)) for value in values]
+    return [start + byte for start, size in starts for byte in range(size) if start >= 0]
+
+
 def flips(folder: Path, count: int) -> Iterator[Path]:
-    """Flip one bit at a time in a file of the tables or the journal, and restore it."""
+    """Flip one bit at a time in a file of the tables or the journal, and restore it.
+
+    Every second bit is in a value that the readers return: most bytes of a small file are metadata.
+    """
     draw = random.Random(3)
     read = ("stats", "tensors", "journal")  # the folders that the readers read
     files = sorted(file for file in folder.rglob("*-0*") if file.parent.name in read and file.stat().st_size)
-    for _ in range(count):
+    for number in range(count):
         file = draw.choice(files)
         content = file.read_bytes()
         damaged = bytearray(content)
-        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        damaged[draw.choice((number % 2 and in_values(content)) or range(len(content)))] ^= 1 << draw.randrange(8)
         file.write_bytes(damaged)
         yield file
         file.write_bytes(content)
@@ -102,7 +119,7 @@ def flips(folder: Path, count: int) -> Iterator[Path]:
 @pytest.mark.spread(1)
 @pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 @pytest.mark.combinations
-@pytest.mark.parametrize("count", tiered([10, 240], [10]))
+@pytest.mark.parametrize("count", tiered([10, 120], [10]))
 @pytest.mark.parametrize("close", [True, False])
 @pytest.mark.parametrize("name", READERS)
 def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, name: str, close: bool, count: int) -> None:

@@ -80,7 +80,7 @@ HOOKS = {
 
 def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
-    steps = 25 if number < len(VARIANTS) else 400
+    steps = 25 if number < len(VARIANTS) else 200
     return {
         **CONFIG,
         "name": "resumed",

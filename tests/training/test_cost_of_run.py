@@ -205,6 +205,8 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     for module in ("instrument.hooks.hook_timer", "instrument.training.dry_run", "instrument.probe.probe"):
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("instrument.training.dry_run.SECONDS", 30.0)
+    for name in ("MIN_REPEATS", "MAX_REPEATS"):
+        monkeypatch.setattr(f"instrument.training.dry_run.{name}", 4)  # enough for a median without outliers
     monkeypatch.setattr("instrument.training.dry_run.train_step", lambda *args: (move(0.5), train_step(*args))[1])
     monkeypatch.setattr("instrument.actions.measurement.measure", lambda *args: (move(0.03), Measured())[1])
     use_general_path(monkeypatch)
