@@ -141,7 +141,7 @@ class StepHooks(OptimizerHooks):
             for attached in scheduled
             if attached.role == "update"
             and (parameter := attached.current_parameter()) is not None
-            and (buffer := self.parameters_before.get(attached)) is not None
+            and (buffer := self._parameter_before(attached, parameter)) is not None
             and _supports_foreach(buffer, parameter)
         }
         if pairs:
@@ -150,6 +150,11 @@ class StepHooks(OptimizerHooks):
             torch._foreach_neg_(buffers)
             torch._foreach_add_(buffers, [parameter for _, parameter in pairs.values()])
         return frozenset(pairs)
+
+    def _parameter_before(self, attached: AttachedHook, parameter: Tensor) -> Tensor | None:
+        """Return the copy of a parameter before its update; None if it did not exist, or had another shape."""
+        buffer = self.parameters_before.get(attached)
+        return buffer if buffer is not None and buffer.shape == parameter.shape else None
 
     def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
@@ -171,7 +176,7 @@ class StepHooks(OptimizerHooks):
             case "param_grad":
                 return current.grad
             case "update":
-                buffer = self.parameters_before.get(attached)
+                buffer = self._parameter_before(attached, current)
                 if buffer is None:  # an unreadable tensor has its own reason
                     return None if unreadable(current) is None else current
                 computed = attached in self.sites_with_update
