@@ -99,14 +99,18 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     run, ranges = load(path), read_reference([reference], where="--reference")
     fired = check(run, {"reference": {"rule": "reference", "from": reference, "margin": margin}})
     recorded = {key[: len(KEY)] for key in ranges_of(run, ranges.statistics).index}
-    missing = [key for key in ranges.locations if key not in recorded]
-    names = shorten(list(dict.fromkeys(f"{location_name(key[1], key[4], key[2])} ({key[0]})" for key in missing)))
-    if missing and len(missing) == len(ranges.locations):
+    known = ranges.locations or list(ranges.index)
+    missing = [key for key in known if key not in recorded]
+    labels = (
+        f"{location_name(key[1], key[4], key[2])} ({key[0]})" if key[0] else f"metrics ({key[-1]})" for key in missing
+    )
+    names = shorten(list(dict.fromkeys(labels)))
+    if len(missing) == len(known):
         message = "the run recorded no location of the reference"
         fix = "compare runs of the same model, recorded with hooks of the same names"
         raise ConfigError(Problem("--reference", message, reference, names, fix=fix))
     if missing:
-        text = f"{len(missing)} of {len(ranges.locations)} locations of the reference were not recorded: {names}"
+        text = f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}"
         print(text, file=sys.stderr if as_json else sys.stdout)
     return print_findings(fired, run, as_json=as_json)
 

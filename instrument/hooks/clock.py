@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..actions.base import SampleIds, StepContext
 from .distributed_scope import Parallel
@@ -51,7 +52,8 @@ class Clock:
         named_at: The micro-step whose samples are named by `sample_ids`.
         sample_ids: The ids of these samples.
         sample_targets: Their targets, a tensor whose dimension 0 is that of the samples; None if unknown.
-        after_wrapper: The hooks to call when the step of a wrapper of an optimizer ends; None outside of such a step.
+        after_wrapper: The optimizers whose wrapper makes a step, and the hooks to call at its end; None before those of the optimizer.
+        begun: The optimizers whose hooks before the step ran already, although PyTorch calls them again at `super().step()`.
     """
 
     moment: StepContext
@@ -72,7 +74,8 @@ class Clock:
     named_at: int = -1
     sample_ids: SampleIds | None = None
     sample_targets: Tensor | None = None
-    after_wrapper: dict[object, Callable[[], None]] | None = None
+    after_wrapper: dict[Optimizer, Callable[[], None] | None] = field(default_factory=dict)
+    begun: set[Optimizer] = field(default_factory=set)
     _boundary: tuple[StepContext | None, StepContext] = field(init=False)
 
     def __post_init__(self) -> None:

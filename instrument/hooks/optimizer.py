@@ -30,6 +30,7 @@ class StepHooks(OptimizerHooks):
     """
 
     sites_with_update: frozenset[AttachedHook] = frozenset()  # whose buffer contains the update already
+    copied_at: int | None = None  # the training step of the copies of parameters, until the optimizer makes its step
 
     @cached_property
     def parameters_before(self) -> dict[AttachedHook, Tensor]:
@@ -41,13 +42,12 @@ class StepHooks(OptimizerHooks):
         self.handles.append(self.optimizer.register_step_post_hook(excluded_method(self.after_step)))
         super().attach()
 
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
+    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The hook before the step. Sites on gradients run after the closure if there is one."""
-        if self.clock.closed:
+        if self.clock.closed or optimizer in self.clock.begun:
             return None
         self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
-        if self.clock.after_wrapper is None:
-            self.copy_parameters()
+        self.copy_parameters()
         of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
         return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
@@ -57,13 +57,18 @@ class StepHooks(OptimizerHooks):
         self.copy_parameters()
 
     @torch.no_grad()
-    def copy_parameters(self) -> None:
-        """Copy the parameters before their update into buffers that are reused at the next step. A wrapper's step begins with it.
+    def copy_parameters(self, *, again: bool = True) -> None:
+        """Copy the parameters before their update into buffers that are reused at the next step. A wrapper does so when its step begins.
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
+
+        Args:
+            again: Whether to replace copies of the same training step, which a wrapper does not do while it accumulates gradients.
         """
-        with self.clock.timer or nullcontext():
-            self._copy_parameters()
+        if self.optimizer not in self.clock.after_wrapper and (again or self.copied_at != self.clock.moment.step):
+            self.copied_at = self.clock.moment.step
+            with self.clock.timer or nullcontext():
+                self._copy_parameters()
 
     def _copy_parameters(self) -> None:
         copies: list[tuple[Tensor, Tensor]] = []
@@ -104,11 +109,11 @@ class StepHooks(OptimizerHooks):
         """Run the step_post sites, after the step of a wrapper if there is one."""
         if self.clock.closed:
             return
-        act = partial(self._act, self.of_kind("step_post"))
-        if self.clock.after_wrapper is None:
-            act()
+        self.copied_at, act = None, partial(self._act, self.of_kind("step_post"))
+        if optimizer in self.clock.after_wrapper:
+            self.clock.after_wrapper[optimizer] = act
         else:
-            self.clock.after_wrapper[self] = act
+            act()
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
@@ -148,7 +153,7 @@ class StepHooks(OptimizerHooks):
             for attached in scheduled
             if attached.role == "update"
             and (parameter := attached.current_parameter()) is not None
-            and (buffer := self.parameters_before.get(attached)) is not None
+            and (buffer := self._parameter_before(attached, parameter)) is not None
             and _supports_foreach(buffer, parameter)
         }
         if pairs:
@@ -157,6 +162,11 @@ class StepHooks(OptimizerHooks):
             torch._foreach_neg_(buffers)
             torch._foreach_add_(buffers, [parameter for _, parameter in pairs.values()])
         return frozenset(pairs)
+
+    def _parameter_before(self, attached: AttachedHook, parameter: Tensor) -> Tensor | None:
+        """Return the copy of a parameter before its update; None if it did not exist, or had another shape."""
+        buffer = self.parameters_before.get(attached)
+        return buffer if buffer is not None and buffer.shape == parameter.shape else None
 
     def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
@@ -178,7 +188,7 @@ class StepHooks(OptimizerHooks):
             case "param_grad":
                 return current.grad
             case "update":
-                buffer = self.parameters_before.get(attached)
+                buffer = self._parameter_before(attached, current)
                 if buffer is None:  # an unreadable tensor has its own reason
                     return None if unreadable(current) is None else current
                 computed = attached in self.sites_with_update

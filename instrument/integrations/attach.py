@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -136,9 +137,9 @@ def attach(
             and every other event of severity `warning`.
 
     Raises:
-        ConfigError: At the start: `model` is not a module, a spec is invalid or matches no module, a required optimizer is missing, `out`
-            contains a run already, or `remote` is not writable. At the first call of a module: a spec does not fit the
-            shape of its tensor.
+        ConfigError: At the start: `model` is not a module, `seed`, `step` or `epoch` is not an integer from 0, a spec is invalid or
+            matches no module, a required optimizer is missing, `out` contains a run already, or `remote` is not writable. At the first
+            call of a module: a spec does not fit the shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if
             the result has the wrong type, shape, dtype or device.
         SinkError: Rows cannot be written, or the custom sink raised an exception.
@@ -146,6 +147,7 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", "must be a torch.nn.Module", given=type(model).__name__))
+    _check_integers(seed=seed, step=step, epoch=epoch)
     if ids not in ("recorded", "all"):
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
@@ -207,6 +209,12 @@ def attach(
             folder.close()
         for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=4)
+
+
+def _check_integers(**numbers: Any) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, Integral) or not 0 <= int(number) < 2**63:
+            raise ConfigError(Problem(name, "must be an integer", given=number, allowed="0 to 2**63 - 1"))
 
 
 @contextmanager

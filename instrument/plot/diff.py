@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 
 from ..comparison.result import Diff, place_cells, records
+from ..errors import InstrumentError
 from .axes_and_scales import (
     add_hatch,
     charts_beside,
@@ -45,7 +46,15 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
     Args:
         difference: The result of `instrument.diff`.
         look: Width, labels, scale and axes of the figure; see `instrument.plot.Look`.
+
+    Raises:
+        InstrumentError: `difference` is not a result of `instrument.diff`.
     """
+    if not isinstance(difference, Diff):
+        given = type(difference).__name__
+        raise InstrumentError(
+            f"this plot requires the result of instrument.diff(run_a, run_b), but a {given} was given"
+        )
     rows = records(difference.layers)
     cells = [place_cells({**row, "layer_b": row["layer"], "path_b": row["path"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]

@@ -26,7 +26,7 @@ from ..runtime.lazy_compiler import has_compiled
 from ..tables.reasons import OTHER_STEP, REPLACED, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
 from .optimizer_checks import Optimizers, flatten_optimizer, given_optimizers, optimizers_of
-from .optimizer_step_watch import StepWatch, WrapperWatch
+from .optimizer_step_watch import StepWatch, WrapperWatch, runs_hooks_twice
 from .phase_watch import PhaseWatch
 
 
@@ -51,11 +51,13 @@ class HookSet:
         self.model = plan.layers.model
         self.attached_hooks = attached_hooks
         self.optimizers = optimizers = optimizers_of(optimizer)
-        wrapped = [(each, flatten_optimizer(each)) for each in given_optimizers(optimizer)]
+        given = {id(each): each for each in (*given_optimizers(optimizer), *optimizers)}
         self._wrappers = [  # without those that make several steps, or pass on the attribute `step`
             (each, *inner)
-            for each, inner in wrapped
-            if len(inner) == 1 and inner != (each,) and hasattr(type(each), "step")
+            for each in given.values()
+            if len(inner := flatten_optimizer(each)) == 1
+            and callable(getattr(type(each), "step", None))
+            and (inner[0] is not each or runs_hooks_twice(each))
         ]
         self.clock = clock
         self.event = event
@@ -79,11 +81,11 @@ class HookSet:
         """
         with uninterrupted():
             self._attach(self.steps)
-            for wrapper, optimizer in self._wrappers:
-                self._attach(WrapperWatch(wrapper, optimizer, self._groups, self.clock))
             if self.steps.scaler is not None:
                 self.clock.amp_scale = self.steps.scale
             self._attach_groups()
+            for wrapper, optimizer in self._wrappers:
+                self._attach(WrapperWatch(wrapper, optimizer, self._groups, self.clock))
             if self._gradient_groups:
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
 

@@ -69,7 +69,9 @@ class StepWatch(HookGroup):
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """The hook after an optimizer step that the loop has to announce."""
-        self._stepping.discard(optimizer)
+        if optimizer not in self._stepping:  # the end of a method that called `super().step()`, which has hooks as well
+            return
+        self._stepping.remove(optimizer)
         if optimizer not in self._announced:
             raise HookError(
                 "optimizer.step() ran without probe.before_optimizer_step(), so its hooks did not run; with steps_by_loop=True, "
@@ -143,7 +145,8 @@ class WrapperWatch(HookGroup):
     """Extends the step of an optimizer to that of its wrapper, which may change parameters before it and after it.
 
     Args:
-        wrapper: An object whose method `step` calls the step of the optimizer, such as Lookahead.
+        wrapper: An object whose method `step` calls the step of the optimizer, such as Lookahead; or the optimizer itself, if PyTorch
+            calls hooks twice because its method calls `super().step()`.
         groups: All hook groups.
     """
 
@@ -153,34 +156,47 @@ class WrapperWatch(HookGroup):
 
     def attach(self) -> None:
         """Replace the method of the object, as PyTorch's schedulers do. They require a bound method."""
-        self._previous, clock = vars(self.wrapper).get("step"), self.clock
+        optimizer, clock = self.optimizer, self.clock
+        if self.wrapper is optimizer:  # the last hook before the step
+            self.handles.append(optimizer.register_step_pre_hook(lambda *_: clock.begun.add(optimizer)))
+        self._previous = vars(self.wrapper).get("step")
 
-        @wraps(self.wrapper.step)
+        @wraps(getattr(self.wrapper.step, "__func__", self.wrapper.step))
         def step(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            inner_step = self._previous or MethodType(type(wrapper).step, wrapper)
-            if clock.closed or wrapper is not self.wrapper:  # replaced by other code after this one, or copied
+            is_copy = wrapper is not self.wrapper
+            inner_step = MethodType(type(wrapper).step, wrapper) if is_copy or not self._previous else self._previous
+            if is_copy or clock.closed or optimizer in clock.after_wrapper:  # closed: other code replaced it later
                 return inner_step(*args, **kwargs)
             for group in self.groups:
-                if isinstance(group, StepHooks) and group.optimizer is self.optimizer:
-                    group.copy_parameters()
-            clock.after_wrapper = {}
+                if isinstance(group, StepHooks) and group.optimizer is optimizer:
+                    group.copy_parameters(again=False)
+            clock.after_wrapper[optimizer] = None
             try:
                 result = inner_step(*args, **kwargs)
-                delayed = clock.after_wrapper
             finally:
-                clock.after_wrapper = None
-            for act in delayed.values():
+                act = clock.after_wrapper.pop(optimizer)
+                clock.begun.discard(optimizer)
+            if act is not None:
                 act()
             return result
 
-        self.wrapper.step = self._step = MethodType(step, self.wrapper)
+        # Not by an assignment, which a wrapper may pass on to the optimizer.
+        vars(self.wrapper)["step"] = self._step = MethodType(step, self.wrapper)
 
     def detach(self) -> None:
         """Restore the method, unless other code has replaced it meanwhile."""
-        if vars(self.wrapper).get("step") is self._step:
-            del self.wrapper.step
+        super().detach()
+        attributes = vars(self.wrapper)
+        if attributes.get("step") is self._step:
+            del attributes["step"]
             if self._previous is not None:
-                self.wrapper.step = self._previous
+                attributes["step"] = self._previous
+
+
+def runs_hooks_twice(optimizer: Optimizer) -> bool:
+    """Return whether PyTorch calls the hooks of steps for the method `step` of several base classes."""
+    steps = [vars(base)["step"] for base in type(optimizer).__mro__ if "step" in vars(base)]
+    return len({step.__wrapped__ for step in steps if hasattr(step, "hooked")}) > 1
 
 
 def _rate_of(optimizer: Optimizer) -> Tensor | float | None:

@@ -278,19 +278,18 @@ class Recorder:
         stats, effects = self._stats.take(), self._effects.take()
         if merged is not None and merged.block is not None:
             stats = stats.followed_by(merged.block)
-        others = [*stats.others.values(), *effects.others.values()]
-        further = self._take_further(others, has_sums=bool(others) or merged is not None)
+        further = self._take_further([*stats.others.values(), *effects.others.values()])
         relations, self._relations = self._relations, {}
         self._pending = _Step(stats, effects, merged, take(self._metrics), relations, further, is_complete)
         is_on_host = further.transfer.is_complete and (merged is None or merged.is_complete)
         if is_on_host and not (further.sums or further.deferred or stats.device_rows or effects.device_rows):
             self.flush()
 
-    def _take_further(self, others: Sequence[_Values | _EffectValues], *, has_sums: bool) -> _Further:
+    def _take_further(self, others: Sequence[_Values | _EffectValues]) -> _Further:
         """Return the results besides rows of numbers on the host, and begin to copy their numbers, and those of `others`."""
         batches = self.samples.take()
-        has_rows = batches or self._lines or self._tensors or self._measured or self._deferred
-        if not (has_sums or has_rows or self._copied_from):
+        has_rows = others or batches or self._lines or self._tensors or self._measured or self._deferred
+        if not (has_rows or self._memory.is_used or self._copied_from):
             return _NOTHING
         lines, tensors = take(self._lines), take(self._tensors)
         on_device = [number for each in (*others, *(values for _, values in lines)) for number in each.numbers]

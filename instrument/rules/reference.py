@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ class ReferenceRule(PersistentRule):
     fraction, and the largest absolute value for the others. The numbers are decisions of this package.
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
-    known. Steps after the last phase in which the runs have values are not checked.
+    known. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
     """
 
     rule: Literal["reference"]
@@ -142,8 +143,9 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
         for (phase, name), (low, high) in self._metrics.items():
             value = rows.metric(name)
-            if phase != rows.phase or value is None:
+            if phase != rows.phase or value is None or not math.isfinite(value):
                 continue
+            self._has_read = self._has_read or (not self._phases and bool(np.isfinite(high[self._phase])))
             key, side = f"{phase} {name}", int(value > high[self._phase])
             limit = float((low, high)[side][self._phase])
             if not (side or value < limit):
@@ -174,7 +176,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         return np.stack([chosen.values(rows.column(name), merge) for name in self.statistics], axis=1)
 
     def bounds(self) -> list[Bounds] | None:
-        if self._any:
+        if self._any or not (self._phases or self._has_read):
             return None
         if self._phase == self._low.shape[2] - 1:
             return []  # the reference has ended
@@ -208,9 +210,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         return f"{low:.4g} to {high:.4g} in {count} healthy run{'s' * (count > 1)}"
 
     def unread(self) -> str:
-        if self._has_read or not self._phases:
+        if self._has_read:
             return ""
-        message = "the run recorded no statistic at a location and in a phase of training of the reference"
+        what = "statistic at a location and" if self._phases else "metric"
+        message = f"the run recorded no {what} in a phase of training of the reference"
         allowed = f"steps 0 to {self.reference.about['last_step']}"
         return str(Problem(f"rules.{self.spec.name}.from", message, list(self.spec.from_), allowed))
 

@@ -36,6 +36,11 @@ class DeviceMemory:
         self._used: dict[torch.device, list[tuple[list[Tensor], Tensor]]] = {}
         self._lock = threading.Lock()
 
+    @property
+    def is_used(self) -> bool:
+        """Whether the step has rows on a device, also those that another process writes."""
+        return bool(self._used)
+
     def row(self, device: torch.device) -> Tensor:
         """Return a row for one tensor, [COLUMNS]."""
         with self._lock:

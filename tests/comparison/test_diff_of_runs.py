@@ -24,7 +24,7 @@ import instrument
 from instrument.analysis.load import Run
 from instrument.comparison import recorded_differences
 from instrument.comparison.result import Diff
-from instrument.errors import ConfigError
+from instrument.errors import ConfigError, InstrumentError
 
 HOOKS: dict[str, Any] = {
     "inputs": {"layers": ".", "kind": "forward_pre", "action": "record"},
@@ -556,6 +556,13 @@ def test_figure_shows_the_layers_and_the_steps() -> None:
     assert "blocks.1.activation  output" in names
     assert by_step.get_xlabel() == "step"
     assert len(instrument.plot.diff(replace(found, steps=found.steps[[0]])).axes) == 1
+
+
+def test_figure_of_something_else_than_differences_is_refused() -> None:
+    with pytest.raises(
+        InstrumentError, match=r"requires the result of instrument.diff\(run_a, run_b\), but a dict was"
+    ):
+        instrument.plot.diff({})
 
 
 PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]] = {

@@ -318,3 +318,21 @@ def test_parameter_without_gradient_has_no_optimizer_state() -> None:
     probe = train(model, optimizer, {"h": {"layers": ["0", "unused"], "role": "state.exp_avg", **RECORD}})
     coverage = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
     assert coverage == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
+
+
+def test_parameter_that_grows_during_the_step_has_no_update() -> None:
+    model = nn.Linear(3, 2, bias=False)
+
+    class Growing(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            model.weight = self.param_groups[0]["params"][0] = nn.Parameter(model.weight.repeat(2, 1))
+
+    optimizer = Growing(model.parameters(), {})
+    with instrument.attach(
+        model, {"update": {"layers": ".", "role": "update", **RECORD}}, optimizer=optimizer
+    ) as probe:
+        optimizer.step()
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (1, 0)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import instrument
 from instrument.errors import ConfigError
+from instrument.hooks.optimizer import StepHooks
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
@@ -229,3 +233,156 @@ def test_optimizer_without_hooks_is_refused() -> None:
     model = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match=r"optimizer: does not call Optimizer.__init__(.|\n)*Incomplete"):
         instrument.attach(model, {}, optimizer=Incomplete(model.parameters())).__enter__()
+
+
+class Simple:
+    """Scales the parameters before the step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in parameters_of(self.optimizer):
+            parameter.mul_(0.5)
+        return self.optimizer.step(closure)
+
+
+class ByProperty:
+    step = property(lambda self: self.optimizer.step)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class PassingOn(Simple):
+    """Passes on attributes that are assigned, such as `step`."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        vars(self)["optimizer"] = optimizer
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+
+class Nested(torch.optim.SGD):
+    """Calls `super().step()`, for which PyTorch calls the hooks as well, as soon as an `SGD` exists."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in parameters_of(self):
+            parameter.mul_(0.5)
+        loss = super().step(closure)
+        for parameter in parameters_of(self):
+            parameter.mul_(0.5)
+        return loss
+
+
+def check_updates(model: nn.Linear, optimizer: Any, *others: Any, calls: int = 1) -> None:
+    """Compare the recorded updates of the weight in two training steps with its differences."""
+    wanted = []
+    with instrument.attach(model, {"update": SPECS["update"]}, optimizer=[optimizer, *others]) as probe:
+        for _ in range(2):
+            before = model.weight.detach().clone()
+            model.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            for _ in range(calls):
+                optimizer.step()
+            wanted.append(model.weight.detach() - before)
+            probe.end_step()
+    recorded = [row["values"] for row in probe.sink.records("tensors")]
+    assert len(recorded) == 2
+    assert all(map(torch.equal, recorded, wanted))
+
+
+@pytest.mark.parametrize("wrap", [ByProperty, PassingOn])
+def test_wrapper_that_passes_on_its_step(wrap: Callable[[Optimizer], Any]) -> None:
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(inner)
+    check_updates(model, optimizer)
+    assert "step" not in vars(inner) | vars(optimizer)
+
+
+def test_wrapper_and_the_wrapper_in_it_are_both_passed() -> None:
+    model = nn.Linear(3, 2)
+    outer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+    check_updates(model, outer, outer.optimizer)
+
+
+def test_step_of_another_optimizer_in_that_of_a_wrapper() -> None:
+    model = nn.Linear(3, 2)
+    other = torch.optim.SGD([model.weight], lr=0.1)
+
+    class Both(Simple):
+        def step(self, closure: Any = None) -> Any:
+            other.step()
+            return super().step(closure)
+
+    optimizer = Both(torch.optim.SGD([model.bias], lr=0.1))
+    check_updates(model, optimizer, other)
+
+
+def test_signature_of_the_step_of_a_wrapper_is_kept() -> None:
+    """`GradScaler.step` and libraries read it."""
+    model = nn.Linear(3, 2)
+    optimizer = Simple(torch.optim.SGD(model.parameters(), lr=0.1))
+    signature = inspect.signature(optimizer.step)
+    with instrument.attach(model, {}, optimizer=optimizer):
+        assert inspect.signature(optimizer.step) == signature
+
+
+def test_copy_of_a_wrapper_makes_its_own_step() -> None:
+    model = nn.Linear(3, 2)
+    optimizer: Any = Simple(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer.step = MethodType(Simple.step, optimizer)  # replaced before, as by a scheduler
+    before = model.weight.detach().clone()
+    with instrument.attach(model, {"update": SPECS["update"]}, optimizer=optimizer):
+        copied = copy.deepcopy(optimizer)
+        copied.step()
+    assert torch.equal(model.weight, before)
+    assert torch.equal(parameters_of(copied.optimizer)[0], before / 2)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_step_that_calls_that_of_its_base_class_is_one_step(is_wrapped: bool, by_loop: bool) -> None:
+    torch.optim.SGD([torch.zeros(1)])
+    model = nn.Linear(3, 2)
+    nested = Nested(model.parameters(), lr=0.1)
+    optimizer: Any = Simple(nested) if is_wrapped else nested
+    halve = {"layers": ".", "params": "weight", "kind": "parameter_grad", "action": "scale", "factor": 0.5}
+    specs = {**SPECS, "before": {**KEEP, "kind": "step_pre"}, "halve": halve}
+    del specs["state"]
+    with instrument.attach(model, specs, optimizer=optimizer, steps_by_loop=by_loop) as probe:
+        model(torch.ones(4, 3)).square().sum().backward()
+        before, gradient = model.weight.detach().clone(), model.weight.grad.clone()
+        if by_loop:
+            probe.before_optimizer_step()
+        optimizer.step()
+        probe.end_step()
+    rows = probe.sink.records("tensors")
+    assert sorted(row["hook"] for row in rows) == ["after", "before", "gradient", "update"]
+    (update,) = (row["values"] for row in rows if row["hook"] == "update")
+    assert torch.equal(update, model.weight.detach() - before)
+    assert torch.equal(model.weight.grad, gradient / 2)
+    assert "step" not in vars(nested)
+
+
+def test_parameters_are_copied_once_for_several_calls_of_a_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate and Opacus make no step in calls that accumulate gradients."""
+    copies: list[Any] = []
+    copy_parameters = StepHooks._copy_parameters
+    monkeypatch.setattr(StepHooks, "_copy_parameters", lambda hooks: (copies.append(hooks), copy_parameters(hooks)))
+    model = nn.Linear(3, 2)
+
+    class Accumulating(Simple):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            return super().step(closure) if self.calls % 4 == 0 else None
+
+    optimizer = Accumulating(torch.optim.SGD(model.parameters(), lr=0.1))
+    check_updates(model, optimizer, calls=4)
+    assert len(copies) == 2

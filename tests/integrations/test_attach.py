@@ -265,3 +265,10 @@ def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytes
 def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):
         instrument.attach(model, {}).__enter__()
+
+
+@pytest.mark.parametrize("name", ["seed", "step", "epoch"])
+@pytest.mark.parametrize("value", ["x", -1, 1.5, 2**63])
+def test_attach_with_a_number_that_is_not_an_integer_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: must be an integer[\s\S]*given +{value}"):
+        instrument.attach(nn.Linear(2, 2), {}, **{name: value}).__enter__()

@@ -140,3 +140,14 @@ def test_rank_is_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = forward_steps(nn.Linear(2, 2), {"seen": hook}, [torch.ones(1, 2)])
     for table in ("stats", "metrics", "coverage"):
         assert {row["rank"] for row in probe.sink.records(table)} == {3}, table
+
+
+def test_memory_on_a_device_is_freed_if_another_process_writes_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_device_statistics(monkeypatch)
+    recorder = Recorder(MemorySink())
+    monkeypatch.setattr(recorder._merger, "is_duplicate", lambda context: True)
+    for _ in range(2):
+        measured = measure(torch.ones(2), memory=recorder.memory(torch.device("cpu")))
+        recorder.add_stats(CONTEXT, (2,), ("mean",), measured, {})
+        recorder.end_step()
+        assert not recorder._memory.take()

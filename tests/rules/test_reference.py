@@ -212,6 +212,34 @@ def test_losses_of_a_reference_are_a_choice(tmp_path: Path) -> None:
     assert {event.location for event in fired({"from": str(tmp_path), "stats": ["loss"]}, stepped([99.0] * 4))} == set()
 
 
+def test_metric_that_is_not_finite_is_not_compared(tmp_path: Path) -> None:
+    """The norm of the gradients is infinite in steps that a gradient scaler skips, also in healthy runs."""
+    values = [*[1.0] * 4, *[np.inf, np.nan] * 2, 9.0, np.inf, 9.0]
+    metrics = [{"step": step, "phase": "train", "grad_norm": 1.0} for step in range(16)]
+    write_values(tmp_path / "a", {"rms": [1.0] * 16}, metrics_of=metrics)
+    steps = [{**step, "grad_norm": value} for step, value in zip(stepped([1.0] * 11), values, strict=True)]
+    assert [event.step for event in fired({"from": str(tmp_path), "margin": 0}, steps)] == [10]
+
+
+def test_reference_of_metrics_that_were_never_read_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "loss.parquet"
+    make_reference(write_losses(tmp_path / "healthy"), ["loss"], out=file)
+    entry = {"rule": "reference", "from": str(file), "stats": ["loss"]}
+    for more, loss, count in (({}, 1.0, 0), ({}, None, 1), ({"hook": "seen"}, 1.0, 1)):
+        rules = rule_set({"r": {**entry, **more}}, [])
+        feed(
+            rules, [{**step, "loss": value} for step, value in zip(stepped([1.0] * 3), (None, loss, None), strict=True)]
+        )
+        assert [text.partition("\n")[0] for text in rules.unread] == [
+            "rules.r.from: the run recorded no metric in a phase of training of the reference"
+        ] * count
+    write_values(tmp_path / "run", {"rms": [1.0]})
+    assert reference.main(["check", str(tmp_path / "run"), "--reference", str(file)]) == 2
+    assert "metrics (train), metrics (eval)" in capsys.readouterr().err
+
+
 def test_rule_decides_the_same_with_bounds_and_when_resumed(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     file = tmp_path / "reference.parquet"
