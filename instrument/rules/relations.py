@@ -150,7 +150,7 @@ class ModeOfPhase(RelationRule, relation="mode_of_phase"):
     TrainCheck (Jiang et al., OSDI 2025) learns such relations.
     """
 
-    what = "wrong mode of the model"
+    what = "the mode of the model does not match the phase"
     advice = (
         "Call model.train() before the training steps, also after each evaluation, and model.eval() before an evaluation. "
         "In your own loop, evaluate inside `with probe.evaluating():`."
