@@ -131,6 +131,7 @@ def last_override(value: object) -> str | None:
             ["hooks.x.role: role 'state.momentum_bufer' requires", "given    state.momentum_bufer", "similar  state.momentum_buffer"],
         ),
         ([*TINY, "optimizer.amsgrad=true"], ["optimizer.amsgrad: the configuration does not have", "+optimizer.amsgrad="]),
+        ([*TINY, "runs/mine"], ["cannot parse this override", "given    runs/mine", "fix      write KEY=VALUE, such as +exp=NAME"]),
         ([*TINY, "lr=0.1"], ["lr: the configuration does not have this key", "fix      write optimizer.lr"]),
         ([*HOOKS, "hooks.tmae.every=5"], ["hooks.tmae:", "similar  tame"]),
         ([*TINY, "train.parallel={mesh: {tp: 2}, plan: {a: {style: colwise, output: shard(1)}}}"], ["Unknown function", "'shard(...)'"]),

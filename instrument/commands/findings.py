@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return print_findings(check(run), run, as_json=args.json)
 
 
-def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool) -> int:
+def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwise: str = "no rule fired") -> int:
     """Print the findings of the rules, and other warnings about the run. Return the exit code."""
     if as_json:
         print_json([*fired, *_others(run)])
@@ -52,7 +52,7 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool) -> int:
             print(f"{finding.severity:<8} consequence: {_line(finding)}")
     for finding in _others(run):
         _print(finding)
-    found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else "no rule fired"
+    found = f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules" if fired else otherwise
     print(f"{found} in {run.path}")
     return FIRED if fired else 0
 

@@ -17,6 +17,7 @@ from yaml import MarkedYAMLError
 
 from ..config.experiment import TASKS
 from ..config.known_keys import fields_below
+from ..config.spec_file import fix_of_yaml
 from ..errors import Problem, similar_names
 from ..fields.pip_extras import pip_command
 from ..training.sweeps.objective import OBJECTIVE_KEY
@@ -62,15 +63,15 @@ def _override_problem(error: OverrideParseException) -> Problem:
     function = re.search(r"Unknown function '(\w+)'", str(error))
     if function and not needs_quotes:
         fix = f"quote the value for Hydra, inside the quotes of the shell: '{function[1]}(...)'"
+    if "=" not in error.override:
+        fix = "write KEY=VALUE, such as +exp=NAME"
     return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
 
 
 def _yaml_problem(error: MarkedYAMLError) -> Problem:
     mark = error.problem_mark
     where = f"{mark.name}:{mark.line + 1}" if mark else ""
-    star = "alias" in str(error.context)
-    fix = "put quotes around a value that starts with '*', such as a glob" if star else ""
-    return Problem(where, f"invalid YAML: {error.problem}", fix=fix)
+    return Problem(where, f"invalid YAML: {error.problem}", fix=fix_of_yaml(error))
 
 
 def _options(group: str, folders: Sequence[Path]) -> list[str]:

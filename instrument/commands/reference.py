@@ -112,7 +112,7 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
     if missing:
         text = f"{len(missing)} of {len(known)} locations of the reference were not recorded: {names}"
         print(text, file=sys.stderr if as_json else sys.stdout)
-    return print_findings(fired, run, as_json=as_json)
+    return print_findings(fired, run, as_json=as_json, otherwise=f"nothing outside of {reference}")
 
 
 def _summary(reference: Reference) -> str:

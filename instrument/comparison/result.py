@@ -303,8 +303,7 @@ def _step(first: FirstDifference) -> str:
 def _runs(diff: Diff) -> Iterator[str]:
     for name, path, info, dtype in zip("AB", diff.paths, diff.infos, diff.dtypes, strict=True):
         version = (info.get("versions") or {}).get("torch")
-        seed = "" if info["seed"] is None else f"seed {info['seed']}"
-        facts = [info["status"], seed, dtype, info.get("device"), version and f"torch {version}"]
+        facts = [info["status"], dtype, info.get("device"), version and f"torch {version}"]
         yield f"{name}  {path}  ({', '.join(str(fact) for fact in facts if fact)})"
 
 

@@ -167,7 +167,9 @@ def _parse_section(
                 message = "a name must consist of letters, digits and underscores, and must not start with a digit"
                 raise ConfigError(Problem(section, message, given=name))
             if not isinstance(value, Mapping):
-                raise ConfigError(Problem(where, "must be a mapping", given=value))
+                is_field = name in fields_of_specs(section)
+                fix = f"give the spec a name: {section}: {{NAME: {{{name}: {value}, ...}}}}" if is_field else ""
+                raise ConfigError(Problem(where, "must be a mapping", given=value, fix=fix))
             if value.get("name") not in (None, "", name):
                 message = "the name differs from the key of the spec"
                 raise ConfigError(Problem(f"{where}.name", message, given=value["name"], fix="remove 'name'"))

@@ -105,7 +105,14 @@ def _read_file(path: str | Path) -> Any:
         similar = similar_names(str(path), packaged)
         raise ConfigError(Problem("specs", message, given=str(path), allowed=allowed, similar=similar)) from None
     except YAML_ERRORS as error:
-        raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path))) from None
+        fix = fix_of_yaml(error)
+        raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path), fix=fix)) from None
+
+
+def fix_of_yaml(error: Exception) -> str:
+    """Return how to correct YAML that cannot be read; empty if it is not known."""
+    starts_with_star = "alias" in str(getattr(error, "context", ""))
+    return "put quotes around a value that starts with '*', such as a glob" if starts_with_star else ""
 
 
 def _plain(spec: Any) -> Any:

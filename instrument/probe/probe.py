@@ -184,6 +184,7 @@ class Probe(OwnedByProcess):
         if self._entered:
             raise AlreadyAttachedError("this probe was already attached; create a new probe for each loop")
         self._entered = True
+        self._first_step = self.step
         try:
             self._hooks.attach()
             self._hooks.add(self._relations)
@@ -690,14 +691,13 @@ class Probe(OwnedByProcess):
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
         moment = self.clock.moment
         is_unfinished = self._scheduled.has_opportunities or (moment.phase == "train" and moment.micro_step > 0)
-        if is_unfinished and not self.step and error is None:
-            message = "end_step was never called: all rows have step 0, and no schedule advanced"
+        if self.step == self._first_step and error is None and (is_unfinished or self._hooks.steps.take_stepped()):
+            message = f"end_step was never called: all rows have step {self.step}, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         if self._metrics.unwritten and error is None:
             names = ", ".join(self._metrics.unwritten)
-            self.event(
-                "metrics", f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
-            )
+            message = f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
+            self.event("metrics", f"{message}; log those of an evaluation inside `with probe.evaluating():`")
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:

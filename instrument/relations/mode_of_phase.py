@@ -30,7 +30,11 @@ class _Mode:
 
 @RELATIONS.register("mode_of_phase")
 class ModeOfPhase(Relation):
-    """Reads the mode of the model, of its dropout and of its batch normalization: before the step of an optimizer, and in evaluations."""
+    """Reads the mode of the model, of its dropout and of its batch normalization: before the step of an optimizer, and in evaluations.
+
+    A call of a training step in evaluation mode without gradients is an evaluation, unless the step before has one too: some trainings
+    compute their targets with such a call in each step.
+    """
 
     phases = ("train", "eval")
 
@@ -39,6 +43,9 @@ class ModeOfPhase(Relation):
         self._in_training: _Mode | None = None
         self._in_evaluation: _Mode | None = None
         self._has_trained = False  # in training mode, in an earlier step
+        self._first: int | None = None  # the first step that trains the model
+        self._last_evaluated: int | None = None  # the last step of phase `train` with a call that evaluates
+        self._evaluated: int | None = None  # the first one of these steps after a step without
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self.training.clock.moment.phase != "train":
@@ -46,9 +53,17 @@ class ModeOfPhase(Relation):
         own = {*map(id, self.training.parameters.values())}
         if not own.isdisjoint(parameter_ids(optimizer)):  # otherwise, it trains something else, such as an input
             self._in_training = _Mode(self.training)
+            if self._first is None:
+                self._first = self.training.clock.moment.step
 
     def evaluate(self) -> None:
-        if self._in_evaluation is None:
+        step, _, _, phase = self.training.clock.moment
+        if phase == "train":
+            is_after_training = self._first is not None and step > self._first
+            if is_after_training and self._evaluated is None and self._last_evaluated not in (step - 1, step):
+                self._evaluated = step
+            self._last_evaluated = step
+        elif self._in_evaluation is None:
             self._in_evaluation = _Mode(self.training)
 
     def check(self) -> Iterator[Checked]:
@@ -66,6 +81,7 @@ class ModeOfPhase(Relation):
             else:
                 yield Checked(True, mode.count, f"mode of {mode.count} modules in an evaluation")
             return
+        yield from self.check_end()
         mode, self._in_training = self._in_training, None
         if mode is None or not mode.count:
             return
@@ -75,3 +91,7 @@ class ModeOfPhase(Relation):
         elif mode.is_training:
             self._has_trained = True
             yield Checked(True, mode.count, f"mode of {mode.count} modules in a training step")
+
+    def check_end(self) -> Iterator[Checked]:
+        if self._evaluated is not None:
+            yield Checked(False, None, f"an evaluation at step {self._evaluated} is recorded as training")

@@ -107,11 +107,11 @@ class RelationSet(InertWhenCopied):
             self._observed.pop().remove()
         self.training.gradients.clear()
 
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_compiling() or self.clock.closed:  # in a compiled model, it does nothing, and the graph has no break
             return
         training, phase = self.training, self.clock.moment.phase
-        if phase == "eval":
+        if phase == "eval" or (phase == "train" and not (module.training or torch.is_grad_enabled())):
             for relation in self._relations.values():
                 relation.evaluate()
         training.replicated_by = wrapper = training.replicated_by or DistributedDataParallel._active_ddp_module

@@ -139,15 +139,22 @@ class LossBroadcasts(RelationRule, relation="loss_broadcasts"):
 
 
 class ModeOfPhase(RelationRule, relation="mode_of_phase"):
-    """A training step runs in evaluation mode, or an evaluation in training mode, with dropout or batch normalization.
+    """A training step runs in evaluation mode, an evaluation in training mode, or an evaluation is recorded as training.
 
-    In training steps, the complete model is in evaluation mode: since an evaluation, or from the start with dropout in a part that
-    is trained. Frozen batch normalization in a model in training mode is correct, and so is dropout in a model that evaluates.
+    In training steps of a model with dropout or batch normalization, the complete model is in evaluation mode: since an evaluation, or
+    from the start with dropout in a part that is trained. Frozen batch normalization in a model in training mode is correct, and so is
+    dropout in a model that evaluates.
+
+    In your own loop, a call outside of `with probe.evaluating()` is recorded as training. It is reported if it is in evaluation mode
+    without gradients, and if the step before has no such call: some trainings compute their targets with one in each step.
     TrainCheck (Jiang et al., OSDI 2025) learns such relations.
     """
 
-    what = "wrong mode of the model"
-    advice = "Call model.train() before the training steps, also after each evaluation, and model.eval() before an evaluation."
+    what = "the mode of the model does not match the phase"
+    advice = (
+        "Call model.train() before the training steps, also after each evaluation, and model.eval() before an evaluation. "
+        "In your own loop, evaluate inside `with probe.evaluating():`."
+    )
 
 
 class NarrowLayer(RelationRule, relation="narrow_layer"):

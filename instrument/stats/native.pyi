@@ -30,6 +30,7 @@ def copy_rows(
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def connect_torch(
     transform: Callable[[], object],
+    is_tracing: Callable[[], bool],
     graph_task: Callable[[], int],
     is_grad_enabled: Callable[[], bool],
     packing_hooks: Callable[[bool], object],

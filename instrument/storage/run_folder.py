@@ -39,7 +39,7 @@ def create_free_folder(folder: Path, where: str) -> None:
     """
     check_is_local(folder, where)
     if (folder / "run.json").exists():
-        message = "the folder already contains a run, and runs are never overwritten"
+        message = "the folder already contains a run"
         fix = "choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one")
         raise ConfigError(Problem(where, message, given=str(folder), fix=fix))
     check_writable(folder, where)

@@ -136,8 +136,7 @@ def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> 
     with instrument.attach(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path) as probe:
         loop.run(probe)
     message = refused(loop.model, SPECS, optimizer=loop.optimizer, out=tmp_path)
-    assert "out: the folder already contains a run" in message
-    assert "runs are never overwritten" in message
+    assert "out: the folder already contains a run\n" in message
     assert len(instrument.load(tmp_path).metrics) == 3
     assert hook_count(loop.model) == 0
 
@@ -164,15 +163,18 @@ def test_error_in_the_loop_is_raised_and_rows_are_kept(
     [
         ("no_such.yaml", "specs: neither a file that can be read nor a hook set: No such file"),
         ("bad.yaml", "specs: the file is not YAML"),
+        ("star.yaml", r"specs: the file is not YAML[\s\S]*fix +put quotes around a value that starts with '\*'"),
         ("words.yaml", "hooks: must be a mapping"),
         ({"a": {"layers": "nope", "kind": "forward", "action": "record"}}, r"hooks\.a\.layers: .* matches no module"),
         ({"a": {"layers": "0", "kind": "forwrd", "action": "record"}}, r"hooks\.a\.kind"),
-        ({"a": 3}, r"hooks\.a: must be a mapping"),
+        ({"a": 3}, r"hooks\.a: must be a mapping\n    given    3\Z"),
+        (SPECS["seen"], r"fix      give the spec a name: hooks: \{NAME: \{layers: "),
         (3, "hooks: must be a mapping"),
     ],
 )
 def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, specs: Any, message: str) -> None:
     Path("bad.yaml").write_text("a: {")
+    Path("star.yaml").write_text("a: {layers: **}")
     Path("words.yaml").write_text("words")
     assert re.search(message, refused(loop.model, specs, optimizer=loop.optimizer, out="run"))
     assert hook_count(loop.model) == 0

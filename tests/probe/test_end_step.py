@@ -25,6 +25,19 @@ def test_missing_end_step_is_reported(ends_micro_steps: bool) -> None:
     assert [(row["expected"], row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(3, 3, "")]
 
 
+@pytest.mark.parametrize("step", [0, 15])
+def test_missing_end_step_is_reported_without_forward_hooks(step: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = {"seen": {"layers": ".", "kind": "parameter_grad", "action": "record"}}
+    with (
+        pytest.warns(InstrumentWarning, match=f"end_step was never called: all rows have step {step},"),
+        instrument.attach(model, hooks, optimizer=optimizer, step=step),
+    ):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
 def test_exempt_calls_of_earlier_steps_are_no_cause_in_an_incomplete_step() -> None:
     model = nn.Linear(2, 2)
     with instrument.attach(model, {"seen": {**HOOKS["seen"], "calls": 1}}) as probe:

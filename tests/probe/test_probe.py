@@ -223,7 +223,7 @@ def test_logged_metrics_are_in_the_next_row_of_their_phase(model: nn.Module) -> 
 
 
 def test_metric_logged_after_the_last_step_is_an_event(model: nn.Module) -> None:
-    expected = pytest.warns(instrument.InstrumentWarning, match="are missing in the metrics table: reward")
+    expected = pytest.warns(instrument.InstrumentWarning, match="table: reward; log those of an evaluation inside")
     with expected, instrument.attach(model, {"h": RECORD}) as probe:
         model(X)
         probe.end_step(loss=1.0)

@@ -528,6 +528,38 @@ def test_evaluations_in_evaluation_mode_hold() -> None:
     assert violations(evaluations(model, prepare=lambda: None)) == []
 
 
+@pytest.mark.parametrize(
+    ("steps", "found"), [([2], [2]), ([5], [8]), ([10], [12]), ([2, 3, 5], [2]), ([], []), ([*range(12)], [])]
+)
+def test_evaluation_that_is_recorded_as_training_is_reported(steps: list[int], found: list[int]) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with attached(model, optimizer) as probe:
+        for step in range(13):
+            if step in steps:
+                with torch.no_grad():
+                    model.eval()(BATCHES[0])
+            if step < 12:
+                optimizer.zero_grad()
+                loss_of(model.train(), BATCHES[0]).backward()
+                optimizer.step()
+                probe.end_step()
+    assert violations(probe) == [("mode_of_phase", step) for step in found]
+    if found:
+        assert f"an evaluation at step {steps[0]} is recorded as training" in probe.warnings[0]
+
+
+def test_calls_without_training_are_not_evaluations() -> None:
+    model = network().eval()
+    with attached(model, None) as probe:
+        for step in range(6):
+            if step != 2:
+                with torch.no_grad():
+                    model(BATCHES[0])
+            probe.end_step()
+    assert violations(probe) == []
+
+
 def test_copy_of_a_model_has_no_hook_that_reads_its_mode() -> None:
     model = network(nn.Dropout(0.3))
     with attached(model, sgd(model)) as probe, probe.evaluating():

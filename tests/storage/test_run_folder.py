@@ -39,7 +39,7 @@ def test_run_json_has_the_status_from_the_start(tmp_path: Path) -> None:
 def test_folder_with_a_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     RunFolder(tmp_path, name="first").finish("done")
     before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(ConfigError, match="runs are never overwritten"):
+    with pytest.raises(ConfigError, match="already contains a run"):
         RunFolder(tmp_path, name="second")
     assert (tmp_path / "run.json").read_bytes() == before
 
