@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -211,20 +211,28 @@ def mnist_root() -> Path | None:
     return folders[0].resolve() if folders else None
 
 
-@pytest.fixture
-def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Empty working directory, without a configured data folder.
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Make a folder the working directory, without a configured data folder.
 
     Modules imported from it are removed from `sys.modules` afterwards, because other tests may use the same names.
     """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("INSTRUMENT_DATA", raising=False)
     before = set(sys.modules)
-    yield tmp_path
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.delenv("INSTRUMENT_DATA", raising=False)
+        yield
     for name in set(sys.modules) - before:
         file = getattr(sys.modules[name], "__file__", None)
-        if file and Path(file).is_relative_to(tmp_path):
+        if file and Path(file).is_relative_to(folder):
             del sys.modules[name]
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Iterator[Path]:
+    """Empty working directory."""
+    with working_in(tmp_path):
+        yield tmp_path
 
 
 def write(path: str, text: str) -> None:

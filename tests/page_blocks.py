@@ -6,10 +6,12 @@ import contextlib
 import re
 import shlex
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
+import pytest
 import yaml
-from conftest import REPOSITORY, Answer, replay_in
+from conftest import REPOSITORY, Answer, replay_in, run_in, working_in
 
 from instrument.commands.convert import main as convert
 from instrument.commands.diff import main as diff
@@ -29,6 +31,8 @@ PAGES = [
 ]
 # These pages use the model that the first one trains.
 SERIES = [DOCS / "guides" / f"{name}.md" for name in ("induction", "causal_tracing", "linear_steering")]
+# Each of these pages describes the runs with seed 0 of the test that is named after it.
+RESULTS = [page for page in PAGES if (REPOSITORY / f"tests/published_results/test_{page.stem}.py").exists()]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.M)
 
@@ -62,3 +66,11 @@ def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Colle
                 elif line.startswith("python -m instrument.replay "):
                     answer = replay_in(folder, *shlex.split(line)[3:])
                     assert answer.code == 0, (line, answer.err)
+
+
+def run_gallery_page(name: str, folder: Path) -> Path:
+    """Execute the blocks of a page of the gallery in a folder, and return the folder of its runs, which have seed 0."""
+    with working_in(folder), pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        run_blocks(DOCS / "gallery" / f"{name}.md", partial(run_in, folder), folder)
+    return folder / "runs"

@@ -1,6 +1,6 @@
 """The pages of the documentation that a reader follows: every code block is executed, from top to bottom of a page.
 
-Those of the pages in `SERIES` are executed in test_published_results.py.
+Those of the pages in `SERIES` are executed in test_published_results.py, and those in `RESULTS` in the folder published_results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, Answer
-from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
+from page_blocks import BLOCK, DOCS, PAGES, RESULTS, SERIES, run_blocks
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
             page, id=str(page.relative_to(REPOSITORY)), marks=pytest.mark.slow if page.parent.parent == DOCS else ()
         )
         for page in PAGES
-        if page not in SERIES
+        if page not in (*SERIES, *RESULTS)
     ],
 )
 def test_blocks_of_a_page_run(

@@ -8,16 +8,25 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
+
+import instrument
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of the page."""
+    return run_gallery_page("adam_update", tmp_path_factory.mktemp("adam_update"))
+
+
+@pytest.fixture(scope="module")
+def updates(page: Path) -> pd.DataFrame:
     """The statistics of the updates, divided by the learning rate."""
-    command = "-m +exp=adam_update optimizer.lr=0.001,0.01 hooks.rescale.factor=1,100 seed=0,1,2 quiet=true"
-    sweep = finished(tmp_path_factory.mktemp("adam_update") / "runs", *command.split())
-    rows = sweep.stats.query("hook == 'updates'").copy()
+    command = "-m +exp=adam_update optimizer.lr=0.001,0.01 hooks.rescale.factor=1,100 seed=1,2 quiet=true"
+    finished(page / "adam_update" / "others", *command.split())
+    rows = instrument.load(page / "adam_update").stats.query("hook == 'updates'").copy()
     rows[["rms", "abs_max"]] = rows[["rms", "abs_max"]].div(rows["optimizer.lr"], axis=0)
     return rows
 
@@ -35,10 +44,8 @@ def test_updates_do_not_depend_on_the_scale_of_the_gradients(updates: pd.DataFra
     assert rms[100].to_numpy() == pytest.approx(rms[1].to_numpy(), rel=1e-2)
 
 
-def test_first_gradient_after_zeros_reaches_the_bound(tmp_path: Path) -> None:
-    sparse = "+hooks.sparse={layers: '**', kind: parameter_grad, action: modify, fn: zero, stop: 400}"
-    command = "+exp=adam_update optimizer.betas=[0.5,0.99] train.steps=401 rules=none quiet=true"
-    stats = finished(tmp_path / "runs", *command.split(), sparse).stats
+def test_first_gradient_after_zeros_reaches_the_bound(page: Path) -> None:
+    stats = instrument.load(page / "adam_sparse").stats
     update = stats.query("hook == 'updates'").groupby("step").abs_max.max() / 0.001
     assert update.loc[:399].max() == 0
     assert update[400] == pytest.approx(0.5 / math.sqrt(0.01 / (1 - 0.99**401)), rel=1e-2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import finished
+from page_blocks import run_gallery_page
 from torch import Tensor
 
 import instrument
@@ -39,15 +40,15 @@ class Measured:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """The runs `normalized/N`, `plain/N` and `noisy/N`: three seeds with learning rate 0.1, then three with 1."""
-    folder = tmp_path_factory.mktemp("batch_norm")
-    command = "-m +exp=batch_norm optimizer.lr=0.1,1 seed=0,1,2 quiet=true"
+    """The runs `normalized/N`, `plain/N` and `noisy/N`: learning rates 0.1 and 1, and in `others` two more seeds of each."""
+    folder = run_gallery_page("batch_norm", tmp_path_factory.mktemp("batch_norm")) / "batch_norm"
+    command = "-m +exp=batch_norm optimizer.lr=0.1,1 seed=1,2 quiet=true"
     for name, fields in (
         ("normalized", ()),
         ("plain", ("apply.normalize=null",)),
         ("noisy", ("hooks.gradients=null", NOISE)),
     ):
-        finished(folder / name, *command.split(), *fields)
+        finished(folder / name / "others", *command.split(), *fields)
     return instrument.load(folder)
 
 
@@ -56,7 +57,7 @@ def pair(request: pytest.FixtureRequest, runs: instrument.Run) -> dict[str, Meas
     """A training with batch norm and one without it, with the same seed."""
 
     def measured(name: str) -> Measured:
-        run = instrument.load(runs.path / name / str(request.param))
+        run = instrument.load(runs.path / name / ("0", "others/0", "others/1")[request.param])
         steps = run.tensors(hook="gradients").groupby("step")["values"]
         gradients = np.stack([np.concatenate([each.ravel() for each in step]) for _, step in steps])
         quantiles = np.stack(run.distributions["quantiles"].to_list())

@@ -6,29 +6,32 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
 
 import instrument
 
 pytestmark = pytest.mark.slow
 
-SEEDS = 3
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """The runs `standard/SEED` and `normalized/SEED`."""
-    folder = tmp_path_factory.mktemp("glorot_init")
+    """The runs `standard` and `normalized` of the page, and `standard_others/N` and `normalized_others/N`: two more seeds."""
+    folder = run_gallery_page("glorot_init", tmp_path_factory.mktemp("glorot_init")) / "glorot_init"
     for name, weights in (("normalized", ()), ("standard", ("apply.weights=null",))):
-        seeds = f"seed={','.join(map(str, range(SEEDS)))}"
-        finished(folder / name, "-m", "+exp=glorot_init", seeds, *weights, "quiet=true")
+        finished(folder / f"{name}_others", "-m", "+exp=glorot_init", "seed=1,2", *weights, "quiet=true")
     return instrument.load(folder)
+
+
+def weights_of(rows: pd.DataFrame) -> pd.Series:
+    """Return the initialization of each row."""
+    return rows.run.str.extract("(standard|normalized)")[0].rename("weights")
 
 
 @pytest.fixture(scope="module")
 def std(runs: instrument.Run) -> pd.DataFrame:
     """The std at step 0 for each initialization and seed (rows), and each hook and layer (columns)."""
     first = runs.stats.query("step == 0").copy()
-    first[["weights", "seed"]] = first.run.str.split("/", expand=True)
+    first["weights"] = weights_of(first)
     first["depth"] = first.layer.str.split(".").str[1].astype(int)
     return first.pivot(index=["weights", "seed"], columns=["hook", "depth"], values="std")
 
@@ -54,6 +57,6 @@ def test_weight_gradients_do_not_depend_on_the_layer(std: pd.DataFrame) -> None:
 
 
 def test_normalized_initialization_learns_faster(runs: instrument.Run) -> None:
-    found = runs.metrics.query("phase == 'eval'").assign(weights=lambda rows: rows.run.str.partition("/")[0])
+    found = runs.metrics.query("phase == 'eval'").assign(weights=weights_of)
     accuracy = found.groupby(["weights", "step"]).accuracy.agg(["min", "max"])
     assert accuracy.loc["normalized", 50]["min"] > accuracy.loc["standard", 150]["max"]

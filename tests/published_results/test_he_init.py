@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
 
 import instrument
 
@@ -18,8 +19,11 @@ LAYERS, XAVIER, HE = 30, "xavier_normal_", "kaiming_normal_"
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=0,1,2 quiet=true"
-    return finished(tmp_path_factory.mktemp("he_init") / "runs", *command.split())
+    """The sweep of the page, and two more seeds."""
+    folder = run_gallery_page("he_init", tmp_path_factory.mktemp("he_init")) / "he_init"
+    command = f"-m +exp=he_init apply.weights.fn={XAVIER},{HE} seed=1,2 quiet=true"
+    finished(folder / "others", *command.split())
+    return instrument.load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -7,36 +7,41 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from conftest import run_in
+from page_blocks import run_gallery_page
 
 import instrument
 
 pytestmark = pytest.mark.slow
 
 ROUND = "apply.ticket.fn.round"
-SEEDS = (0, 1, 2)
 SPARSE = (3, 4, 5)  # 12.5%, 6.3% and 3.1% of the weights
 
 
-def evaluations(folder: Path, rounds: str, seed: int, name: str) -> pd.DataFrame:
-    """Run the rounds of a seed, and return the evaluations by round and step."""
-    sweep = f"hydra.sweep.dir=runs/{name}"
-    answer = run_in(folder, "-m", "+exp=lottery_ticket", f"{ROUND}={rounds}", f"seed={seed}", sweep, "quiet=true")
-    assert answer.code == 0, answer.err
-    metrics = instrument.load(folder / f"runs/{name}").metrics.query("phase == 'eval'")
-    return metrics.set_index([ROUND, "step"])
+def evaluations(folder: Path) -> pd.DataFrame:
+    """Return the evaluations of a sweep by round and step."""
+    return instrument.load(folder).metrics.query("phase == 'eval'").set_index([ROUND, "step"])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The evaluations of tickets and of the same masks with other initial weights: means over the seeds."""
-    tickets, others = [], []
-    for seed in SEEDS:
-        folder = tmp_path_factory.mktemp(f"seed_{seed}")
-        tickets.append(evaluations(folder, "0,1,2,3,4,5", seed, "lottery_ticket"))
-        others.append(evaluations(folder, "1,2,3,4,5", seed + 10, "other_weights"))
+    page, *others = (tmp_path_factory.mktemp(f"seed_{seed}") for seed in range(3))
+    run_gallery_page("lottery_ticket", page)
+    for seed, folder in enumerate(others, 1):
+        for rounds, weights, name in (
+            ("0,1,2,3,4,5", seed, "lottery_ticket"),
+            ("1,2,3,4,5", seed + 10, "other_weights"),
+        ):
+            arguments = (f"{ROUND}={rounds}", f"seed={weights}", f"hydra.sweep.dir=runs/{name}", "quiet=true")
+            run_in(folder, "-m", "+exp=lottery_ticket", *arguments).expect(0)
     columns = ["loss", "accuracy"]
-    means = [pd.concat(frames)[columns].groupby(level=[0, 1]).mean() for frames in (tickets, others)]
-    return means[0], means[1]
+    tickets, other_weights = (
+        pd.concat([evaluations(folder / "runs" / name) for folder in (page, *others)])[columns]
+        .groupby(level=[0, 1])
+        .mean()
+        for name in ("lottery_ticket", "other_weights")
+    )
+    return tickets, other_weights
 
 
 def test_ticket_with_a_quarter_of_the_weights_is_as_accurate_as_the_dense_network(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
 
 import instrument
 
@@ -36,17 +37,25 @@ def collapse(run: instrument.Run, step: int) -> dict[str, float]:
     }
 
 
-def trained(folder: Path, *arguments: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Run the experiment, and return the measures after 100 and after 1,500 steps. The training error is then zero."""
-    run = finished(folder / "one", "+exp=neural_collapse", *arguments, "quiet=true")
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of the page."""
+    return run_gallery_page("neural_collapse", tmp_path_factory.mktemp("neural_collapse"))
+
+
+def measures(run: instrument.Run) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the measures after 100 and after 1,500 steps. The training error is then zero."""
     accuracy = run.metrics.query("phase == 'eval'").set_index("step")["accuracy"]
     assert accuracy[1500] > 0.995
     return collapse(run, 100), collapse(run, 1500)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_features_collapse_to_a_simplex(tmp_path: Path, seed: int) -> None:
-    first, last = trained(tmp_path, f"seed={seed}")
+def test_features_collapse_to_a_simplex(page: Path, seed: int) -> None:
+    run = page / "neural_collapse"
+    if seed:
+        run = finished(page / f"seed_{seed}", "+exp=neural_collapse", f"seed={seed}", "quiet=true").path
+    first, last = measures(instrument.load(run))
     assert last["variability"] < min(0.01, first["variability"] / 5)
     assert last["angles"] < min(0.06, 0.7 * first["angles"])
     assert last["simplex"] < min(0.05, 0.7 * first["simplex"])
@@ -54,7 +63,7 @@ def test_features_collapse_to_a_simplex(tmp_path: Path, seed: int) -> None:
     assert last["nearest"] > 0.999
 
 
-def test_features_without_batch_norm_do_not_collapse(tmp_path: Path) -> None:
-    first, last = trained(tmp_path, "apply.norm=null")
+def test_features_without_batch_norm_do_not_collapse(page: Path) -> None:
+    first, last = measures(instrument.load(page / "without_norm"))
     assert last["variability"] > max(0.1, 0.8 * first["variability"])
     assert last["angles"] > 0.2

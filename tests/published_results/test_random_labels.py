@@ -5,6 +5,9 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
+
+import instrument
 
 pytestmark = pytest.mark.slow
 
@@ -15,10 +18,9 @@ SEEDS = (0, 1, 2)
 @pytest.fixture(scope="module")
 def metrics(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """The metrics of all seeds, with and without random labels."""
-    seeds = ",".join(map(str, SEEDS))
-    arguments = ("-m", "+exp=random_labels", f"{FRACTION}=0,0.5,1", f"seed={seeds}", "quiet=true")
-    found = finished(tmp_path_factory.mktemp("random_labels") / "sweep", *arguments).metrics
-    return found.set_index([FRACTION, "seed"]).sort_index()
+    folder = run_gallery_page("random_labels", tmp_path_factory.mktemp("random_labels")) / "random_labels"
+    finished(folder / "others", "-m", "+exp=random_labels", f"{FRACTION}=0,0.5,1", "seed=1,2", "quiet=true")
+    return instrument.load(folder).metrics.set_index([FRACTION, "seed"]).sort_index()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
 
 import instrument
 
@@ -17,12 +18,18 @@ GAINS, LAST, EARLY = [0.5, 0.8, 1.0, 1.25, 1.5], 31, 3
 
 
 @pytest.fixture(scope="module")
-def norms(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of the page."""
+    return run_gallery_page("recurrent_gradients", tmp_path_factory.mktemp("recurrent_gradients"))
+
+
+@pytest.fixture(scope="module")
+def norms(page: Path) -> pd.DataFrame:
     """The norm of the gradient of each hidden state (rows) for each singular value and seed (columns)."""
     gains = f"apply.recurrent.gain={','.join(map(str, GAINS))}"
-    command = "-m +exp=recurrent_gradients seed=0,1,2 train.steps=1 quiet=true"
-    sweep = finished(tmp_path_factory.mktemp("recurrent_gradients") / "runs", *command.split(), gains)
-    rows = sweep.stats.query("hook == 'through_time'")
+    command = "-m +exp=recurrent_gradients seed=1,2 train.steps=1 quiet=true"
+    finished(page / "recurrent" / "others", *command.split(), gains)
+    rows = instrument.load(page / "recurrent").stats.query("hook == 'through_time'")
     return rows.pivot(index="call", columns=["apply.recurrent.gain", "seed"], values="l2")
 
 
@@ -41,11 +48,11 @@ def test_rate_per_time_step_follows_the_singular_value(norms: pd.DataFrame) -> N
     assert (np.diff(rates.to_numpy(), axis=0) > 0).all()
 
 
-def test_exploding_gradients_need_a_clip(tmp_path: Path) -> None:
-    command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=0,1,2 quiet=true rules=none"
+def test_exploding_gradients_need_a_clip(page: Path) -> None:
+    command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=1,2 quiet=true rules=none"
     for name, fields in (("clipped", ()), ("unclipped", ("hooks.clip=null",))):
-        finished(tmp_path / name, *command.split(), *fields)
-    runs = instrument.load(tmp_path).runs
-    accuracy = runs.groupby(runs.run.str.partition("/")[0]).accuracy
+        finished(page / "clipping" / f"{name}_others", *command.split(), *fields)
+    runs = instrument.load(page / "clipping").runs
+    accuracy = runs.groupby(runs.run.str.extract("(clipped|unclipped)")[0]).accuracy
     assert accuracy.min()["clipped"] > accuracy.max()["unclipped"] + 0.2
     assert accuracy.mean()["clipped"] > 0.65

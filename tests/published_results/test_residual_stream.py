@@ -9,16 +9,25 @@ import numpy as np
 import pandas as pd
 import pytest
 from conftest import finished
+from page_blocks import run_gallery_page
+
+import instrument
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def stream(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of the page."""
+    return run_gallery_page("residual_stream", tmp_path_factory.mktemp("residual_stream"))
+
+
+@pytest.fixture(scope="module")
+def stream(page: Path) -> pd.DataFrame:
     """The rms of the residual stream after each layer (rows) for each step and seed (columns)."""
-    command = "-m +exp=residual_stream seed=0,1,2 quiet=true"
-    sweep = finished(tmp_path_factory.mktemp("residual_stream") / "runs", *command.split())
-    rows = sweep.stats.query("hook == 'stream'")
+    command = "-m +exp=residual_stream seed=1,2 quiet=true"
+    others = finished(page / "others", *command.split()).path
+    rows = instrument.load([page / "residual_stream", others]).stats.query("hook == 'stream'")
     return rows.pivot_table(index="layer", columns=["step", "seed"], values="rms", sort=False)
 
 
@@ -40,9 +49,10 @@ def test_trained_stream_grows_linearly_and_not_exponentially(stream: pd.DataFram
         assert linear > exponential
 
 
-def test_last_gradient_falls_with_depth_for_pre_norm_only(tmp_path: Path) -> None:
-    command = "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=0,1,2 train.steps=1"
-    rows = finished(tmp_path / "runs", *command.split(), "quiet=true").stats.query("hook == 'gradients'")
+def test_last_gradient_falls_with_depth_for_pre_norm_only(page: Path) -> None:
+    command = "-m +exp=residual_stream apply.order.value=true,false model.layers=3,12 seed=1,2 train.steps=1"
+    finished(page / "depth" / "others", *command.split(), "quiet=true")
+    rows = instrument.load(page / "depth").stats.query("hook == 'gradients'")
     last = rows[rows.layer.str.split(".").str[1].astype(int) == rows["model.layers"] - 1]
     norms = last.pivot(index=["apply.order.value", "seed"], columns="model.layers", values="l2")
     factors = norms[12] / norms[3]
