@@ -27,7 +27,7 @@ def run_of(folder: Path, seed: int, *arguments: str) -> instrument.Run:
     """Return a run of the page, or run it with another seed: then with these arguments."""
     if seed == 0:
         return instrument.load(folder)
-    return finished(folder.with_name(f"{folder.name}_{seed}"), *arguments, f"seed={seed}", "quiet=true")
+    return finished(folder.with_name(f"seed{seed}_{folder.name}"), *arguments, f"seed={seed}", "quiet=true")
 
 
 def noise_norms(run: instrument.Run) -> np.ndarray:
