@@ -94,4 +94,4 @@ class ModeOfPhase(Relation):
 
     def check_end(self) -> Iterator[Checked]:
         if self._evaluated is not None:
-            yield Checked(False, None, f"an evaluation at step {self._evaluated} is recorded as training")
+            yield Checked(False, None, f"an evaluation or a rollout at step {self._evaluated} is recorded as training")

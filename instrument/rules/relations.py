@@ -153,7 +153,7 @@ class ModeOfPhase(RelationRule, relation="mode_of_phase"):
     what = "the mode of the model does not match the phase"
     advice = (
         "Call model.train() before the training steps, also after each evaluation, and model.eval() before an evaluation. "
-        "In your own loop, evaluate inside `with probe.evaluating():`."
+        'In your own loop, evaluate inside `with probe.evaluating():`, and collect data inside `with probe.in_phase("rollout"):`.'
     )
 
 

@@ -546,7 +546,7 @@ def test_evaluation_that_is_recorded_as_training_is_reported(steps: list[int], f
                 probe.end_step()
     assert violations(probe) == [("mode_of_phase", step) for step in found]
     if found:
-        assert f"an evaluation at step {steps[0]} is recorded as training" in probe.warnings[0]
+        assert f"an evaluation or a rollout at step {steps[0]} is recorded as training" in probe.warnings[0]
 
 
 def test_calls_without_training_are_not_evaluations() -> None:
