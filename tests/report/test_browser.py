@@ -432,7 +432,7 @@ def overlap(one: list[float], two: list[float]) -> bool:
     ("reported", "width"),
     [
         ("reported_run", 1280),
-        ("reported_sweep", PHONE),
+        pytest.param("reported_sweep", PHONE, marks=pytest.mark.slow),
         pytest.param("reported_run", PHONE, marks=pytest.mark.slow),
         pytest.param("reported_sweep", 1280, marks=pytest.mark.slow),
     ],
