@@ -136,9 +136,7 @@ class ModuleHooks(SuspendableModuleHooks):
             return (
                 self.graph.trace_before(module, args, kwargs) if kwargs is not None and self.clock.in_graphs else None
             )
-        if (
-            not self.clock.closed and self.graph.refusal and (is_compiling() or is_tracing())
-        ):  # torch.export runs this code
+        if not self.clock.closed and self.graph.refusal and (is_compiling() or is_tracing()):  # an export
             raise HookError(self.graph.refusal)
         if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
