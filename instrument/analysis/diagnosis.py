@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
+from ..rules.reference import NEW_PARAMETER
 from ..rules.reference_ranges import METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
@@ -178,6 +179,11 @@ def _first_word(event: RuleEvent) -> str:
     return event.message.split(": ", 2)[-1].partition(" ")[0]
 
 
+def _is_of_rate(event: RuleEvent) -> bool:
+    """Return whether an event is about the learning rate, which nothing in its step changes: it precedes the others."""
+    return event.location is None and event.layer is None and _first_word(event) == "lr"
+
+
 def severity_of(what: str, warns: bool) -> Severity:
     """Return the severity of a problem. `warns`: whether the rule that found it warns."""
     return "error" if what == LOSS_NOT_FINITE else "warning" if warns else "info"
@@ -245,7 +251,7 @@ class _Timeline:
         facts = self._facts.get(event.rule, NO_FACTS)
         if event.location is None and facts.stage != "reference":
             return event.step
-        every = {name: spec.every or 1 for name, spec in self._hooks.items()}
+        every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
         # A metric outside of the reference was compared in the steps in which statistics were.
         interval = every.get(hook_and_role(event.location)[0], 1) if event.location else min(every.values(), default=1)
         return max(0, event.step - (interval - 1 if facts.times == 1 else (facts.times - 1) * interval))
@@ -258,6 +264,8 @@ class _Timeline:
         if role == "loss":
             return LOSS, 0
         rank = self._rank(event.layer or "")
+        if event.message.startswith(NEW_PARAMETER):
+            return FORWARD, rank
         if role in ("param", "update") or role.startswith("state."):  # the forward pass changes buffers
             return UPDATE, rank
         kind = self._hooks[hook].kind if hook in self._hooks else ""
@@ -278,13 +286,13 @@ class _Timeline:
             group.insert(0, lead)
         return episodes
 
-    def _order_in_rule(self, event: RuleEvent) -> tuple[int, int, int]:
+    def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
         """Return the sort key of an event among those of its rule, which are in the order of their rows except for gradients.
 
         Rows of the gradients of parameters are in the order of the parameters, not of the backward pass.
         """
         part, rank = self.position(event)
-        return event.step, part, rank if part == BACKWARD else 0
+        return event.step, not _is_of_rate(event), part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
@@ -297,7 +305,7 @@ class _Timeline:
             leads[key] = key if cause is None else leads[cause]
         return leads
 
-    def _order(self, event: RuleEvent) -> tuple[int, int, tuple[int, int]]:
+    def _order(self, event: RuleEvent) -> tuple[int, int, bool, tuple[int, int]]:
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        return first, self.onset(event), self.position(event)
+        return first, self.onset(event), not _is_of_rate(event), self.position(event)

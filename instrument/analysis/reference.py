@@ -24,9 +24,10 @@ from .finite import REQUIRED_COLUMNS, not_finite_in
 from .run_tables import RunTables
 
 DEFAULT_STATISTICS = (
-    "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "saturated_fraction", "update_ratio", *METRICS,
+    "rms", "std", "abs_max", "zero_fraction", "dead_fraction", "saturated_fraction", "update_ratio",
+    "row_entropy", "first_fraction", "branch_ratio", "input_cosine", "token_cosine", "softmax_entropy", "z_loss", *METRICS,
 )  # fmt: skip
-"""The statistics and metrics of a reference. Statistics with a sign depend too much on the seed: many have a mean of zero."""
+"""The statistics and metrics of a reference. A mean, a minimum or a maximum depends too much on the seed."""
 SECTIONS = ("model", "data", "task", "optimizer", "scheduler", "train", "apply")
 """The sections of the configuration that decide how a model trains."""
 
@@ -46,8 +47,8 @@ def make_reference(
 
     Args:
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
-        statistics: The names of statistics, also custom ones, and of metrics. Default: those of `rms`, `std`, `abs_max`, `zero_fraction`,
-            `dead_fraction`, `saturated_fraction`, `update_ratio`, `lr`, `loss`, `accuracy` and `grad_norm` that the runs recorded.
+        statistics: The names of statistics, also custom ones, and of metrics. Default: those of `DEFAULT_STATISTICS` that the runs
+            recorded.
         out: The file to write. Default: None, no file.
 
     Returns:

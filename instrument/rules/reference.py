@@ -45,6 +45,8 @@ class ReferenceRule(PersistentRule):
 
     Metrics are compared in evaluations, and in the training steps in which statistics are: what is outside first within a step is then
     known. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
+
+    A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
     """
 
     rule: Literal["reference"]
@@ -81,6 +83,10 @@ class ReferenceRule(PersistentRule):
         return reference
 
 
+NEW_PARAMETER = "new parameter"
+NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
+
+
 @RULES.register("reference")
 class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
     stage = "reference"
@@ -104,7 +110,10 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         self.reference = spec.reference
         names = spec.stats or self.reference.statistics
         self.statistics = tuple(name for name in names if name not in METRICS)
-        self._low, self._high = self.reference.limits(self.statistics, spec.margin)
+        low, high = self.reference.limits(self.statistics, spec.margin)
+        one_more = [(0, 1), (0, 0), (0, 0)]
+        self._low = np.pad(low, one_more, constant_values=np.inf)
+        self._high = np.pad(high, one_more, constant_values=-np.inf)
         self._of_slot = np.zeros(0, np.int64)  # the index in the reference of each slot
         metrics = [name for name in METRICS if name in names and not spec.hook]
         low, high = self.reference.limits(metrics, spec.margin)
@@ -115,11 +124,16 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         }
         self._times: Counter[str] = Counter()  # how often in succession metrics were outside, by phase and name
         self._phases = {phase for *_, phase in self.reference.locations if self.statistics}
+        self._hooks_of_parameters = {
+            (hook, kind, role, phase) for hook, _, kind, role, _, phase in self.reference.locations if role == "param"
+        }
         self._phase = 0
         self._has_read = False
 
     def selects(self, location: Location) -> bool:
-        return bool(self.statistics) and key_of(location) in self.reference.index
+        hook, _, kind, role, _, phase = key = key_of(location)
+        is_new_parameter = (hook, kind, role, phase) in self._hooks_of_parameters
+        return bool(self.statistics) and (key in self.reference.index or is_new_parameter)
 
     def times_needed(self, slots: IndexArray) -> IndexArray:
         """A location that the runs recorded at fewer steps has to be outside at each of them."""
@@ -132,7 +146,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
 
     def grow(self, count: int) -> None:
         super().grow(count)
-        self._of_slot = np.array([self.reference.index[key_of(location)] for location in self._slots], np.int64)
+        index = self.reference.index
+        self._of_slot = np.array([index.get(key_of(location), NOT_IN_REFERENCE) for location in self._slots], np.int64)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         self._phase = min(int(phase_of(rows.step)), self._low.shape[2] - 1)
@@ -196,6 +211,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
         side = int(above[at, first])
         value = float(self._values(rows, chosen, (np.fmin, np.fmax)[side])[at, first])
         limit = float(self._limits(chosen.slots)[side][at, first])
+        if self._of_slot[chosen.slots[at]] == NOT_IN_REFERENCE:
+            return Firing("no healthy run has it", value, location=chosen.locations[at], what=NEW_PARAMETER)
         name, others = self.statistics[first], ", ".join(self.statistics[other] for other in outside[1:])
         healthy = self._range(name, int(self._of_slot[chosen.slots[at]]))
         text = self._text(name, value, limit, side, f"{healthy}; also {others}" if others else healthy)

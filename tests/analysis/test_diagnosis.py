@@ -9,13 +9,14 @@ import pytest
 
 from instrument.analysis.diagnosis import FAR, LATE, Finding, diagnoses, findings_of
 from instrument.config.rules import RULES, default_rules
+from instrument.rules.reference import NEW_PARAMETER
 from instrument.rules.rule import CAUSES, Part
 from instrument.rules.rule_set import RuleEvent
 from instrument.rules.watch import ADVICE as WATCH_ADVICE
 
 LAYERS = ["", "linear0", "act0", "linear1", "act1"]
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
-EVERY_10 = {"config": {"hooks": {"hook": {**RECORD, "every": 10}}}}
+EVERY_10 = {"config": {"hooks": {"hook": {**RECORD, "every": 10}, "first": {**RECORD, "steps": [0]}}}}
 
 
 def event(rule: str, step: int, where: str = "", severity: str = "warning", what: str = "") -> RuleEvent:
@@ -123,10 +124,18 @@ def test_metric_outside_of_a_reference_is_part_of_a_step(metric: str, part: Part
     (found,) = findings_of([outside], rules, EVERY_10, LAYERS)
     assert found.advice == RULES["reference"].advice_in[part]
     assert (found.statistic, found.threshold) == ("" if metric == "eval loss" else metric, 2.0)
-    # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first.
-    for step, lead in ((20, "linear0 output (hook)"), (30, "training")):
+    # It is compared in recorded steps, so it began at step 10, in which the forward pass comes first. Only the learning rate is set before.
+    for step, lead in ((20, "training" if metric == "lr" else "linear0 output (hook)"), (30, "training")):
         both = findings_of([outside, event("reference", step, "linear0 output")], rules, EVERY_10, LAYERS)
         assert [(each.where == lead, each.cause) for each in both] == [(True, ""), (False, "reference")]
+
+
+def test_new_parameter_is_a_difference_of_the_forward_pass() -> None:
+    rules = {"reference": {"from": "file.parquet"}}
+    new = event("reference", 3, "linear1.weight param", what=NEW_PARAMETER)
+    found, *others = findings_of([event("reference", 3, "linear0.weight param"), new], rules, EVERY_10, LAYERS)
+    assert (found.where, found.what, others) == ("linear1.weight param (hook)", NEW_PARAMETER, [])
+    assert found.advice == RULES["reference"].advice_in["forward"]
 
 
 @pytest.mark.parametrize("watch", ["metrics", ["metrics"]])

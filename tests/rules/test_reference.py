@@ -13,7 +13,7 @@ import pytest
 import torch
 from attached_runs import train_steps
 from conftest import Answer
-from rule_rows import GRADIENT, OUTPUT, Step, feed, rule_set
+from rule_rows import GRADIENT, OUTPUT, PARAMETER, Step, feed, rule_set
 from run_folders import write_run
 from scipy import stats
 from torch import nn
@@ -157,9 +157,31 @@ def test_rule_reads_other_locations_of_no_reference(tmp_path: Path) -> None:
     assert len(fired(entry, stepped([99.0], module_type="Other"))) == 1
 
 
+def test_parameter_that_no_healthy_run_has_is_outside(tmp_path: Path) -> None:
+    parameter = {name: PARAMETER[name] for name in ("kind", "role", "path")}
+    values = {**{name: [value] * 4 for name, value in parameter.items()}, "rms": [1.0] * 4}
+    entry = {"from": str(write_values(tmp_path / "a", values))}
+    known = stepped([1.0] * 4, **parameter)
+    rules = {"r": {"rule": "reference", **entry}}
+    events: list[RuleEvent] = []
+    first, resumed = (rule_set(rules, events) for _ in range(2))
+    steps = [{**step, "rows": [*step["rows"], {**step["rows"][0], "layer": "tied"}]} for step in known]
+    feed(first, steps[:2])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    feed(resumed, steps[2:])
+    (event,) = events
+    assert event.message == "new parameter: at step 0 in tied.weight param (seen): no healthy run has it"
+    assert (event.layer, event.value, event.threshold) == ("tied", 1.0, None)
+    # The same parameter of another hook, of which the healthy runs recorded nothing, and another tensor are no new parameters.
+    for other in ({"hook": "more"}, {"role": "update"}):
+        assert fired(entry, known + stepped([1.0], **{**parameter, "layer": "tied", **other})) == []
+
+
 def test_missing_range_of_a_statistic_is_not_compared(tmp_path: Path) -> None:
-    write_values(tmp_path / "a", {"rms": [1.0, 1.0], "std": [None, 1.0], "kurtosis": [1.0, 2.0]})
-    assert make_reference(tmp_path).statistics == ("rms", "std")
+    write_values(
+        tmp_path / "a", {"rms": [1.0, 1.0], "std": [None, 1.0], "kurtosis": [1.0, 2.0], "row_entropy": [1.0, 2.0]}
+    )
+    assert make_reference(tmp_path).statistics == ("rms", "std", "row_entropy")
     assert make_reference(tmp_path, ["kurtosis"]).statistics == ("kurtosis",)
     assert fired({"from": str(tmp_path), "for": 1}, stepped([99.0], "std")) == []
     (event,) = fired({"from": str(tmp_path), "for": 1}, stepped([1.0, 99.0], "std"))
