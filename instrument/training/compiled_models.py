@@ -43,7 +43,6 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
 
 
 def _is_full_graph(part: nn.Module) -> bool:
-    """Return whether a part is compiled with `fullgraph=True`, by `torch.compile(part)` or by `part.compile()`."""
     context = getattr(part, "dynamo_ctx", None)
     if context is None:  # `part.compile()` keeps the context in the closure of the compiled call only
         context = inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")  # type: ignore[arg-type]
@@ -87,6 +86,5 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
 
 
 def _graph_breaks() -> Counter[str]:
-    """Return the number of graph breaks in this process, by the reason that the compiler reports."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])

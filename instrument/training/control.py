@@ -22,7 +22,6 @@ class Control:
     Args:
         settings: The settings of the run at its start.
         lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.
-        processes: The processes of the run. Default: a single one.
         repeated: The changes of another run to repeat, each with the number of completed steps, in order. Default: those
             of the run itself, if it is resumed.
     """

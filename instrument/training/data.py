@@ -48,10 +48,7 @@ class Data:
 
 
 def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
-    """Load the slices.
-
-    Args:
-        evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
+    """Load the slices; that for evaluation only if the run has evaluations.
 
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
@@ -139,10 +136,7 @@ def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None
 
 
 def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
-    """Return how batches are loaded.
-
-    Args:
-        pins_memory: Whether the device reads pinned memory.
+    """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory.
 
     Raises:
         ConfigError: `collate_fn` does not exist or cannot be built.
@@ -181,7 +175,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
     does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
 
     Args:
-        split: The split of the slice; None if the configuration names none.
         where: The key of the slice: `data.slice` or `data.eval_slice`.
 
     Returns:
@@ -212,7 +205,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
 
 
 def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
-    """Build the dataset with the first split that it accepts."""
     refusals: list[ConfigError] = []
     for name in names:
         try:
@@ -266,16 +258,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
-    """Return the indices of the samples in a slice.
+    """Return the indices of the samples in a slice; at least one.
 
     The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
     `per_class`.
-
-    Args:
-        where: The configuration key of the slice, for error messages.
-
-    Returns:
-        Indices into the dataset; at least one.
 
     Raises:
         ConfigError: The slice is empty, an index is out of range, or the dataset has no integer classes.

@@ -348,7 +348,6 @@ def _is_train(split: str) -> bool:
 
 
 def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
-    """Load a dataset of torchvision from disk, or download it."""
     try:
         import torchvision
     except ModuleNotFoundError:

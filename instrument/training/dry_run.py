@@ -87,11 +87,9 @@ def _failure(where: str, message: str, error: Exception) -> Problem:
 
 
 def _load_batches(experiment: Experiment) -> tuple[list[list[LoadedBatch]], float]:
-    """Load the micro-batches of the first steps: of several steps if they are few, of at least one step.
+    """Load the micro-batches of the first steps, of at least one. Return them, and the seconds to load those of one step.
 
-    Returns:
-        The micro-batches of each step, and the time to load those of one step, in seconds. Training waits for this
-        time.
+    Training waits for this time.
     """
     groups: list[list[LoadedBatch]] = []
     durations: list[float] = []
@@ -109,8 +107,7 @@ def _load_batches(experiment: Experiment) -> tuple[list[list[LoadedBatch]], floa
 def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedBatch]], seconds: float) -> list[float]:
     """Return the durations of steps without hooks, in seconds. The first step is omitted, because it allocates memory.
 
-    Args:
-        seconds: The duration of the measurement. It ends earlier after `MAX_REPEATS` steps.
+    The measurement takes so many seconds, or `MAX_REPEATS` steps.
     """
     experiment.model.train(experiment.config.mode == "train")
     durations: list[float] = []
@@ -127,7 +124,6 @@ def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedB
 def _run_step(
     experiment: Experiment, observer: StepObserver, batches: Sequence[LoadedBatch]
 ) -> Mapping[str, float | None]:
-    """Execute one step of the mode of the run, and return its metrics."""
     if experiment.config.mode == "train":
         return train_step(experiment, observer, batches)
     return forward_step(experiment, observer, batches[0])[0]
@@ -354,16 +350,12 @@ def _usual(measured: Sequence[_Step]) -> _Step:
 def _bytes_on_disk(
     folder: Path, table: Table, amounts: Sequence[int], expected: Mapping[str, float], least_parts: float
 ) -> dict[str, float]:
-    """Estimate the size of a table on disk.
+    """Estimate the size of a table on disk, in bytes by spec, from the rows in the folder of the dry run, with a closed sink.
 
     Args:
-        folder: The folder of the dry run, with a closed sink.
         amounts: The amount of data in each row of the folder: 1, or bytes for rows of different size.
         expected: By spec, the amount of data in the rows of the run.
         least_parts: The minimum number of parts. Each checkpoint closes a part.
-
-    Returns:
-        Bytes by spec.
     """
     total = sum(expected.values())
     if not total:

@@ -76,16 +76,11 @@ class Experiment:
 
     Attributes:
         eval_loader: The batches of an evaluation; None in `mode: forward`.
-        probe_batch: The probe batch; None without one.
-        model: The model on its device, after the changes of the `apply` section.
         uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
-        strategy: How one or several processes train the model.
         called_model: The model that the task calls: `model`, or its compiled version.
         train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
-        inferred_by_phase: The result of shape inference for each phase of the run.
-        archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
         output_notice: Which of several outputs of the model the loss uses; None if this is clear.
         lr_scale: The factor of the learning rates, which can change during the training.
@@ -134,13 +129,9 @@ class Experiment:
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
-    """Build an experiment from its configuration, and check it.
+    """Build an experiment from its configuration, and check it. With several processes, all of them call this function.
 
     Shape inference runs one forward pass per phase. It restores the state of the model and the random states.
-
-    Args:
-        strategy: How several processes train the model; all of them call this function. Default: None, a single
-            process.
 
     Raises:
         ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
@@ -236,7 +227,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
 
 
 def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
-    """Check that the hooks record what the rules read, and that the run is long enough for the rules."""
     records = [spec for spec in plan.specs.values() if isinstance(spec, RecordSpec)]
     records_tensors = any(spec.tensors and spec.keep is None for spec in records)
     evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
@@ -251,7 +241,6 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
 
 
 def _check_loss(config: RunConfig, task: Task) -> None:
-    """Check that a task without a loss is not used for a training or for gradients of a loss."""
     if not isinstance(task, ForwardOnly | Generate):
         return
     if config.mode == "train":
@@ -323,7 +312,6 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | Non
 
 
 def _output_unit(config: RunConfig) -> OutputUnit | None:
-    """Return the part of the output whose gradients are computed; None for those of the loss."""
     of = config.forward.of if config.mode == "forward" else None
     return None if of is None else OutputUnit(of)
 
@@ -390,7 +378,6 @@ def _infer_shapes(
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the autocast context of a precision: `fp32` (disabled), `fp16` or `bf16`."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
@@ -440,7 +427,6 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
 
 
 def _uses_closure(config: RunConfig, optimizer: Optimizer, strategy: Strategy) -> bool:
-    """Return whether the step of an optimizer requires a closure, and check that the training supports that."""
     if not requires_closure(optimizer):
         return False
     what = f"the step of {type(optimizer).__name__} requires a closure"

@@ -28,11 +28,7 @@ MAX_NAMES = 8  # maximum number of names in a message
 class InitialWeights:
     """The weights in a file, or in the folder of a run.
 
-    Args:
-        strict: Whether missing and unexpected names are errors.
-
     Attributes:
-        is_of_run: Whether the path is the folder of a run.
         sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
         changed: The names of the loaded tensors that `apply` changed or removed. Set by `compare`.
         missing: The names in the model without a value, with `strict: false`.
@@ -64,9 +60,7 @@ class InitialWeights:
         self.sha256 = digest.hexdigest()
 
     def load(self, model: nn.Module) -> None:
-        """Load the weights into a model.
-
-        Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`).
+        """Load the weights into a model. Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`).
 
         Raises:
             ConfigError: Names are missing or unexpected, no name matches, or a shape differs.

@@ -43,14 +43,7 @@ FULL_BATCH = BatchShard()
 
 
 def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str) -> None:
-    """Check that every process receives at least one sample of every batch.
-
-    Args:
-        batch_size: Number of samples in a full batch, over all processes.
-
-    Raises:
-        ConfigError: A batch has fewer samples than there are processes.
-    """
+    """Raise a ConfigError unless every process receives at least one sample of every batch."""
     last = length % batch_size or batch_size
     if batch_size < shard.size:
         message = f"every batch requires at least one sample for each of the {shard.size} processes"
@@ -62,12 +55,7 @@ def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str
 
 
 class LoadedBatch(NamedTuple):
-    """A batch from the loader.
-
-    Attributes:
-        indices: Their indices in the complete dataset, or in the stream.
-        total: The number of samples of all processes.
-    """
+    """A batch from the loader. `indices`: in the complete dataset, or in the stream. `total`: the samples of all processes."""
 
     batch: Any
     indices: list[int]
@@ -89,12 +77,7 @@ class Slice(Subset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """A slice of an iterable dataset, whose length is unknown.
-
-    Args:
-        dataset: The dataset. Each `iter(dataset)` starts from the beginning.
-        stop: The index after the last sample; None for all samples.
-    """
+    """A slice of an iterable dataset, whose length is unknown. Each `iter(dataset)` has to start from the beginning."""
 
     def __init__(self, dataset: Iterable[Any], start: int, stop: int | None) -> None:
         self.dataset = dataset
@@ -106,14 +89,7 @@ class Stream(IterableDataset[Any]):
 
 
 def lists(items: Sequence[Sequence[Any]]) -> tuple[list[Any], ...]:
-    """Collate samples whose tensors differ in shape, such as images with boxes: return a list per field.
-
-    Args:
-        items: The samples of a batch, tuples of the same length.
-
-    Returns:
-        For each field of the samples, the list of its values.
-    """
+    """Collate samples whose tensors differ in shape, such as images with boxes: return for each field the list of its values."""
     return tuple(list(field) for field in zip(*items, strict=True))
 
 
@@ -124,14 +100,7 @@ def unchanged(items: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are loaded.
-
-    Attributes:
-        collate_fn: Joins a list of samples into a batch. Default: PyTorch's `default_collate`.
-        num_workers: The number of worker processes. Default: 0, this process.
-        pin_memory: Whether batches are copied to pinned memory. Default: False.
-        seed: The seed of the run. Default: 0.
-    """
+    """How batches are loaded. `collate_fn` joins a list of samples into a batch."""
 
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
@@ -155,7 +124,6 @@ class Loader:
         dataset: A dataset with a length and items, or a `Stream`.
         batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
             batch of a stream is left out if it has fewer samples than there are processes.
-        shard: The part of each batch that this process gets. Default: the full batch.
     """
 
     dataset: Dataset[Any]
@@ -177,13 +145,11 @@ class Loader:
         return self.batch_size if self.dataset.stop is None else self.dataset.stop - self.dataset.start
 
     def load(self, name: str, order: Sequence[int] | None = None, skip: int = 0) -> Iterator[LoadedBatch]:
-        """Load the batches of one pass over the dataset.
+        """Load the batches of one pass over the dataset, without the first ones.
 
         Args:
             name: The name of the pass. It determines random numbers that the dataset draws.
-            order: The indices of the samples. Default: None, all samples in the order of the dataset. A stream has
-                no other order.
-            skip: The number of batches to leave out at the beginning. Default: 0.
+            order: The indices of the samples. Default: None, the order of the dataset, the only one of a stream.
         """
         workers = self.options.num_workers
         is_stream = isinstance(self.dataset, Stream)
@@ -226,7 +192,7 @@ class Loader:
 
 
 class _Key(NamedTuple):
-    """What a worker needs to load a batch: seed, indices of the samples, number of samples of all processes."""
+    """What a worker needs to load a batch; see `LoadedBatch`."""
 
     seed: int
     indices: list[int]
@@ -287,8 +253,6 @@ class Batches:
     beginning.
 
     Args:
-        config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
-        shard: The part of each batch that this process gets. Default: the full batch.
         sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
             the seed and the epoch. Default: None, all samples in random order.
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
@@ -297,7 +261,6 @@ class Batches:
     Attributes:
         length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
             last for all steps, and in `mode: forward` up to the end of the slice.
-        micro_batches_per_epoch: The number of micro-batches per epoch.
         stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
 
     Raises:
@@ -433,13 +396,7 @@ class Batches:
 
 
 def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
-    """Return the number of samples in each batch of a dataset, summed over all processes.
-
-    Args:
-        batch_size: The number of samples per batch. The last batch may be smaller.
-        first: The index of the first batch in the result. Default: 0.
-        stop: The index after the last batch in the result. Default: None, all remaining batches.
-    """
+    """Return the number of samples in each batch of a dataset from `first` to `stop`, summed over all processes."""
     return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
 
@@ -451,11 +408,6 @@ def first_batch(
     where: str = "data.slice",
 ) -> LoadedBatch:
     """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
-
-    Args:
-        batch_size: The number of samples per batch, over all processes.
-        shard: The part of the batch that this process gets. Default: the full batch.
-        where: The configuration key of the slice, for error messages. Default: `data.slice`.
 
     Raises:
         ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
@@ -494,7 +446,6 @@ class PhaseBatches:
         load: Called with a number of samples, over all processes; returns a batch with the first samples.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
         ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-        split: The split of the dataset; None if it has none.
     """
 
     first: LoadedBatch

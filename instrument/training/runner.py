@@ -51,11 +51,9 @@ class ReplaySource:
     Attributes:
         window: The steps in which the record hooks of the replay run.
         begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
-        changes: The changes that were made during the run.
         force: Whether a replay that cannot be expected to be exact is allowed.
         counterfactual: The interventions that differ from those of the run; empty for an exact replay.
         first_step: The first step at which one of them runs or is missing; None for an exact replay.
-        operators: Whether the replay records every operator in the window.
         notes: The decisive differences of a forced replay. Filled by `check`.
     """
 
@@ -121,13 +119,7 @@ def steps_text(steps: range) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run.
-
-    Attributes:
-        metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
-        stopped: Why the run was stopped; None if the run is complete.
-        is_pruned: Whether a rule with `then: prune` stopped it.
-    """
+    """The result of a run: the metrics of the last evaluation, or the means over all batches in `mode: forward`, and why it was stopped."""
 
     folder: Path
     metrics: Mapping[str, float | None]
@@ -149,8 +141,8 @@ def run(
 
     Args:
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
-        make_report: Writes the report of the complete run in a folder, and returns its file. Default: None, no report.
-        source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
+        make_report: Writes the report of the complete run in a folder, and returns its file.
+        source: The run to replay, with the configuration of the replay in `config`.
 
     Raises:
         ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
@@ -268,7 +260,6 @@ def _opened_folder(
 def _record_environment(
     run_folder: RunFolder, experiment: Experiment, raw: Mapping[str, Any], remote: str | None
 ) -> None:
-    """Write to run.json on which device, hardware, data, weights and custom code the run depends."""
     data = experiment.data
     run_folder.update(
         device=str(experiment.device),
@@ -282,7 +273,6 @@ def _record_environment(
 
 
 def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:
-    """Check that a resumed run loads the weights with which it was started."""
     recorded = run_folder.record.get("init_from") if isinstance(run_folder, RunFolder) else None
     if recorded and experiment.weights is not None and recorded["sha256"] != experiment.weights.sha256:
         raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
@@ -352,7 +342,6 @@ class _Training:
         )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Run to the last step."""
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None

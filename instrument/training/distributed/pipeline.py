@@ -124,7 +124,6 @@ class Pipeline:
 
     Args:
         model: The model. Parameters of other stages are removed from it: they are empty and not trained.
-        config: The layers at which the stages begin, and the schedule.
         group: The processes of the dimension `pp`, in the order of the stages.
         loss: Computes the loss of a batch with this model: a scalar.
 

@@ -83,10 +83,7 @@ class Processes:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one object from each process.
-
-        Returns:
-            The objects of all processes, in rank order.
+        """Gather one object from each process, in rank order.
 
         Raises:
             _PeerFailedError: Another process failed and sent its error instead.
@@ -207,11 +204,7 @@ class Processes:
 
 @contextmanager
 def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
-    """Report which process has ended if a collective fails in a custom training loop.
-
-    Args:
-        folder: Folder of the run. Its locks show which processes are alive.
-        on_failure: Called with the rank of the process that has ended.
+    """Report which process has ended if a collective fails in a custom training loop; see `Processes.stop_together`.
 
     Raises:
         RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.

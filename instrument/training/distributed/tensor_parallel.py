@@ -77,7 +77,6 @@ def parallelize(
 
     Args:
         mesh: The dimension `tp`, or for experts `dp`.
-        plan: The style of the modules that each glob matches.
         loss: Computes the loss of the same batch in all processes of the dimension `tp`: a scalar.
         where: The configuration key of the plan. Gradients are compared for the default only: over `dp`, the gradients of experts
             are sums over all batch shards.
@@ -170,7 +169,6 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
 
 
 def _check_same(expected: _Effect, found: _Effect, plan: Mapping[str, Any], where: str) -> None:
-    """Check that a parallelized model has the loss and the gradients of the full model."""
     fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
     if not _is_close(expected.loss, found.loss, abs(expected.loss)):
         message = f"the loss of the first batch is {found.loss:.6g} with this plan, but {expected.loss:.6g} without it"

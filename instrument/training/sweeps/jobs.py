@@ -49,7 +49,6 @@ class SweepJob:
 
     Attributes:
         name: Folder of the job, relative to the folder of the sweep; usually the job number.
-        overrides: Overrides of the job, as on the command line.
         status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
         error: Error that ended the job, in one line; None if no error occurred.
     """
@@ -98,11 +97,7 @@ class Jobs:
 
 
 class Sweep(Jobs):
-    """A sweep with a record, read from its folder.
-
-    Raises:
-        ConfigError: The folder has no readable sweep record.
-    """
+    """A sweep with a record, read from its folder. Raises a ConfigError if it has no readable record."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,10 +112,7 @@ class Sweep(Jobs):
 
     @property
     def address(self) -> str | None:
-        """Remote folder of the sweep; each job is uploaded to a folder below it.
-
-        None if the jobs are not uploaded, or if the address differs between jobs.
-        """
+        """Remote folder of the sweep; each job is uploaded to a folder below it. None if the jobs have none, or different ones."""
         try:
             remote = OmegaConf.select(self.record, REMOTE_KEY)
         except OmegaConfBaseException:
@@ -165,10 +157,7 @@ def _job(folder: Path, sweep: Path) -> SweepJob:
 
 
 class Runs(Jobs):
-    """Runs below a folder without a sweep record, such as runs started by a shell loop.
-
-    The existing runs are known; missing runs are not.
-    """
+    """Runs below a folder without a sweep record, such as runs started by a shell loop. Missing runs are not known."""
 
     def __init__(self, run: Run) -> None:
         from ...analysis.config_comparison import differing_overrides
@@ -204,11 +193,7 @@ class RemoteSweep(Sweep):
 
 
 def jobs_in(folder: str) -> Jobs:
-    """Find the sweep in a folder, or the runs below it.
-
-    Raises:
-        ConfigError: The folder contains neither, or it is the folder of a single run.
-    """
+    """Find the sweep in a folder, or the runs below it. Raise a ConfigError for another folder, such as that of a single run."""
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))
     from ...analysis.load import load  # Imported late: they import pyarrow.
@@ -261,10 +246,7 @@ def read_sweep(folder: Path) -> DictConfig:
 
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
-    """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
-
-    Returns:
-        The overrides of each job, by job number.
+    """Return the overrides of each job of a sweep, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
     Raises:
         ConfigError: The values of an override cannot be expanded.
@@ -315,10 +297,7 @@ def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
-    """Return the overrides of the command line as written.
-
-    They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
-    """
+    """Return the overrides of the command line as written, unresolved: `seed=${hydra:job.num}`, for example, has a value only in a job."""
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
 
@@ -378,11 +357,9 @@ def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Describe the best trial of a search.
+    """Describe the best trial of a search: its folder, parameters and objective value, and the results file of Optuna.
 
-    Returns:
-        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
-        Empty if the folder has no readable results file, or if every trial was pruned.
+    Empty if the folder has no readable results file, or if every trial was pruned.
     """
     file = folder / RESULTS
     try:

@@ -58,20 +58,17 @@ class Objective:
     """A validated objective.
 
     Attributes:
-        written: Objective as written in the configuration.
         query: SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows
-            it aggregates). None if the objective is a metric. Default: None.
+            it aggregates). None if the objective is a metric.
     """
 
     written: str
     query: str | None = None
 
     def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
-        """Compute the objective value of a run.
+        """Return the objective value of a run, and the reason why it is missing; a sweeper treats the job as failed then.
 
-        Returns:
-            The value and the reason why it is missing. The value is None if it is missing or not finite, and a sweeper
-            treats the job as failed; otherwise the reason is empty.
+        The value is None if it is missing or not finite.
         """
         if self.query is None:
             value = metrics.get(self.written)
@@ -180,12 +177,10 @@ def _first_line(error: Exception) -> str:
 def score_job(
     objective: Objective, folder: Path, metrics: Mapping[str, float | None], *, searched: bool = False
 ) -> float | None:
-    """Compute the objective value of a finished job. If a search depends on it, a missing value is always reported.
+    """Return the objective value of a finished job; None if it is missing or not finite.
 
-    A value computed from a table is printed and saved in `run.json` next to the metrics.
-
-    Returns:
-        The value; None if it is missing or not finite.
+    If a search depends on it, a missing value is always reported. A value computed from a table is printed and saved in `run.json`
+    next to the metrics.
     """
     if objective.query is None:
         value, reason = objective.value_of(folder, metrics)

@@ -50,8 +50,7 @@ class Fingerprint:
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        bits: The fingerprints of metrics, gradients, parameters, buffers, optimizer state and random
-            states. This is the order in which a difference spreads.
+        bits: Those of metrics, gradients, parameters, buffers, optimizer state and random states: the order in which a difference spreads.
     """
 
     step: int
@@ -60,11 +59,7 @@ class Fingerprint:
 
 
 class Trace(NamedTuple):
-    """What a training gave.
-
-    Attributes:
-        parameters: The parameters of this process at the end, by name, on the CPU.
-    """
+    """What a training gave. `parameters`: those of this process at the end, by name, on the CPU."""
 
     fingerprints: list[Fingerprint]
     sites: int
@@ -83,12 +78,7 @@ def trace(
     *,
     processes: Processes | None = None,
 ) -> Trace:
-    """Train an experiment and compute a fingerprint after each step and each evaluation.
-
-    Args:
-        hooks: The hooks to attach instead of those in the configuration.
-        processes: The processes of the training; the fingerprints are those of all of them. Default: None, a single process.
-    """
+    """Train an experiment with other hooks, and compute a fingerprint of all processes after each step and each evaluation."""
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with synced_errors(processes):
@@ -120,7 +110,6 @@ def trace(
 
 
 def _fingerprint(experiment: Experiment, progress: Progress) -> Fingerprint:
-    """Compute the fingerprint of the present state."""
     metrics = {
         (f"the {name}", ""): _of_object(value)
         for name, value in progress.metrics.items()
@@ -177,7 +166,6 @@ class Difference:
         what: The first quantity that differs, such as `the loss` or `the gradient`.
         where: The parameter or the buffer; empty if the quantity exists only once.
         hook: The hook that causes the difference; empty if both trainings have no hooks.
-        phase: `train` (default) or `eval`.
     """
 
     step: int
@@ -228,11 +216,7 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
     """Train an experiment without hooks and with its record hooks, and compare each step and each evaluation.
 
     If they differ, the experiment is trained without hooks a second time. If these two trainings differ as well, the
-    training is not reproducible, and the difference is not attributed to hooks.
-
-    Args:
-        config: The experiment. `train.steps` is the number of compared steps.
-        processes: The processes that train it; all of them call this function and return the same. Default: None, a single process.
+    training is not reproducible, and the difference is not attributed to hooks. All processes call this function.
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
@@ -258,11 +242,7 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
 
 
 def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: str = "") -> Difference | None:
-    """Return the first difference between two trainings; None if they are equal.
-
-    Args:
-        hook: The name of the hook to report as the cause. Default: empty.
-    """
+    """Return the first difference between two trainings, with the hook to report as its cause; None if they are equal."""
     for left, right in zip_longest(first, second):
         if left is None or right is None:
             return Difference((left or right).step, "the number of steps", "", hook, (left or right).phase)

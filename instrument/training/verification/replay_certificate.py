@@ -33,7 +33,6 @@ class ReplayDifference:
 
     Attributes:
         step: The index of the step. For an evaluation or the probe batch, the number of completed steps.
-        phase: `train`, `forward`, `eval` or `probe`.
         metric: The first metric that differs, in the order loss, accuracy, grad_norm, lr; or the fingerprint of a tensor.
         recorded: Its value in the run; None if it is missing.
         replayed: Its value in the replay; None if it is missing.
@@ -97,11 +96,9 @@ class ReplayCertificate:
 
 
 def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = False) -> ReplayCertificate:
-    """Compare the metrics of a replay with the recorded ones.
+    """Compare the metrics of a replay, which has ended, with the recorded ones.
 
-    Args:
-        replay: The folder of the replay. It has ended.
-        changes_evaluation: Whether a counterfactual changes the evaluation before its first step. Default: False.
+    `changes_evaluation`: whether a counterfactual changes the evaluation before its first step.
     """
     info = RunFiles(replay).info()
     recorded, replayed = _metrics(source), _metrics(replay)
@@ -170,7 +167,6 @@ def _reasons(difference: ReplayDifference, *, known: bool) -> list[str]:
 
 
 def _metrics(folder: Path) -> dict[Moment, Mapping[str, float | None]]:
-    """Return the compared metrics of each step and evaluation of rank 0."""
     rows: list[dict[str, Any]] = RunFiles(folder).read("metrics", ["step", "phase", "rank", *COMPARED]).to_pylist()
     return {(row["step"], row["phase"] in STEP_PHASES, row["phase"]): row for row in rows if row["rank"] == 0}
 
