@@ -25,10 +25,6 @@ _PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:
     """Refuse `heads` at tensors before or after the attention, in which features belong to no head.
 
-    Args:
-        spec: The spec, of a kind that sees the tensors of modules.
-        where: The config key of the spec, for messages.
-
     Raises:
         ConfigError: With the modules at which the heads are.
     """
@@ -62,7 +58,6 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
 
 
 def _has_heads(spec: HookSpec, layer: Layer, projection: Layer, attention: Layer) -> bool:
-    """Return whether the tensors of a module can have heads."""
     is_called = not isinstance(attention.module, nn.MultiheadAttention)
     if spec.definition.of_functions:
         return spec.tensor_role == "input" or layer is not (projection if is_called else attention)

@@ -39,13 +39,10 @@ class Length:
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of one spec.
+    """The estimated cost of one spec in a run: rows, bytes on disk, and the seconds that it adds to a scheduled step (0 for other phases).
 
     Attributes:
         firings: The number of steps, or evaluations, at which it is scheduled.
-        rows: Rows in total.
-        bytes: Bytes on disk in total.
-        seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
         memory: Bytes in memory: of the tensors that a spec with `keep` keeps.
         tensor_rows: Those of the rows that contain a recorded tensor.
         tensor_bytes: The bytes of these rows.
@@ -76,7 +73,6 @@ class Forecast:
         return self.hooked_seconds / self.baseline_seconds - 1.0
 
     def share(self, name: str, steps: int) -> float:
-        """Return the relative overhead of one spec in a run of `steps` steps."""
         return self.cost[name].seconds * self.cost[name].firings / steps / self.baseline_seconds
 
 

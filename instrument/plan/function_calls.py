@@ -55,7 +55,6 @@ class RunningModule:
     """A call of a module that is running.
 
     Attributes:
-        frame: The Python frame of the call.
         observers: What observes its functions, by the name of the spec.
         is_paused: Whether the mode is not active during this call.
         counts: The number of calls of each function so far, by the name of the spec and of the function.
@@ -74,11 +73,9 @@ class RunningModule:
 
 
 class Owner(NamedTuple):
-    """The call of a module that a function call belongs to, for one spec.
+    """The call of a module that a function call belongs to, for one spec, and its observer.
 
     Attributes:
-        running: The call of the module.
-        observer: What observes it for the spec.
         path: The path of the function call: its name, and its number among the calls of this function.
     """
 

@@ -26,10 +26,7 @@ class Site:
     """One spec at one module, parameter or buffer.
 
     Attributes:
-        spec: The spec.
-        layer: The module.
         own_name: The name of the parameter or buffer within the module; empty for kinds that see a module's tensors.
-        parameter: The parameter, if the site is at one.
         note: Why the hook cannot fire there, if that is known in advance; otherwise empty.
         parameters: For a penalty on the loss: its parameters.
     """
@@ -66,9 +63,6 @@ class HookPlan:
     """All sites of all specs on one model: specs in the order of the configuration, layers in the order of the model.
 
     Attributes:
-        layers: The modules of the model.
-        specs: The specs, by name.
-        sites: The sites.
         shapes_checked: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
             site checks its first tensor.
     """
@@ -126,7 +120,6 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
 
 
 def _check_routers(spec: HookSpec, called: Sequence[Layer], where: str) -> None:
-    """Check that the number of experts per token is known at each module of a hook that records their load."""
     fields = spec.tables.get("experts", {}) if isinstance(spec, RecordSpec) else {}
     if fields and fields.get("experts", "module") == "module":
         unknown = [f"{layer.label} ({layer.type})" for layer in called if attribute_of(layer.module, PER_TOKEN) is None]

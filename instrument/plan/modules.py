@@ -40,7 +40,6 @@ class Layer:
         module: The module; the innermost one if wrappers share its name.
         depth: The number of segments in its name.
         parametrized: For a part of a parametrization (`torch.nn.utils.parametrize`): the layer whose tensor it computes.
-            Otherwise None.
     """
 
     name: str
@@ -66,10 +65,7 @@ class Layer:
 
     @property
     def is_container(self) -> bool:
-        """Whether it is only a container (ModuleList, ModuleDict, ParameterList).
-
-        It has no forward and is never called.
-        """
+        """Whether it is only a container (ModuleList, ModuleDict, ParameterList), which has no forward and is never called."""
         return (
             not self.is_script and type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
         )
@@ -109,13 +105,10 @@ class Layer:
         yield from (name for name in self.own_buffers() if name not in temporary)
 
     def tensor_of(self, own_name: str) -> str:
-        """Return the tensor that one of its parameters or buffers determines.
+        """Return the tensor that one of its parameters or buffers determines, given the name within `owner`.
 
         That is `weight` for `parametrizations.weight.original0`, and for `weight_g` of `torch.nn.utils.weight_norm`. For any
         other one, it is itself.
-
-        Args:
-            own_name: The name of the parameter or buffer within `owner`.
         """
         if own_name.startswith(f"{PARAMETRIZATIONS}."):
             return own_name.split(".")[1]
@@ -123,12 +116,9 @@ class Layer:
         return next((name for name in computed if isinstance(vars(self.module).get(name), Tensor)), own_name)
 
     def names_of(self, own_name: str) -> tuple[str, ...]:
-        """Return the names by which `params` selects one of its parameters or buffers.
+        """Return the names by which `params` selects one of its parameters or buffers, given the name within `owner`.
 
         `parametrizations.weight.original0` is selected by this name, and also by `weight`, `weight.original0` and `original0`.
-
-        Args:
-            own_name: The name of the parameter or buffer within `owner`.
         """
         within = own_name.removeprefix(f"{PARAMETRIZATIONS}.")
         return tuple(dict.fromkeys((self.tensor_of(own_name), within, within.rpartition(".")[2], own_name)))
@@ -161,7 +151,6 @@ class Layer:
 
 
 def _parametrizations(module: nn.Module) -> nn.Module | None:
-    """Return the module that contains all parametrizations of a module's tensors; None without parametrizations."""
     return module._modules[PARAMETRIZATIONS] if is_parametrized(module) else None
 
 
@@ -184,10 +173,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Layers:
-        """List the modules of a model.
-
-        A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module.
-        """
+        """List the modules of a model. A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module."""
         names: dict[int, list[str]] = {}
         modules: dict[int, nn.Module] = {}
         layers: dict[int, Layer] = {}

@@ -20,8 +20,6 @@ class Remark:
     Attributes:
         rule: The topic: hidden_module, structure, fast_path, statistics.
         layer: The layer; None for several.
-        message: The message.
-        severity: The severity, as in `events`.
     """
 
     rule: str
@@ -59,7 +57,6 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
 
 
 def _reads_again(statistic: str) -> bool:
-    """Return whether a statistic needs a sum that no kernel forms."""
     return any(need.term is not None and need is not MAGNITUDES for need in statistic_of(statistic).needs)
 
 

@@ -52,12 +52,7 @@ _LEVELS = 3  # how far above its experts a router is searched
 
 
 def find_structure(layers: Layers, names: Iterable[StructureName]) -> dict[StructureName, list[Layer]]:
-    """Return the modules of a model with these roles, in the order of the model.
-
-    Args:
-        layers: The modules.
-        names: The roles, as in the field `structure` of a spec.
-    """
+    """Return the modules of a model with these roles, in the order of the model."""
     if layers not in _FOUND:
         _FOUND[layers] = _Structure(layers)
     structure = _FOUND[layers]
@@ -338,12 +333,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def _down(matrices: list[_Matrix], *, equal: bool) -> list[_Matrix]:
-    """Return the matrices from h to d features that follow one from d to h, or to 2 h.
-
-    Args:
-        matrices: The matrices.
-        equal: Whether h = d is allowed.
-    """
+    """Return the matrices from h to d features that follow one from d to h, or to 2 h; h = d only with `equal`."""
     return [
         down
         for position, down in enumerate(matrices)

@@ -42,7 +42,6 @@ class _Node:
         return sum(parameter.numel() for parameter in self.layer.counted_parameters())
 
     def compute_signature(self) -> None:
-        """Compute the signatures of this node and of all its descendants."""
         for node in self.children:
             node.compute_signature()
         self.size = 1 + len(self.functions) + sum(node.size for node in self.children)
@@ -106,7 +105,6 @@ def _describe(function: FunctionInfo) -> str:
 
 
 def _output_shapes(layer: Layer, inferred: InferredCalls) -> str:
-    """Return the shapes of the outputs of a module, each once: those of all calls and of nested values."""
     shapes = [str(list(info.shape)) for info in tensors_of(layer.module, "output", inferred)]
     return shorten(list(dict.fromkeys(shapes)), 3)
 
