@@ -36,7 +36,6 @@ def write_safetensors(data: ActivationDataset, folder: Path) -> None:
 
     Raises:
         ConfigError: The format does not have a dtype.
-        OSError: The file cannot be written.
     """
     first = next(_batches(data, 1))
     columns = {name: part for name, part in first.items() if isinstance(part, Tensor)}
@@ -67,9 +66,6 @@ def write_hf(data: ActivationDataset, folder: Path) -> None:
     """Write a folder that `datasets.load_from_disk` reads: one column for each layer and each other entry of the items.
 
     bfloat16 and float8, which Arrow lacks, are converted to float32.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     name = "data-00000-of-00001.arrow"
     writer = None

@@ -236,7 +236,6 @@ def explain(key: str, known: Iterable[Entry]) -> list[Entry]:
 
 
 def model_of(action: str) -> type[HookBase]:
-    """Return the model of a key of `HOOKS`."""
     return FunctionSpec if "_target_" in action else {**FUNCTIONS, **HOOK_ACTIONS}[action.rpartition(", ")[2]]
 
 

@@ -161,11 +161,7 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
 
 
 def _write_csv(files: RunFiles, folder: Path) -> str:
-    """Write all tables except `tensors` into an existing folder; lists are written as JSON.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write all tables except `tensors` into an existing folder; lists are written as JSON."""
     run = RunTables(files.folder, [files.folder], [files])
     for name, table in TABLES.items():
         if name == "tensors":

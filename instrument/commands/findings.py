@@ -74,11 +74,7 @@ def _line(finding: Finding) -> str:
 
 
 def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Pass the rows of a run to rules, and return what they find.
-
-    Args:
-        run: The run.
-        rules: The rules by name. Default: those of the run.
+    """Pass the rows of a run to rules, by default its own, and return what they find.
 
     Raises:
         ConfigError: `run` contains several runs, or a rule is invalid.

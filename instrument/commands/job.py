@@ -174,8 +174,6 @@ def importing() -> Iterator[None]:
     These imports create hundreds of thousands of objects that live until the process ends. Repeated garbage collection
     takes a fifth of the import time, and later collections would visit the objects again during training. They are
     therefore frozen, and later collections skip them.
-
-    Has no effect if PyTorch is already imported or garbage collection is disabled.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -326,10 +324,7 @@ def print_error(error: Exception) -> int:
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """Validate a composed configuration. With `resume`, it is that of the recorded run.
-
-    Returns:
-        The validated configuration, and the resolved dictionary from which it was created.
+    """Validate a composed configuration; with `resume`, that of the recorded run. Also return the dictionary from which it was created.
 
     Raises:
         ConfigError: The configuration is invalid; the error lists all problems.
@@ -365,11 +360,7 @@ def _resolved(value: Any) -> Any:
 
 
 def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
-    """Return the overrides of the command line: those of the running job, or in a section `hydra`.
-
-    Returns:
-        Values by key, parsed to Python types; None for a deleted key.
-    """
+    """Return the overrides of the running job, or in a section `hydra`, by key, parsed to Python types; None for a deleted key."""
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
     parsed = OverridesParser.create().parse_overrides(overrides)
     return {each.key_or_group: None if each.is_delete() else each.value() for each in parsed}

@@ -26,11 +26,7 @@ def parser_of_runs(verb: str) -> argparse.ArgumentParser:
 
 
 def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) -> int:
-    """Apply an operation to each run in some folders.
-
-    Returns:
-        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
-    """
+    """Apply an operation to each run in some folders. Return the exit code: 1 if one failed or has a problem, 2 for an invalid folder."""
     code = 0
     for path in paths:
         try:

@@ -46,7 +46,6 @@ COMPARISON = "comparison.png"
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("replay")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument(
@@ -74,7 +73,6 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_intermixed_args(arguments)
     if args.ops and args.steps is None and args.before_failure is None:
         message = "requires --steps or --before-failure, because a step can have thousands of operators"

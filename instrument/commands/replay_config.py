@@ -44,7 +44,6 @@ class RecordedRun:
     """A run that can be replayed.
 
     Attributes:
-        folder: The folder of the run.
         record: The content of its run.json, with the current status.
         done: The number of completed steps that were recorded.
         steps: The planned number of steps; None if the length is given in epochs or the run does not train.
@@ -57,11 +56,7 @@ class RecordedRun:
 
     @classmethod
     def open(cls, path: str, *, force: bool) -> RecordedRun:
-        """Open the folder of a run.
-
-        Raises:
-            ConfigError: The folder contains no run, or the run cannot be replayed.
-        """
+        """Open the folder of a run. Raise a ConfigError if it contains no run, or one that cannot be replayed."""
         check_is_local(path, RUN, "a replay requires the files of the run", fix="download the folder of the run")
         folder = Path(path)
         jobs = sorted(file.parent for file in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
@@ -98,7 +93,6 @@ class RecordedRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run completed all of its steps."""
         return bool(self.record["status"] == "done")
 
     def window(self, text: str | None, before_failure: int | None, *, is_counterfactual: bool) -> range:
@@ -162,7 +156,6 @@ class RecordedRun:
 
     @property
     def rules(self) -> dict[str, RuleBase]:
-        """The rules of the run."""
         return parse_rules(self.record["config"].get("rules"))
 
     def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleBase]:
@@ -174,7 +167,6 @@ class RecordedRun:
 
     @property
     def hooks(self) -> dict[str, HookSpec]:
-        """The hooks of the run."""
         mode = self.record["config"].get("mode")
         return parse_hooks(self.record["config"].get("hooks"), phase="forward" if mode == "forward" else "train")
 
@@ -184,9 +176,6 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
 
     It is the configuration of the run without its outputs: remote storage, trackers, custom sinks, checkpoints, budget.
     A hook set that the overrides choose is added to the hooks of the run, as in a run.
-
-    Raises:
-        ConfigError: An override changes the training.
     """
     _check_overrides(overrides)
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]

@@ -89,9 +89,6 @@ class HydraCallback(Callback):
         """Check the configuration and reserve the folder of a single run, or print its plan and exit.
 
         In a distributed run, rank 0 chooses the folder for all processes.
-
-        Raises:
-            SystemExit: The configuration is invalid, or only the plan is requested.
         """
         processes = process_group()
         with _exit_on_error():
@@ -122,13 +119,7 @@ class HydraCallback(Callback):
                 config.hydra.output_subdir = config.hydra.job_logging.root = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """Check the configuration and reserve the folder of a sweep.
-
-        If only the plans are requested, Hydra writes to a temporary folder.
-
-        Raises:
-            SystemExit: The configuration is invalid.
-        """
+        """Check the configuration and reserve the folder of a sweep. If only the plans are requested, Hydra writes to a temporary one."""
         with _exit_on_error():
             check_sweep(config)
             check_no_secrets(config)
@@ -251,12 +242,7 @@ RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 
 
 def check_sweep(config: DictConfig) -> None:
-    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process.
-
-    Raises:
-        ConfigError: The sweep cannot run.
-        SystemExit: torchrun started this process, and its rank is not 0.
-    """
+    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
@@ -280,11 +266,7 @@ def check_sweep(config: DictConfig) -> None:
 
 
 def check_no_secrets(config: DictConfig) -> None:
-    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
-
-    Raises:
-        ConfigError: An address contains credentials or is invalid.
-    """
+    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved."""
     check_remote(OmegaConf.select(config, REMOTE_KEY))
     for override in overrides_of(config.hydra, "task"):
         if REMOTE_KEY in override:
@@ -292,11 +274,7 @@ def check_no_secrets(config: DictConfig) -> None:
 
 
 def check_objective(config: DictConfig) -> None:
-    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
-
-    Raises:
-        ConfigError: The objective is invalid.
-    """
+    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     written = plain.get(OBJECTIVE_KEY)
     is_swept = OBJECTIVE_KEY in values_of(sweep_overrides(config.hydra))

@@ -32,18 +32,13 @@ NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
 
 def main() -> None:
-    """Run the command line and end the process."""
     as_json = "--json" in sys.argv
     sys.argv[:] = [each for each in sys.argv if each != "--json"]
     command(partial(certify, as_json=as_json))
 
 
 def certify(config: DictConfig, *, as_json: bool = False) -> None:
-    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
-
-    Raises:
-        SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
-    """
+    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job."""
     with report_errors() as job:
         parsed, _ = read_config(config)
         if parsed.mode != "train":

@@ -85,7 +85,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def port_number(text: str) -> int:
-    """Convert an argument to the number of a port."""
     port = int(text)
     if not 0 <= port <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to {MAX_PORT}, given: {text}")
