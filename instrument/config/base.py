@@ -262,14 +262,11 @@ class HookBase(Selection):
         return False
 
     def build(self, rows: Any, archive: Any) -> Any:
-        """Return the action of this spec.
+        """Return the action of this spec, an `instrument.actions.base.Action`.
 
         Args:
             rows: An `instrument.actions.base.Rows`: receives the rows of the action.
             archive: An `instrument.actions.base.Archive`: provides the tensors of other runs.
-
-        Returns:
-            An `instrument.actions.base.Action`.
 
         Raises:
             ConfigError: A custom function cannot be imported or cannot be called with its arguments, or the tensors
@@ -278,12 +275,7 @@ class HookBase(Selection):
         raise NotImplementedError
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Yield the fields that do not fit a tensor.
-
-        Args:
-            shape: The shape of the selected part.
-            complete: The shape of the complete tensor.
-        """
+        """Yield the fields that do not fit a tensor, given the shapes of the selected part and of the complete tensor."""
         yield from ()
 
     @model_validator(mode="after")

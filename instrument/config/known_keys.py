@@ -17,18 +17,14 @@ from .rules import RULES, CustomRule, WatchRule
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
-    """Return the fields of a section or spec as they are written in YAML.
-
-    `name` is excluded for specs, since it is their key.
-    """
+    """Return the fields of a section or spec as they are written in YAML, for specs without `name`, which is their key."""
     return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
 
 
 def fields_below(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the fields that are allowed below a key of a run's configuration.
+    """Return the fields that are allowed below a key of a run's configuration; for a spec, those of every action.
 
-    Returns:
-        The names; for a spec, those of every action. Empty if the key is not a section or allows any argument.
+    Empty if the key is not a section or allows any argument.
     """
     if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])

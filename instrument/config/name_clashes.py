@@ -49,7 +49,6 @@ def _label(default: ResultDefault, result: ConfigResult) -> str:
 
 
 def _names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
-    """Yield the specs that a file defines, as pairs of a section and a name."""
     package = [part for part in (default.package or "").split(".") if part]
     content: Any = OmegaConf.to_container(result.config)
     if not isinstance(content, dict) or (package and package[0] not in SECTIONS):

@@ -40,11 +40,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
-    """Validate the complete configuration of a run.
-
-    Raises:
-        ConfigError: It is invalid. The error contains every problem.
-    """
+    """Validate the complete configuration of a run. The ConfigError contains every problem."""
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
@@ -81,20 +77,12 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
-    """Validate the budget; None stays None.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+    """Validate the budget; None stays None."""
     return None if raw is None else build(BudgetConfig, dict(raw), "budget")
 
 
 def parse_placement(raw: Any) -> Declared:
-    """Validate the placement of tensors; None stands for no declaration.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+    """Validate the placement of tensors; None stands for no declaration."""
     return build(PlacementConfig, {"placement": {} if raw is None else raw}, "").placement
 
 
@@ -123,23 +111,16 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
-    """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
-
-    Raises:
-        ConfigError: A spec is invalid. The error contains every problem.
-    """
+    """Convert apply specs; see `parse_hooks`."""
     actions = apply_specs.ACTIONS
     return _parse_section("apply", raw, lambda value, where: actions[_choice(value, "action", actions, where)], {})
 
 
 def parse_rules(raw: Any) -> dict[str, RuleBase]:
-    """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
+    """Convert rules; see `parse_hooks`.
 
     An entry without `rule` that has the name of a rule of the catalogue is this rule. An optional rule of the catalogue, such as a default
     rule, is left out if another entry has the same rule.
-
-    Raises:
-        ConfigError: A rule is invalid. The error contains every problem.
     """
     rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
     problems = [

@@ -50,7 +50,6 @@ _MAPPINGS: dict[str, type[Spec]] = {"enable": EnableAction, "disable": DisableAc
 
 
 def _parse_actions(value: Any) -> Any:
-    """Convert one action or a list of actions to a tuple."""
     given = value if isinstance(value, list | tuple) else [value]
     return tuple(_parse_action(item) for item in given)
 

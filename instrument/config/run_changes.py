@@ -47,8 +47,6 @@ class Settings:
     Attributes:
         hooks: The configuration of each hook, by name.
         phase: The phase of hooks that set none.
-        disabled: The names of disabled hooks.
-        lr_scale: The factor of all learning rates.
         has_custom_loop: Whether the hooks are attached to a custom training loop.
     """
 
@@ -66,11 +64,7 @@ class Settings:
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
     def specs(self, names: Sequence[str]) -> dict[str, HookSpec]:
-        """Return the validated specs of some hooks.
-
-        Raises:
-            ConfigError: A spec is invalid.
-        """
+        """Return the validated specs of some hooks."""
         return parse_hooks(
             {name: self.hooks[name] for name in names}, "forward" if self.phase == "forward" else "train"
         )
@@ -78,11 +72,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class RepeatedChanges:
-    """The changes that `instrument.control` made during a run, as its replay repeats them.
+    """The changes that `instrument.control` made during a run, as its replay repeats them, each with the number of completed steps.
 
     Attributes:
         settings: The settings at the start of the run, of the hooks whose changes are repeated.
-        repeated: The repeated changes, each with the number of completed steps, in order.
         left_out: The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
     """
 
@@ -93,14 +86,7 @@ class RepeatedChanges:
 
 @dataclass(frozen=True)
 class Request:
-    """The validated changes of one message.
-
-    Attributes:
-        settings: The settings afterwards.
-        changes: The changed settings.
-        hooks: The names of the hooks whose fields change.
-        commands: `checkpoint` and `stop`, if they are requested.
-    """
+    """The validated changes of one message, the settings afterwards, and the names of the hooks whose fields change."""
 
     settings: Settings
     changes: list[RunChange] = field(default_factory=list)
@@ -109,11 +95,7 @@ class Request:
 
 
 def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
-    """Validate changes. All of them are made together. Their values are YAML; `null` unsets a field.
-
-    Raises:
-        ConfigError: A change is invalid. The error contains every problem.
-    """
+    """Validate changes, which are made together. Their values are YAML; `null` unsets a field. The ConfigError contains every problem."""
     request = Request(settings)
     problems: list[Problem] = []
     for text in texts:
@@ -142,7 +124,6 @@ def changed_hook(text: str) -> str | None:
 
 
 def _with(text: str, request: Request) -> Request:
-    """Return a request with one more change."""
     settings = request.settings
     if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(text.partition("=")[0])):
         raise ConfigError(Problem(text, problem))
@@ -169,7 +150,6 @@ def _with(text: str, request: Request) -> Request:
 
 
 def _value(key: str, written: str) -> Any:
-    """Parse the YAML of a value."""
     try:
         return yaml.safe_load(written)
     except YAML_ERRORS:
@@ -177,7 +157,6 @@ def _value(key: str, written: str) -> Any:
 
 
 def _with_field(key: str, value: Any, request: Request) -> Request:
-    """Return a request with a changed field of a hook."""
     settings = request.settings
     _, name, *fields = key.split(".")
     _known_hook(name, "hooks", settings)

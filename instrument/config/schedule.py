@@ -31,12 +31,7 @@ def common(one: range, other: range) -> range:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The numbers of completed steps after which an evaluation runs: every N, and the last one.
-
-    Attributes:
-        steps: The number of steps of the run.
-        every: N; 0 for an evaluation after the last step only.
-    """
+    """The numbers of completed steps after which an evaluation runs: every N (0: none of these), and the last one."""
 
     steps: int
     every: int
@@ -81,10 +76,7 @@ class Schedule:
         return (step - self.start) % self.every == 0
 
     def steps_in(self, steps: range) -> Sequence[int]:
-        """Return which of these steps are scheduled, in the phase of the schedule.
-
-        It does not iterate over the steps.
-        """
+        """Return which of these steps are scheduled, in the phase of the schedule, without iterating over them."""
         if self.steps is not None:
             return [step for step in sorted(self.steps) if step in steps]
         return common(range(self.start, steps.stop if self.stop is None else self.stop, self.every), steps)
