@@ -20,6 +20,7 @@ import pickle
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ VERSION = 7
 TEMPORARY_SUFFIX = ".tmp"
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run.
 
@@ -52,16 +54,10 @@ class Checkpoints:
         keep: The number of checkpoints that are kept, the latest ones; None keeps all.
     """
 
-    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None, keep: int | None = 1) -> None:
-        self.folder = folder
-        self.every = every
-        self.processes = processes
-        self.keep = keep
-
-    @property
-    def steps(self) -> list[int]:
-        """The numbers of completed steps of the saved checkpoints, in ascending order."""
-        return checkpoint_steps(self.folder)
+    folder: Path
+    every: int = 0
+    processes: Processes | None = None
+    keep: int | None = 1
 
     def is_scheduled(self, step: int, steps: int) -> bool:
         return bool(self.every) and (step % self.every == 0 or step == steps)
@@ -113,7 +109,7 @@ class Checkpoints:
             ConfigError: The run has no checkpoint, or the file has another version.
         """
         where = "resume" if step is None else "RUN"
-        steps = self.steps if step is None else [step]
+        steps = checkpoint_steps(self.folder) if step is None else [step]
         if not steps:
             reasons = "train.checkpoint.every was 0, or the run ended before the first checkpoint"
             raise ConfigError(Problem("resume", f"the run has no checkpoint: {reasons}", given=str(self.folder)))
@@ -126,7 +122,7 @@ class Checkpoints:
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_old(self, step: int) -> None:
-        saved = [earlier for earlier in self.steps if earlier <= step]
+        saved = [earlier for earlier in checkpoint_steps(self.folder) if earlier <= step]
         kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
         for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
             if not file.name.startswith(kept):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.run_changes import Request, Settings, parse_changes
@@ -16,6 +17,7 @@ from .schedulers import LearningRateScale
 SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
 
 
+@dataclass
 class Control:
     """Makes the changes that messages request. With several processes, rank 0 reads them and all follow.
 
@@ -26,26 +28,22 @@ class Control:
             of the run itself, if it is resumed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Settings,
-        probe: Probe,
-        *,
-        lr_scale: LearningRateScale | None = None,
-        processes: Processes | None = None,
-        repeated: Sequence[tuple[int, Sequence[str]]] | None = None,
-    ) -> None:
-        self.settings = settings
-        self.probe = probe
-        self.lr_scale = lr_scale
-        self.processes = processes
-        self._folder = ControlFolder(folder)
+    folder: Path
+    settings: Settings
+    probe: Probe
+    lr_scale: LearningRateScale | None = None
+    processes: Processes | None = None
+    repeated: Sequence[tuple[int, Sequence[str]]] | None = None
+
+    def __post_init__(self) -> None:
+        probe = self.probe
+        self._is_rank_zero = self.processes is None or self.processes.is_rank_zero
+        self._folder = ControlFolder(self.folder)
         self._reported: set[str] = set()
         self._is_closed = False  # whether messages are not read any more
         is_resumed = probe.step > 0
-        logged = (self._folder.recorded() if is_resumed else []) if repeated is None else repeated
-        self._logged: list[tuple[int, Sequence[str]]] = list(logged)
+        own = self._folder.recorded() if is_resumed else []
+        self._logged: list[tuple[int, Sequence[str]]] = [*(own if self.repeated is None else self.repeated)]
         if self._is_rank_zero:
             with suppress(MessageError, OSError):  # reported at the end of the first step
                 if not is_resumed:
@@ -54,10 +52,6 @@ class Control:
                     self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
         while self._logged and self._logged[0][0] <= probe.step:
             self._make(parse_changes(self._logged.pop(0)[1], self.settings))
-
-    @property
-    def _is_rank_zero(self) -> bool:
-        return self.processes is None or self.processes.is_rank_zero
 
     def end_step(self) -> bool:
         """Make the changes that are requested or, after a resume or in a replay, that were made at this step.

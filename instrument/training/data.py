@@ -55,20 +55,20 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
             exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
             combined with options that require a length.
     """
-    target, fallback = config.dataset, None
+    fallback = None
+    targets = [config.dataset] if config.fallback is None else [config.dataset, DIGITS_AS_MNIST]
     slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
-    try:
-        loaded = [load_split(target, which.split, where) for where, which in slices.items()]
-    except DatasetMissingError as missing:
-        if config.fallback is None:
-            raise _missing_dataset(target, missing) from None
-        name = target.target.rpartition(".")[2]
-        fallback = f"{name} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
-        target = DIGITS_AS_MNIST
+    for target in targets:
         try:
             loaded = [load_split(target, which.split, where) for where, which in slices.items()]
-        except DatasetMissingError as missing_too:
-            raise _missing_dataset(target, missing_too) from None
+            break
+        except DatasetMissingError as missing:
+            if target is targets[-1]:
+                message = f"{target.target} is missing: {missing}"
+                message += "" if missing.fix else f". Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
+                raise ConfigError(Problem("data.dataset", message, fix=missing.fix)) from None
+            name = target.target.rpartition(".")[2]
+            fallback = f"{name} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
     chosen, *evaluated = (
         _slice(dataset, which, where) for (dataset, _), (where, which) in zip(loaded, slices.items(), strict=True)
     )
@@ -220,13 +220,6 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
     reason = refusals[0].problems[0].message.partition("could not be built: ")[2]
     message = f"{target.target} does not accept {listed} ({reason})"
     raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
-
-
-def _missing_dataset(target: Target, missing: DatasetMissingError) -> ConfigError:
-    message = f"{target.target} is missing: {missing}"
-    if not missing.fix:
-        message += f". Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
-    return ConfigError(Problem("data.dataset", message, fix=missing.fix))
 
 
 def _build(target: Target, **split: Any) -> Dataset[Any]:

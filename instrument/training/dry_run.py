@@ -33,7 +33,6 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..hooks.hook_timer import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
-from ..probe.probe import Probe
 from ..storage.blocks import ALIGNMENT
 from ..storage.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES, ParquetSink
 from ..storage.parts import part_files
@@ -196,15 +195,7 @@ class _Profile:
         }
         experiment.archive.substitutes_samples = True
         self.sink = _CountingSink(folder, config.sink.tensors)
-        self._probe = Probe(
-            experiment.plan,
-            self.sink,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=config.seed,
-            archive=experiment.archive,
-            print_line=lambda line: None,
-        )
+        self._probe = experiment.probe(self.sink, archive=experiment.archive, print_line=lambda line: None)
         for attached in self._probe.attached_hooks:
             if isinstance(attached.action, CallFunction):  # its function has effects that a plan must not have
                 attached.action.function = check_random_state(lambda tensor, context: None)

@@ -29,8 +29,10 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
+from ..probe.probe import Probe
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
+from ..tables.sink_interface import Sink
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.model_output import (
     Forward,
@@ -126,6 +128,11 @@ class Experiment:
     def steps(self) -> int:
         """The number of steps of the run."""
         return self.batches.steps
+
+    def probe(self, sink: Sink, **options: Any) -> Probe:
+        """Return a probe with the hooks of the run; further arguments are those of `Probe`."""
+        seed = self.config.seed
+        return Probe(self.plan, sink, optimizer=self.optimizers, scaler=self.scaler, seed=seed, **options)
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:

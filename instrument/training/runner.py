@@ -15,7 +15,6 @@ from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import RepeatedChanges, Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
-from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -278,26 +277,21 @@ def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRu
         raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
 
 
+@dataclass
 class _Training:
     """One run with its hooks, rows and checkpoints."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        terminal: Terminal,
-        raw: Mapping[str, Any],
-        copy: RemoteCopy,
-        source: ReplaySource | None,
-    ) -> None:
+    experiment: Experiment
+    folder: Path
+    terminal: Terminal
+    raw: Mapping[str, Any]
+    copy: RemoteCopy
+    source: ReplaySource | None
+    has_started: bool = False
+
+    def __post_init__(self) -> None:
+        experiment, folder, terminal, source = self.experiment, self.folder, self.terminal, self.source
         config = experiment.config
-        self.experiment = experiment
-        self.folder = folder
-        self.terminal = terminal
-        self.raw = raw
-        self.copy = copy
-        self.source = source
-        self.has_started = False
         kept = config.train.checkpoint
         self.checkpoints = Checkpoints(folder, kept.every, experiment.strategy.processes, kept.keep)
         self.state = self.parts = None
@@ -313,12 +307,8 @@ class _Training:
             parts=self.parts,
         )
         self.several = TeeSink(self.sink, {}, report=terminal.warn)
-        self.probe = Probe(
-            experiment.plan,
+        self.probe = experiment.probe(
             self.several,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=config.seed,
             archive=experiment.archive,
             budget=config.budget,
             steps=experiment.steps,
@@ -334,7 +324,7 @@ class _Training:
             self.probe.operator_steps = source.window if source.operators else range(0)
         self.control = Control(
             folder,
-            Settings.of(raw) if source is None else source.changes.settings,
+            Settings.of(self.raw) if source is None else source.changes.settings,
             self.probe,
             lr_scale=experiment.lr_scale,
             processes=experiment.strategy.processes,

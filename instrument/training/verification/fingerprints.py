@@ -22,7 +22,6 @@ from ...config.base import ObservationSpec
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
 from ...errors import FingerprintError
-from ...probe.probe import Probe
 from ...stats.fingerprint import fingerprint
 from ...stats.flatten import unreadable
 from ...storage.memory import MemorySink
@@ -85,15 +84,7 @@ def trace(
             strategy = choose_strategy(config, processes)
             experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
-        probe = Probe(
-            experiment.plan,
-            sink,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=experiment.config.seed,
-            ranks=experiment.strategy.ranks,
-            print_line=lambda line: None,
-        )
+        probe = experiment.probe(sink, ranks=experiment.strategy.ranks, print_line=lambda line: None)
 
         def append_fingerprint(progress: Progress) -> None:
             fingerprints.append(_fingerprint(experiment, progress))
