@@ -18,7 +18,7 @@ from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
 from instrument.analysis.findings import findings, layers_of, recorded_events
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
-from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.errors import ConfigError, Problem
@@ -34,9 +34,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     run = load(args.run)
     return print_findings(check(run), run, as_json=args.json)
 

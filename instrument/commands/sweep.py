@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from instrument.commands.job import as_instrument_error
-from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.errors import InstrumentError
 from instrument.storage.remote_folder import check_is_local, is_address
 from instrument.training.sweeps.jobs import (
@@ -44,12 +43,12 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line()
-    args = parser.parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     if args.rerun and args.json:
-        parser.error("--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs")
+        command_line().error(
+            "--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs"
+        )
     if args.rerun:
         _rerun(args.folder)
     return _show(args.folder, as_json=args.json)

@@ -14,10 +14,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 160  # of tables that are written to a file or a pipe
-Parameters = ParamSpec("Parameters")
+Main = Callable[[argparse.Namespace], int]
 VERBS = {
     "Train": {
         "run": "train a model with hooks, or run a sweep (-m)",
@@ -119,17 +118,23 @@ def wide_console() -> Console:
     return console
 
 
-def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """Wrap the main function of a verb: it prints an `InstrumentError` to stderr, and returns its exit code."""
+def with_arguments(
+    command_line: Callable[[], argparse.ArgumentParser], *, intermixed: bool = False
+) -> Callable[[Main], Callable[..., int]]:
+    """Wrap the main function of a verb: it parses the arguments, prints an `InstrumentError` to stderr, and returns its exit code."""
 
-    @wraps(main)
-    def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
-        try:
-            return main(*args, **kwargs)
-        except InstrumentError as error:
-            return _print_error(error)
+    def wrap(main: Main) -> Callable[..., int]:
+        def wrapped(arguments: Sequence[str] | None = None) -> int:
+            parser = command_line()
+            args = parser.parse_intermixed_args(arguments) if intermixed else parser.parse_args(arguments)
+            try:
+                return main(args)
+            except InstrumentError as error:
+                return _print_error(error)
 
-    return wrapped
+        return wrapped
+
+    return wrap
 
 
 def _print_error(error: InstrumentError) -> int:

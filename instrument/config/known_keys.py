@@ -57,17 +57,17 @@ def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | N
         annotation = None if field is None else field.annotation
         if get_origin(annotation) is dict and next(parts, None) is not None:
             annotation = get_args(annotation)[1]
-        inner = next(_models_in(annotation), None)
+        inner = next(models_in(annotation), None)
         if inner is None:
             return None
         model = inner
     return model
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the models in the type of a field, without those of a mapping's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) is not dict:
         for part in get_args(annotation):
-            yield from _models_in(part)
+            yield from models_in(part)
