@@ -88,7 +88,6 @@ def write_hf(data: ActivationDataset, folder: Path) -> None:
 
 
 def _batches(data: ActivationDataset, size: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield batches with the entries of `x` by the names of the layers."""
     for batch in data.batches(size or max(1, BATCH_BYTES // max(data.item_bytes, 1))):
         yield {**batch.pop("x"), **batch}
 

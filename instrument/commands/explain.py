@@ -241,7 +241,6 @@ def model_of(action: str) -> type[HookBase]:
 
 
 def entries() -> Iterator[Entry]:
-    """Yield everything that can be explained."""
     yield from _config_keys(RunConfig, "")
     yield from _fields(
         "hooks.NAME.", HookBase, "field of every hook", {"layers": "**", "kind": "forward", "action": "record"}
@@ -407,7 +406,6 @@ def value_text(value: object) -> str:
 
 
 def sentences(model: type[BaseModel]) -> str:
-    """Return what a model is, from its docstring."""
     return " ".join((model.__doc__ or "").split())
 
 

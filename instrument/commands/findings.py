@@ -57,7 +57,6 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
 
 
 def _others(run: Run) -> list[Finding]:
-    """Return warnings about a run that are not those of rules."""
     return [finding for finding in findings(run) if finding.severity != "info" and not finding.rule]
 
 

@@ -18,7 +18,6 @@ Operation = Callable[[Path], tuple[str, Sequence[str]]]
 
 
 def parser_of_runs(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of a command whose arguments are folders of runs."""
     parser = parser_of(verb)
     text = "the folder of a run, or a folder that contains several runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=text)

@@ -96,7 +96,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.Namespace, output: TextIO) -> None:
-    """Repeat the steps, print the certificate, and write it to the folder of the job."""
     with report_errors() as (folder, _):
         parsed, raw = read_config(config)
         hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=args.intervene)

@@ -194,7 +194,6 @@ _PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custo
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Check that the overrides do not change the training."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -321,7 +320,6 @@ def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec],
 
 
 def _within(spec: HookSpec, steps: range) -> HookSpec | None:
-    """Return a spec that runs only in some steps; None if it is not scheduled there."""
     # The step of an evaluation is the number of completed steps. The evaluation after the last of the steps is included.
     schedule = spec.schedule
     offset = int(schedule.phase == "eval")
@@ -335,7 +333,6 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
 
 
 def _first(spec: HookSpec | None) -> list[int]:
-    """Return the first step of a restricted spec, in a list; an empty list without a spec."""
     return [] if spec is None else [spec.start if spec.steps is None else min(spec.steps)]
 
 

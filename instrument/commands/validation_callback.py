@@ -67,7 +67,6 @@ class HydraCallback(Callback):
 
     @classmethod
     def release_lock(cls) -> None:
-        """Release the sweep folder after the sweep has ended or failed."""
         if cls.lock is not None:
             cls.lock.release()
         cls.sweep_folder = cls.lock = cls.snapshot = None
@@ -134,7 +133,6 @@ class HydraCallback(Callback):
                 HydraCallback.sweep_folder = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
-        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder."""
         folder = Path(config.hydra.sweep.dir)
         check_is_local(folder, "hydra.sweep.dir")
         snapshot = Snapshot.take(folder)
@@ -195,7 +193,6 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:
-    """Return the path of the report of a sweep if `report` is set, else the command that creates it."""
     from .. import report
     from ..storage.run_search import report_command
 
@@ -230,7 +227,6 @@ def upload_record(folder: Path, address: str | None) -> None:
 
 
 def remove_uploaded_record(address: str | None) -> None:
-    """Remove the uploaded record of a sweep in which no job was started."""
     if address is not None:
         with suppress(Exception):  # The failed upload has already been reported.
             RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)

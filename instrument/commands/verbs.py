@@ -63,7 +63,6 @@ EXAMPLES = """\
 
 
 def overview() -> str:
-    """Return the text of `instrument --help`."""
     groups = (
         f"{group}:\n" + "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items())
         for group, verbs in VERBS.items()
@@ -83,7 +82,6 @@ _verb: list[str] = []
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 

@@ -113,7 +113,6 @@ def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., Renderabl
 
 
 def _find(folder: str) -> tuple[Path, bool]:
-    """Return the folder of a run or a sweep, and whether it is a sweep; see `open_view`."""
     root = open_folder(folder)
     if (root / SWEEP_RECORD).exists():
         return root, True

@@ -74,7 +74,6 @@ def _call_text(value: Any) -> Any:
 
 
 def _range_of(text: str) -> range:
-    """Return the calls that a text of the field `calls` selects."""
     (part,) = parse_slice(text)
     return range(part, part + 1) if isinstance(part, int) else range(sys.maxsize)[part]
 
@@ -199,7 +198,6 @@ class HookBase(Selection):
 
     @property
     def schedule(self) -> Schedule:
-        """The steps and the phase in which this hook runs."""
         steps = None if self.steps is None else frozenset(self.steps)
         return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
 
@@ -210,7 +208,6 @@ class HookBase(Selection):
 
     @property
     def definition(self) -> Kind:
-        """The definition of this hook's kind."""
         return KINDS[self.kind]
 
     @property
@@ -225,7 +222,6 @@ class HookBase(Selection):
 
     @property
     def tensor_role(self) -> str:
-        """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]
 
     @property
@@ -258,7 +254,6 @@ class HookBase(Selection):
 
     @property
     def _uses_units(self) -> bool:
-        """Whether a statistic or a function uses the units."""
         return False
 
     def build(self, rows: Any, archive: Any) -> Any:

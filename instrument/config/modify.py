@@ -46,5 +46,4 @@ class FunctionSpec(ModifySpec):
     needs_value: ClassVar[bool] = True
 
     def function(self, archive: Any) -> Any:  # noqa: ARG002
-        """Return the custom function."""
         return implementation("custom_functions:custom_function")(self.fn, f"hooks.{self.name}.fn", "tensor", "context")

@@ -276,7 +276,6 @@ def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bo
 
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
-    """Convert an error of pydantic."""
     kind, context = item["type"], item.get("ctx", {})
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
     key = ".".join([part for part in (where, *loc) if part])

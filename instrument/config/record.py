@@ -31,7 +31,6 @@ class CustomStatistic(Target):
 
     @property
     def column(self) -> str:
-        """The name of its column."""
         return self.name or self.target.partition(" at ")[0].rpartition(".")[2]
 
     @model_validator(mode="after")
@@ -130,7 +129,6 @@ class StatisticsSpec(ObservationSpec):
 
     @property
     def custom_statistics(self) -> tuple[CustomStatistic, ...]:
-        """The custom statistics, in the order of the spec."""
         return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
 
     def _has(self, statistic: str) -> bool:
@@ -139,7 +137,6 @@ class StatisticsSpec(ObservationSpec):
 
 
 def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
-    """Return the statistics that an item of the list requests."""
     if callable(given) or isinstance(given, Mapping | CustomStatistic):
         try:
             return (CustomStatistic.model_validate(given),)
@@ -221,7 +218,6 @@ class RecordSpec(_WithTableFields):
         return super()._uses_units or "spectra" in self.tables
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("record:Record")(self, rows)
 
     @property
@@ -257,5 +253,4 @@ class PrintSpec(StatisticsSpec):
     )
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("print:Print")(self, rows)

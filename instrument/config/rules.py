@@ -102,7 +102,6 @@ class RuleBase(Spec):
 
     @property
     def is_optional(self) -> bool:
-        """Whether the rule may be inactive."""
         return self.optional and not self.actions
 
 
@@ -199,7 +198,6 @@ class CustomRule(RuleBase):
     @model_validator(mode="before")
     @classmethod
     def _collect_arguments(cls, value: Any) -> Any:
-        """Move the arguments of the rule into its target."""
         if not isinstance(value, Mapping) or isinstance(value.get("_target_"), Target):
             return value
         arguments = {key: item for key, item in value.items() if key not in RuleBase.model_fields}

@@ -64,7 +64,6 @@ class Settings:
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
     def specs(self, names: Sequence[str]) -> dict[str, HookSpec]:
-        """Return the validated specs of some hooks."""
         return parse_hooks(
             {name: self.hooks[name] for name in names}, "forward" if self.phase == "forward" else "train"
         )

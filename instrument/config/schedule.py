@@ -38,7 +38,6 @@ class Evaluations:
 
     @property
     def regular(self) -> range:
-        """The evaluations every N steps."""
         return range(self.every, self.steps + 1, self.every) if self.every else range(0)
 
     def __contains__(self, step: int) -> bool:
@@ -66,7 +65,6 @@ class Schedule:
     phase: Phase = "train"
 
     def includes(self, step: int, phase: str) -> bool:
-        """Return whether a hook with this schedule runs in this step and phase."""
         if phase != self.phase:
             return False
         if self.steps is not None:

@@ -73,7 +73,6 @@ def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -
 
 
 def _dimension(field: str, count: int, unit_dim: int | None) -> int:
-    """Return the dimension along which a field selects, in a tensor with `count` dimensions."""
     if field == "samples" and count:
         return 0
     if field == "positions" and count > 1 and unit_dim != 1:

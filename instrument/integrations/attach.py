@@ -259,7 +259,6 @@ def _ranks(
     mesh: DeviceMesh | None,
     placement: Declared,
 ) -> Ranks | None:
-    """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):
         raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -279,7 +278,6 @@ def _ranks(
 def _folder(
     path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None, *, overwrite: bool
 ) -> RunFolder | WorkerRunFolder:
-    """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
         return WorkerRunFolder(path, own_rank(), where="out", remote=remote)
     return RunFolder(

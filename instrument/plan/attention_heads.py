@@ -69,7 +69,6 @@ def _contains(layer: Layer, other: Layer) -> bool:
 
 
 def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
-    """Yield the output projections of attention modules, each with the attention module."""
     by_name = {name: layer for layer in layers for name in layer.names}
     for layer in layers:
         segments = re.sub(r"(\.\d+)+$", "", layer.name).split(".")  # `to_out.0` is a part of `to_out`

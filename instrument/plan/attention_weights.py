@@ -106,8 +106,6 @@ def _safe_softmax(scores: Tensor) -> Tensor:
 
 
 class _SoftmaxArguments(TorchDispatchMode):
-    """Keeps the argument of the last softmax."""
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""

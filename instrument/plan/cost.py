@@ -26,11 +26,9 @@ class Length:
 
     @property
     def epoch_steps(self) -> int:
-        """The number of steps per epoch."""
         return -(-self.epoch_batches // self.accumulate)
 
     def micro_steps(self, steps: Sequence[int]) -> int:
-        """Return the total number of micro-batches in these steps."""
         missing = self.epoch_steps * self.accumulate - self.epoch_batches
         ends = range(self.epoch_steps - 1, self.steps, self.epoch_steps)
         epochs = len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)
@@ -137,7 +135,6 @@ class Firings:
 
 
 def firings_of(spec: HookSpec, length: Length) -> Firings:
-    """Return the schedule of a spec in a run of a given length."""
     if spec.phase == "eval":
         steps = length.evaluations.steps_in(spec.schedule)
         return Firings(steps, len(steps) * length.eval_batches)

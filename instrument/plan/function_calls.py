@@ -178,7 +178,6 @@ class FunctionMode(TorchFunctionMode):
         return any(_is_running(frame, top) for frame in frames for top in sys._current_frames().values())
 
     def enter(self, running: RunningModule) -> None:
-        """Start a call of a module."""
         # PyTorch calls no hook after an interrupt.
         while self.running and not _is_running(self.running[-1].frame, sys._getframe()):
             self._end_last()
@@ -196,7 +195,6 @@ class FunctionMode(TorchFunctionMode):
             self.enter(RunningModule(frame, {}, is_paused=True))
 
     def resume(self) -> None:
-        """End a pause before the module ends."""
         if self.running and self.running[-1].is_paused:
             self._end_last()
 
@@ -208,7 +206,6 @@ class FunctionMode(TorchFunctionMode):
         return ended
 
     def leave_all(self) -> None:
-        """End all calls."""
         while self.running:
             self._end_last()
         if any(mode is self for mode in _get_current_function_mode_stack()):  # an interrupt ended `enter` half-way

@@ -73,11 +73,9 @@ class HookPlan:
     shapes_checked: bool = False
 
     def of(self, hook: str) -> list[Site]:
-        """Return the sites of one spec."""
         return [site for site in self.sites if site.spec.name == hook]
 
     def at(self, layer: Layer) -> list[Site]:
-        """Return the sites at one module."""
         return [site for site in self.sites if site.layer is layer]
 
 
@@ -139,7 +137,6 @@ def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, w
 
 
 def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
-    """Return the one site for the loss. For a penalty, it has the parameters of the penalty."""
     root = next(iter(layers))
     if not spec.uses_parameters:
         return Site(spec, root)

@@ -50,12 +50,10 @@ class Layer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of its names, starting with `name`."""
         return (self.name, *self.aliases)
 
     @property
     def type(self) -> str:
-        """The short name of its class."""
         return module_type(self.module)
 
     @property
@@ -133,7 +131,6 @@ class Layer:
         yield from (pair for pair in modules if self.parametrized is None or pair[1] is self.module)
 
     def is_named(self, patterns: Iterable[str]) -> bool:
-        """Return whether one of its names matches one of several globs."""
         return any(matches(pattern, name) for pattern in patterns for name in self.names)
 
     def is_a(self, type_name: str) -> bool:
@@ -194,7 +191,6 @@ class Layers:
         return iter(self.layers)
 
     def parents(self, layer: Layer) -> list[nn.Module]:
-        """Return the modules that contain a layer, innermost first."""
         names = [name.split(".") for name in layer.names if name]
         paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
         inside = [other for other in self if not paths.isdisjoint(other.names)]
@@ -211,7 +207,6 @@ class Layers:
 
     @cached_property
     def by_module(self) -> dict[int, Layer]:
-        """The layer of each module, by the `id` of the module."""
         return {id(layer.module): layer for layer in self.layers}
 
     @cached_property
@@ -250,7 +245,6 @@ class Layers:
 
 
 def _plain_items(value: object, location: str, ancestors: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
-    """Yield all items of a plain container and of its nested containers, with their locations."""
     if id(value) in ancestors:
         return
     items: Iterable[tuple[object, object]] = ()

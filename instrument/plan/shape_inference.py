@@ -174,7 +174,6 @@ class _FunctionListing(FunctionMode):
         self._observe = observe
 
     def selects(self, spec: HookBase, name: str) -> bool:  # noqa: ARG002
-        """Return true: all functions are listed."""
         return True
 
     def run(
@@ -210,7 +209,6 @@ def tensors_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[Te
 
 
 def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
-    """Return the tensors that entered or left a module, per call."""
     calls = inferred.get(id(module))
     if calls is None:
         return []

@@ -70,8 +70,6 @@ class _Matrix:
 
 
 class _Structure:
-    """The parts of one model."""
-
     def __init__(self, layers: Layers) -> None:
         self.layers = [layer for layer in layers if layer.parametrized is None]
         self.by_name = {layer.name: layer for layer in self.layers}
@@ -89,14 +87,12 @@ class _Structure:
                 yield from self.inside(child, skip)
 
     def above(self, layer: Layer) -> Iterator[Layer]:
-        """Yield the layers that contain a layer, innermost first."""
         name = layer.name
         while name:
             name = name.rpartition(".")[0]
             yield self.by_name[name]
 
     def is_in(self, layer: Layer, parts: Iterable[Layer]) -> bool:
-        """Return whether a layer is one of several, or is below one."""
         keys = {id(part) for part in parts}
         return id(layer) in keys or any(id(other) in keys for other in self.above(layer))
 
@@ -110,7 +106,6 @@ class _Structure:
         return {name: _Matrix(self.by_name[name], *size) for name, size in sizes.items() if size is not None}
 
     def matrices(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> list[_Matrix]:
-        """Return the matrices of a layer and of the layers below it."""
         return [self.matrix[part.name] for part in self.inside(layer, skip) if part.name in self.matrix]
 
     # -------------------------------------------------------------------------------------------- attention
@@ -133,7 +128,6 @@ class _Structure:
         ]
 
     def _projects(self, layer: Layer) -> bool:
-        """Return whether a module holds projections to queries, keys and values."""
         if isinstance(layer.module, nn.MultiheadAttention):
             return True
         own = {name: parameter for name, parameter in layer.own_parameters() if _dimensions(parameter) >= 2}
@@ -182,7 +176,6 @@ class _Structure:
         return self.children[self._parent(layer).name]
 
     def _alike(self, layer: Layer) -> list[Layer]:
-        """Return a layer and its siblings of the same class."""
         return [other for other in self._siblings(layer) if type(other.module) is type(layer.module)]
 
     def _is_repeated(self, layer: Layer) -> bool:
@@ -275,7 +268,6 @@ class _Structure:
         return [layer for layer in self.layers if self._rows(layer) > 1 and not self.is_in(layer, self.attention)]
 
     def _rows(self, layer: Layer) -> int:
-        """Return the number of rows of an embedding; 0 for another module."""
         parameters = dict(layer.own_parameters())
         alike = layer.type.endswith("Embedding") and [*parameters] == ["weight"] and not self.children.get(layer.name)
         is_embedding = isinstance(layer.module, nn.Embedding) or alike

@@ -23,7 +23,6 @@ _PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return the specification of a module of `MODULES`; None for other names."""
     return ModuleSpec(name, _Loader(), is_package=name in _PACKAGES) if name in MODULES or name in _PACKAGES else None
 
 

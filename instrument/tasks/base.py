@@ -198,7 +198,6 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
 
 
 def is_sum(task: Task) -> bool:
-    """Return whether the loss of a task is a sum, not a mean."""
     return getattr(task, "reduction", "mean") == "sum"
 
 
@@ -285,7 +284,6 @@ class HasLoss:
 
     @property
     def reduction(self) -> str:
-        """The reduction of the loss: `sum`, or any other value for a mean."""
         return str(loss_option(self.loss, "reduction", "mean"))
 
 

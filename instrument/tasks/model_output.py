@@ -143,7 +143,6 @@ class OutputUnit:
 
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Capture the output of each call of a model in a `with` block."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:

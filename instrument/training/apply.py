@@ -108,7 +108,6 @@ def _assign_parametrized(layer: Layer, name: str, where: str, fill: Callable[[Te
 
 
 def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
-    """Return the number of changed parameters, or 1 for a changed module."""
     match spec:
         case InitSpec():
             function = getattr(nn.init, spec.fn)

@@ -271,5 +271,4 @@ def _own(experiment: Experiment) -> dict[str, Any]:
 
 
 def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the buffers that are not in the state dict of the model, with their names."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

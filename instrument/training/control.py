@@ -71,7 +71,6 @@ class Control:
         return "checkpoint" in commands
 
     def _new_requests(self) -> list[Request]:
-        """Read, log and answer the new messages."""
         requests: list[Request] = []
         step = self.probe.step
         try:

@@ -331,7 +331,6 @@ def _digits_table() -> Tensor:
 
 
 def _scikit_learn(name: str) -> Path:
-    """Return the path of a file in `sklearn.datasets`."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DatasetMissingError("scikit-learn is not installed", pip_command("run"))

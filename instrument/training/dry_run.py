@@ -225,7 +225,6 @@ class _Profile:
         self.warm_steps = self.steps[len(self.steps) // passes :] or self.steps
 
     def _measure(self, step: int, phase: str) -> _Step:
-        """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""
         self.sink.current = measured = _Step(step, phase)
         self._probe.set_step(step)
         self._timer.reset()

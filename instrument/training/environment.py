@@ -88,7 +88,6 @@ def content_hash(dataset: Dataset[Any] | None) -> str | None:
 
 
 def _add(digest: hashlib._Hash, value: Any) -> None:
-    """Add a value of a sample, and its type, to a hash."""
     digest.update(f"{type(value).__qualname__}(".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()

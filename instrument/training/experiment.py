@@ -112,7 +112,6 @@ class Experiment:
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context of forward passes."""
         return _autocast(self.config.train.precision, self.device)
 
     def batch_with_targets(self, batch: Any) -> Any:
@@ -126,7 +125,6 @@ class Experiment:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run."""
         return self.batches.steps
 
     def probe(self, sink: Sink, **options: Any) -> Probe:

@@ -130,7 +130,6 @@ class HookTrials:
                 self._run(attached, value)
 
     def on_loss(self, loss: Tensor) -> None:
-        """Run the hooks of kind `loss`."""
         for attached in self._active:
             if attached.site.spec.kind == "loss" and unreadable(loss) is None:
                 self._run_on(attached, "", loss)
@@ -233,7 +232,6 @@ def _runs_in_trials(spec: HookSpec) -> bool:
 
 
 def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
-    """Return whether a spec inserts tensors of another run."""
     return isinstance(spec, RecordedSpec) and spec.run is not None
 
 

@@ -112,7 +112,6 @@ class InitialWeights:
         return "; ".join(text.format(shorten(names, MAX_NAMES)) for text, names in texts.items() if names) or None
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry `init_from` of run.json."""
         names = ("path", "sha256", "tensors", "changed", "missing", "unexpected")
         return {name: getattr(self, name) for name in names}
 
@@ -133,7 +132,6 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def _state_dict(file: Path) -> Mapping[str, Any] | None:
-    """Return the state dict in a file; None for a checkpoint without weights."""
     content = _content(file)
     if isinstance(content, Mapping):
         if "version" in content and "batches" in content and "model" not in content:
@@ -169,7 +167,6 @@ def _content(file: Path) -> Any:
 
 
 def _plain_name(name: str) -> str:
-    """Return a name without the segments of wrappers."""
     segments = [segment for segment in name.split(".") if segment != "_orig_mod"]
     while segments[:1] == ["module"] and len(segments) > 1:
         segments = segments[1:]
@@ -190,7 +187,6 @@ def _address(tensor: Any) -> object:
 
 
 def _is_in(own: Any, value: Tensor) -> bool:
-    """Return whether the model has this value, in the dtype of its tensor."""
     if not isinstance(own, Tensor) or own.shape != value.shape:
         return False
     kept, loaded = own.cpu(), value.to(own.dtype)

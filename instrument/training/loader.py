@@ -34,7 +34,6 @@ class BatchShard:
     size: int = 1
 
     def indices_of(self, batch: range) -> range:
-        """Return the contiguous part of a batch that belongs to this process."""
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 
@@ -63,7 +62,6 @@ class LoadedBatch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The number of samples of this process."""
         return len(self.indices)
 
 
@@ -176,7 +174,6 @@ class Loader:
                 batches._shutdown_workers()  # type: ignore[attr-defined]
 
     def _keys(self, name: str, order: Sequence[int] | None, skip: int) -> Iterator[_Key]:
-        """Yield the seed and the indices of each batch."""
         if order is None:
             order = range(len(self.dataset))  # type: ignore[arg-type]
         for index in range(skip, -(-len(order) // self.batch_size)):
@@ -186,14 +183,11 @@ class Loader:
             yield _Key(self.seed_of(name, index), own, len(batch))
 
     def seed_of(self, name: str, index: int) -> int:
-        """Return the seed of the random states for one batch of this process."""
         key = repr((self.options.seed, name, index, self.shard.rank))
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
 
 
 class _Key(NamedTuple):
-    """What a worker needs to load a batch; see `LoadedBatch`."""
-
     seed: int
     indices: list[int]
     total: int
@@ -223,8 +217,6 @@ class _IndexedBatches(Dataset[LoadedBatch]):
 
 
 class _StreamBatches(IterableDataset[LoadedBatch]):
-    """The batches of a stream, without the first `skip` batches."""
-
     def __init__(self, loader: Loader, name: str, skip: int) -> None:
         self.loader = loader
         self.name = name
@@ -350,7 +342,6 @@ class Batches:
         return [*map(operator.index, order)]
 
     def _groups_of_epoch(self) -> Iterator[list[LoadedBatch]]:
-        """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
         group: list[LoadedBatch] = []
         for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
@@ -390,7 +381,6 @@ class Batches:
         return {"done": self._done, "epoch": self._epoch, "taken": self._taken, "generator": self._before_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned."""
         self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
         self._generator.set_state(state["generator"])
 

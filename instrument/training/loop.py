@@ -51,7 +51,6 @@ class Progress:
 def progress_reporter(
     experiment: Experiment, probe: Probe, on_progress: Callable[[Progress], None]
 ) -> Callable[[Mapping[str, float | None], str], None]:
-    """Return a function that reports the progress of a run, given the metrics and the phase of a step or evaluation."""
     earlier_warnings = len(probe.warnings)
 
     def report(metrics: Mapping[str, float | None], phase: str) -> None:

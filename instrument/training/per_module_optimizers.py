@@ -51,7 +51,6 @@ class PerModule(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Use the parameter groups of the parts as the parameter groups of this optimizer."""
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

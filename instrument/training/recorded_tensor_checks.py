@@ -157,7 +157,6 @@ def _size_problems(
     batches: PhaseBatches,
     accumulate: int,
 ) -> Iterator[Problem]:
-    """Yield a problem if the batches of a step differ from those that were recorded at a location."""
     checked: set[tuple[int, tuple[int, ...]]] = set()
     for step, source in sources.items():
         here, there = tuple(batches.sizes(step)), recorded.get(source, ())

@@ -69,7 +69,6 @@ class ReplaySource:
 
     @property
     def message(self) -> str:
-        """The text of the event at the begin of the replay."""
         start = f"its checkpoint after {self.begin} steps" if self.begin else "its start"
         text = f"repeats {self.folder} from {start}; hooks record {steps_text(self.window)}"
         if not self.counterfactual:
@@ -78,7 +77,6 @@ class ReplaySource:
         return f"{text}; a counterfactual from step {self.first_step} on, with other interventions: {names}"
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry `replay` of run.json."""
         return {
             "source": str(self.folder.resolve()),
             "source_config_hash": self.record.get("config_hash"),
@@ -279,8 +277,6 @@ def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRu
 
 @dataclass
 class _Training:
-    """One run with its hooks, rows and checkpoints."""
-
     experiment: Experiment
     folder: Path
     terminal: Terminal

@@ -175,7 +175,6 @@ class Terminal:
             yield progress_lines(self.console, steps, self.folder, self._warn_at_once)
 
     def _warn_at_once(self, message: str) -> None:
-        """Show a warning, and omit it from the summary."""
         self._warned.add(message)
         self.warn(message)
 
@@ -235,12 +234,10 @@ class Terminal:
             self.console.print(f"report      {report or report_command(folder)}", soft_wrap=True, markup=False)
 
     def uploaded(self, address: str, size: int) -> None:
-        """Show the address of the remote copy, and the number of uploaded bytes."""
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
-        """Show the summary of a training that continued after recording stopped."""
         self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *evaluated(metrics)]))
 
@@ -254,7 +251,6 @@ class Speed:
         self._seconds = self._paused = 0.0
 
     def step(self) -> None:
-        """Record the end of a step."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._steps += 1
@@ -381,7 +377,6 @@ def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[s
 
 
 def warnings_only(warn: Callable[[str], None]) -> Show:
-    """Return a function that shows each warning when it occurs, and no progress."""
     count = 0
 
     def show(progress: Progress) -> None:

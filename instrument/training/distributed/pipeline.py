@@ -168,7 +168,6 @@ class Pipeline:
         self._check(model, loss, trace)
 
     def _find_owners(self, layers: Layers, trace: _Trace, shared: set[int]) -> dict[int, int]:
-        """Return the stage of each parameter, by the `id` of the parameter."""
         owners: dict[int, int] = {}
         for layer in layers:
             for name, parameter in layer.module._parameters.items():
@@ -304,7 +303,6 @@ class Pipeline:
         return outcomes, [loss.detach() for loss in losses]
 
     def call(self, run: Callable[[], Outcome]) -> Outcome:
-        """Run the stage of one batch of an evaluation."""
         edge = self._edges[0]
         if self.stage:
             before = self._edges[self.stage - 1]
@@ -320,13 +318,11 @@ class Pipeline:
 
     @own_collectives()
     def from_last_stage(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of the last stage, in all stages."""
         dist.broadcast(numbers, group=self.group, group_src=self.stages - 1)
         return numbers
 
     @own_collectives()
     def norm(self, norm: Tensor | None) -> Tensor:
-        """Return the norm over all stages."""
         square = torch.zeros((), device=self._edges[0].device) if norm is None else norm.square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()

@@ -30,8 +30,6 @@ LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the 
 
 
 class _FailureMessage(NamedTuple):
-    """Message that a failed process sends instead of its value."""
-
     code: int
     message: str
 
@@ -73,7 +71,6 @@ class Processes:
         return cls(rank, size, store, dist.new_group(backend="gloo"))
 
     def close(self) -> None:
-        """Wait for all processes, then destroy the process group."""
         self.wait()
         dist.destroy_process_group()
 
@@ -114,7 +111,6 @@ class Processes:
 
     @own_collectives()
     def wait(self) -> None:
-        """Block until all processes have reached this call."""
         dist.barrier(group=self.control)
 
     @contextmanager

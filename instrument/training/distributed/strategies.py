@@ -101,7 +101,6 @@ class Strategy:
         """Raise a ConfigError if the strategy needs calls of the full model, and the task calls only submodules of it."""
 
     def own_sites(self, plan: HookPlan) -> HookPlan:
-        """Return the plan with the hooks at the modules of this process."""
         return plan if self.pipeline is None else self.pipeline.own_sites(plan)
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
@@ -139,7 +138,6 @@ class Strategy:
             raise ConfigError(Problem("data.slice", message, batches.length, f"a multiple of {size}", fix=fix))
 
     def total(self, number: Number) -> Number:
-        """Return a number, such as that of samples, summed over all processes."""
         return number
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -393,7 +391,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
 
 def pipeline_problems(config: RunConfig) -> list[Problem]:
-    """Report what cannot be combined with a pipeline."""
     train, parallel = config.train, config.train.parallel
     if parallel is None or parallel.pipeline is None:
         return []

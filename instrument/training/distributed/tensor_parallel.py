@@ -145,7 +145,6 @@ def _placement(layout: str | None) -> Any:
 
 
 def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: str) -> Problem | None:
-    """Return why a module cannot have a style; None if it can."""
     module, style = layer.module, entry.style
     names: dict[int, list[str]] = {id(each): [] for each in module.parameters()}
     for name, parameter in layers.model.named_parameters(remove_duplicate=False):

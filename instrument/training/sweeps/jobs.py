@@ -72,7 +72,6 @@ class Jobs:
     swept: Mapping[str, Sequence[Any]]
 
     def jobs(self) -> list[SweepJob]:
-        """Return all jobs, sorted by number."""
         raise NotImplementedError
 
     def label(self, job: SweepJob) -> str:
@@ -166,7 +165,6 @@ class Runs(Jobs):
         self.swept = {key: [info["overrides"].get(key) for info in run.infos] for key in differing_overrides(run)}
 
     def jobs(self) -> list[SweepJob]:
-        """Return all runs, sorted by number."""
         with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # about rows, which are not read
             infos = self.run.infos
         return [
@@ -281,7 +279,6 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
-    """Return the overrides that have several values."""
     parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
     return [override for override in parsed if override.is_sweep_override()]
 
@@ -303,7 +300,6 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
 
 
 def natural_sort_key(name: str) -> list[str | int]:
-    """Return a sort key that orders job 10 after job 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -383,7 +379,6 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
 
 
 def _objective_value(folder: Path) -> tuple[str, float] | None:
-    """Return the objective of a job and its value; None if the job has no value."""
     try:
         record = json.loads((folder / "run.json").read_text())
         name = record["config"].get(OBJECTIVE_KEY, "")

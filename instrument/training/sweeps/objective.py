@@ -223,7 +223,6 @@ def _save(folder: Path, record: dict[str, Any]) -> None:
 
 
 def is_search(hydra: DictConfig) -> bool:
-    """Return whether Optuna chooses the jobs of a sweep."""
     return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
 
 

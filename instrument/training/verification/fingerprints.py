@@ -138,7 +138,6 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _random_state() -> int:
-    """Return the fingerprint of the random states of PyTorch (all devices), Python and NumPy."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
     return _of_object((torch.cat(states).numpy(), random.getstate(), np.random.get_state(legacy=False)))
 
@@ -199,7 +198,6 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether recording changed nothing."""
         return self.difference is None and self.unrepeated is None
 
 
@@ -276,7 +274,6 @@ def training_fingerprint(experiment: Experiment, folder: Path, processes: Proces
 
 
 def check_fingerprint(expected: str, found: str) -> None:
-    """Raise a FingerprintError if the fingerprint of a training is not the expected one."""
     pairs = zip(_PARTS, expected.split("-"), found.split("-"), strict=True)
     if differing := [part for part, one, other in pairs if one != other]:
         raise FingerprintError(
