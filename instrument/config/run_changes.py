@@ -123,40 +123,39 @@ def changed_hook(text: str) -> str | None:
 
 
 def _with(text: str, request: Request) -> Request:
-    settings = request.settings
-    if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(text.partition("=")[0])):
+    settings, hooks = request.settings, request.hooks
+    key, equals, written = text.partition("=")
+    if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(key)):
         raise ConfigError(Problem(text, problem))
     if text in COMMANDS:
         return replace(request, commands=[*request.commands, text])
-    key, equals, written = text.partition("=")
-    value = _value(key, written)
+    try:
+        value = yaml.safe_load(written)
+    except YAML_ERRORS:
+        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MAX_CHARACTERS])) from None
     if equals and key in SWITCHES:
         name = _known_hook(str(value), key, settings)
         disabled = settings.disabled - {name} if SWITCHES[key] else settings.disabled | {name}
         change = RunChange(
             f"hooks.{name}", *(("disabled" if name in each else "enabled") for each in (settings.disabled, disabled))
         )
-        return replace(request, settings=replace(settings, disabled=disabled), changes=[*request.changes, change])
-    if equals and key == SCALE:
+        settings = replace(settings, disabled=disabled)
+    elif equals and key == SCALE:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(Problem(key, "must be a number that is at least 0", given=value))
         change = RunChange(key, settings.lr_scale, float(value))
-        return replace(request, settings=replace(settings, lr_scale=float(value)), changes=[*request.changes, change])
-    if equals and key.startswith("hooks."):
-        return _with_field(key, value, request)
-    known = (*COMMANDS, *SWITCHES, SCALE)
-    raise ConfigError(Problem("", "unknown change", given=text, allowed=ALLOWED, similar=similar_names(key, known)))
+        settings = replace(settings, lr_scale=float(value))
+    elif equals and key.startswith("hooks."):
+        change, settings, name = _with_field(key, value, settings)
+        hooks = list(dict.fromkeys([*hooks, name]))
+    else:
+        similar = similar_names(key, (*COMMANDS, *SWITCHES, SCALE))
+        raise ConfigError(Problem("", "unknown change", given=text, allowed=ALLOWED, similar=similar))
+    return replace(request, settings=settings, changes=[*request.changes, change], hooks=hooks)
 
 
-def _value(key: str, written: str) -> Any:
-    try:
-        return yaml.safe_load(written)
-    except YAML_ERRORS:
-        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MAX_CHARACTERS])) from None
-
-
-def _with_field(key: str, value: Any, request: Request) -> Request:
-    settings = request.settings
+def _with_field(key: str, value: Any, settings: Settings) -> tuple[RunChange, Settings, str]:
+    """Return the change of a field, the settings afterwards, and the name of the hook."""
     _, name, *fields = key.split(".")
     _known_hook(name, "hooks", settings)
     spec = settings.hooks[name]
@@ -172,14 +171,7 @@ def _with_field(key: str, value: Any, request: Request) -> Request:
     new = {**spec, changed: value}
     if value is None:
         del new[changed]
-    change = RunChange(key, spec.get(changed), value)
-    hooks = {**settings.hooks, name: new}
-    return replace(
-        request,
-        settings=replace(settings, hooks=hooks),
-        changes=[*request.changes, change],
-        hooks=list(dict.fromkeys([*request.hooks, name])),
-    )
+    return RunChange(key, spec.get(changed), value), replace(settings, hooks={**settings.hooks, name: new}), name
 
 
 def _bounds(spec: Mapping[str, Any]) -> list[str]:

@@ -40,6 +40,8 @@ def plan_view(
 ) -> RenderableType:
     """Render the complete plan with rich. `folder`: the one in which a run would be created."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
+    called = [name for name, spec in plan.specs.items() if spec.action == "call"]
+    uncalled = "without the functions of action call, which a plan does not call"
     parts: list[RenderableType] = [
         module_tree(plan, next(iter(inferred_by_phase.values()), {}), colours),
         Text(),
@@ -50,7 +52,7 @@ def plan_view(
             style="dim",
         ),
         *_kept_tensors(plan, forecast),
-        *_uncalled_functions(plan),
+        *([Text(f"{uncalled}: {', '.join(called)}", style="dim")] if called else []),
         Text(),
         *output_tables(plan, colours, folder),
     ]
@@ -121,11 +123,6 @@ def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
             yield Text(
                 f"{name}: tensors of {steps} in memory, {memory}; written if {rule} fires or the run fails", style="dim"
             )
-
-
-def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
-    if names := [name for name, spec in plan.specs.items() if spec.action == "call"]:
-        yield Text(f"without the functions of action call, which a plan does not call: {', '.join(names)}", style="dim")
 
 
 def _costs(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:

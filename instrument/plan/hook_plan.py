@@ -112,8 +112,10 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
         _check_routers(spec, called, where)
         # Coverage reports those that a graph inlines.
         return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
-    if spec.definition.family == "loss":
-        return [_loss_site(spec, selected, layers, where)]
+    if spec.definition.family == "loss":  # the site of a penalty has its parameters
+        penalised = _tensor_sites(spec, selected, layers, where) if spec.uses_parameters else []
+        parameters = tuple(site.parameter for site in penalised if site.parameter is not None)
+        return [Site(spec, next(iter(layers)), parameters=parameters)]
     return _tensor_sites(spec, selected, layers, where)
 
 
@@ -134,14 +136,6 @@ def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, w
     similar = [f"{layer.name}.*" for layer in selected[:3] if layer.module._modules]
     fix = inlined if any(map(layers.is_inlined, selected)) else ""
     return Problem(f"{where}.layers", message, list(spec.globs), allowed, similar, fix=fix)
-
-
-def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
-    root = next(iter(layers))
-    if not spec.uses_parameters:
-        return Site(spec, root)
-    penalised = [site.parameter for site in _tensor_sites(spec, selected, layers, where)]
-    return Site(spec, root, parameters=tuple(parameter for parameter in penalised if parameter is not None))
 
 
 def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:

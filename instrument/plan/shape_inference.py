@@ -203,11 +203,6 @@ class _FunctionListing(FunctionMode):
                 self._observe(site, role, dict(iter_tensors(value, owner.path)))
 
 
-def tensors_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[TensorInfo]:
-    """Return the tensors that entered or left a module, in all of its calls."""
-    return [info for call in calls_of(module, role, inferred) for info in call]
-
-
 def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
     calls = inferred.get(id(module))
     if calls is None:

@@ -77,8 +77,6 @@ class _Structure:
         for layer in self.layers[1:]:
             self.children.setdefault(layer.name.rpartition(".")[0], []).append(layer)
 
-    # -------------------------------------------------------------------------------------------- the tree of modules
-
     def inside(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> Iterator[Layer]:
         """Yield a layer and those below it, in order, without the subtrees to skip."""
         yield layer
@@ -107,8 +105,6 @@ class _Structure:
 
     def matrices(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> list[_Matrix]:
         return [self.matrix[part.name] for part in self.inside(layer, skip) if part.name in self.matrix]
-
-    # -------------------------------------------------------------------------------------------- attention
 
     @cached_property
     def attention(self) -> list[Layer]:
@@ -144,12 +140,6 @@ class _Structure:
     def _holds_matrix(self, layer: Layer) -> bool:
         return any(_dimensions(parameter) >= 2 for parameter in layer.module.parameters())
 
-    def is_projection(self, layer: Layer) -> bool:
-        """Return whether a child of an attention projects to queries, keys or values."""
-        return bool(_letters(layer.name.rpartition(".")[2]))
-
-    # -------------------------------------------------------------------------------------------- blocks
-
     @cached_property
     def block(self) -> list[Layer]:
         blocks: dict[int, Layer] = {}
@@ -182,8 +172,6 @@ class _Structure:
         parent = self._parent(layer)
         return isinstance(parent.module, nn.Sequential) or parent.is_container or len(self._alike(layer)) > 1
 
-    # -------------------------------------------------------------------------------------------- MLP
-
     @cached_property
     def mlp(self) -> list[Layer]:
         return [layer for block in self.block for layer in self.feed_forward(block)]
@@ -200,7 +188,7 @@ class _Structure:
         is_attention = layer in self.attention
 
         def skip(part: Layer) -> bool:
-            return part in skipped or (is_attention and self.is_projection(part))
+            return part in skipped or (is_attention and _letters(part.name.rpartition(".")[2]) != "")
 
         downs = _down(self.matrices(layer, skip), equal=not is_attention)
         if not downs:
@@ -210,8 +198,6 @@ class _Structure:
         if deeper:
             return deeper
         return [downs[-1].layer] if layer is block or layer.is_container else [layer]
-
-    # -------------------------------------------------------------------------------------------- experts
 
     @cached_property
     def mixtures(self) -> list[tuple[Layer, Layer, list[Layer]]]:
@@ -256,8 +242,6 @@ class _Structure:
     @cached_property
     def experts(self) -> list[Layer]:
         return [expert for _, _, experts in self.mixtures for expert in experts]
-
-    # -------------------------------------------------------------------------------------------- the rest
 
     @cached_property
     def norm(self) -> list[Layer]:

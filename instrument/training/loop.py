@@ -105,17 +105,13 @@ class NoHooks:
     def loss(self, loss: Tensor) -> Tensor:
         return loss
 
-    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+    def begin_micro_step(self, *_: Any) -> None:
         """Do nothing."""
+
+    write_generated = end_micro_step = begin_micro_step
 
     def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()
-
-    def write_generated(self, generated: Any) -> None:
-        """Do nothing."""
-
-    def end_micro_step(self) -> None:
-        """Do nothing."""
 
     def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
         return {"loss": None if loss is None else loss.item()}
