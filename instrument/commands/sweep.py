@@ -24,7 +24,7 @@ from instrument.training.sweeps.jobs import (
     count_by_status,
     grouped_lines,
     jobs_in,
-    outcome,
+    outcome_lines,
     print_summary,
 )
 
@@ -86,10 +86,8 @@ def _show(folder: str, *, as_json: bool) -> int:
         status = Text(job.status, style=COLOURS.get(job.status, ""))
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
     wide_console().print(table)
-    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
-    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
-    for name, text in more.items():
-        print(f"{name:<12}{text}")
+    more = outcome_lines(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else []
+    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", *more, sep="\n")
     if isinstance(sweep, Runs):
         print("this folder has no record of a sweep: missing jobs are not listed")
     return 1 if left or not jobs else 0

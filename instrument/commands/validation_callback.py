@@ -38,7 +38,7 @@ from ..training.sweeps.jobs import (
     expand_sweep,
     folder_override,
     job_lines,
-    outcome,
+    outcome_lines,
     overrides_of,
     sweep_overrides,
     values_of,
@@ -162,9 +162,7 @@ class HydraCallback(Callback):
         if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status not in (DONE, STOPPED) for job in jobs):
             has_started = HydraCallback.snapshot is None or HydraCallback.snapshot.has_new_run()
             raise SystemExit(1 if has_started else ConfigError.exit_code)
-        print("", *job_lines(sweep, jobs), sep="\n")
-        for name, text in outcome(sweep, jobs).items():
-            print(f"{name:<12}{text}")
+        print("", *job_lines(sweep, jobs), *outcome_lines(sweep, jobs), sep="\n")
         print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")
         with _exit_on_error():
             print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")

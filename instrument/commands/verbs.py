@@ -7,16 +7,15 @@ arguments are those of `run`.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
@@ -87,23 +86,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(value: object) -> None:
     """Print a value as JSON. Dataclasses become objects, and data frames lists of objects. NaN and infinity become null."""
-    print(json.dumps(_plain(value), indent=1))
+    print(to_json(value, indent=1, inf_nan_mode="null", fallback=_plain).decode())
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict("records"))
-    if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return value.to_dict("records")
     if hasattr(value, "tolist"):  # of NumPy
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def wide_console() -> Console:

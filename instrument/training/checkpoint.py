@@ -256,12 +256,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 def _shared(experiment: Experiment) -> dict[str, Any]:
     """Return the stateful objects that are replicated or sharded over the processes, by name."""
-    parts = {
-        "model": experiment.model,
-        "optimizer": experiment.optimizer,
-        "scheduler": experiment.scheduler,
-        "scaler": experiment.scaler,
-    }
+    parts = {name: getattr(experiment, name) for name in ("model", "optimizer", "scheduler", "scaler")}
     return {name: part for name, part in parts.items() if part is not None}
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -216,28 +215,18 @@ def error_of(info: Mapping[str, Any]) -> str | None:
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
-@lru_cache(maxsize=1)
-def _parse_record(text: str) -> DictConfig:
-    """Parse the text of a sweep record, read-only, because all jobs in a process share it."""
-    record = OmegaConf.create(text)
-    assert isinstance(record, DictConfig), "a record is a mapping"
-    OmegaConf.set_readonly(record, True)
-    return record
-
-
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
 
     Raises:
         ConfigError: The record is missing, cannot be read, or was not written by Hydra.
     """
     try:
-        with (folder / SWEEP_RECORD).open() as file:
-            record = _parse_record(file.read())
+        record = OmegaConf.create((folder / SWEEP_RECORD).read_text())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
-    if reason:
+    if reason or not isinstance(record, DictConfig):
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
         raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
     return record
@@ -325,9 +314,7 @@ def print_summary(folder: Path) -> None:
     if not jobs:
         print(f"no job was started in {folder}", file=sys.stderr)
         return
-    print("", *job_lines(sweep, jobs), sep="\n", file=sys.stderr)
-    for name, text in outcome(sweep, jobs).items():
-        print(f"{name:<13}{text}", file=sys.stderr)
+    print("", *job_lines(sweep, jobs), *outcome_lines(sweep, jobs, width=13), sep="\n", file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"job output   {terminals}", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
@@ -346,10 +333,10 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
     return [f"{len(jobs)} jobs in {sweep.folder}: {count_by_status(jobs)}", *(grouped_lines(unfinished) or single)]
 
 
-def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Return the result of a sweep as a whole, by label: its best trial and its remote folder, if it has them."""
+def outcome_lines(sweep: Sweep, jobs: Sequence[SweepJob], width: int = 12) -> list[str]:
+    """Return lines with the result of a sweep as a whole: its best trial and its remote folder, if it has them."""
     remote = {} if sweep.address is None else {"remote": sweep.address}
-    return {**best_trial(sweep.folder, jobs), **remote}
+    return [f"{name:<{width}}{text}" for name, text in {**best_trial(sweep.folder, jobs), **remote}.items()]
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
