@@ -134,6 +134,12 @@ class ConfigError(InstrumentError):
         return type(self), self.problems
 
 
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise a ConfigError with all of these problems, if there are any."""
+    if problems:
+        raise ConfigError(*problems)
+
+
 class HookError(InstrumentError):
     """A hook failed. The message names the hook, its kind, the layer and the step."""
 

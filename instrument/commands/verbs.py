@@ -86,10 +86,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(value: object) -> None:
     """Print a value as JSON. Dataclasses become objects, and data frames lists of objects. NaN and infinity become null."""
-    print(to_json(value, indent=1, inf_nan_mode="null", fallback=_plain).decode())
+    print(to_json(value, indent=1, inf_nan_mode="null", fallback=_content).decode())
 
 
-def _plain(value: Any) -> Any:
+def _content(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict("records")
     if hasattr(value, "tolist"):  # of NumPy

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.field_types import Target, nested_values, number_to_text
 from . import apply as apply_specs
 from .apply import ApplySpec
@@ -71,8 +71,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
     else:
         problems += mode_problems(config)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return config
 
 
@@ -93,8 +92,7 @@ def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
         ConfigError: A spec is invalid. The error contains every problem.
     """
     specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
-    if problems := list(_ambiguous_statistics(specs)):
-        raise ConfigError(*problems)
+    raise_problems(list(_ambiguous_statistics(specs)))
     return specs
 
 
@@ -128,8 +126,7 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
         for name in rules
         if name in RESERVED
     ]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
     return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
 
@@ -160,8 +157,7 @@ def _parse_section(
             specs[name] = build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return specs
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from .hook_specs import HookSpec
 from .parse import named_specs, parse_hooks
 from .spec_file import YAML_ERRORS
@@ -109,8 +109,7 @@ def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
             problems += error.problems
     if not texts:
         problems.append(Problem("", "no change is given", allowed=ALLOWED))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return request
 
 

@@ -23,7 +23,7 @@ from ..config.hook_specs import HookSpec
 from ..config.parallel import Declared
 from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
-from ..errors import ConfigError, InstrumentWarning, Problem
+from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
 from ..hooks.distributed_scope import Parallel
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
@@ -271,8 +271,7 @@ def _ranks(
     elif mesh is not None or any(map(is_sharded, model.parameters())):
         parallel = "fsdp2"
         problems += shard_problems(hooks)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return Ranks(parallel, reduces=reduce == "global", mesh=mesh, placement=placement)
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.field_types import Selection
 from ..fields.globs import matches
 from ..formatting import shorten
@@ -93,8 +93,7 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
             sites += _sites(spec, layers, f"hooks.{name}")
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return HookPlan(layers, specs, tuple(sites))
 
 
@@ -209,5 +208,4 @@ def check_not_frozen(plan: HookPlan) -> None:
                 )
                 allowed = "trainable parameters; frozen: " + shorten([site.label for site in matched])
                 problems.append(Problem(f"hooks.{name}.layers", message, given=pattern, allowed=allowed))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import Problem, raise_problems, similar_names
 from ..fields.globs import matches
 from ..formatting import shorten
 from ..tables.kinds import ATTENTION_FUNCTIONS
@@ -27,8 +27,7 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
             similar = similar_names(spec.path, [path for path in shown_paths if not path.startswith("(")])
             message = "this path matches no tensor of the matched modules"
             problems.append(Problem(f"hooks.{name}.path", message, spec.path, shorten(shown_paths), similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
@@ -52,5 +51,4 @@ def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCall
                 similar = similar_names(pattern.replace("*", ""), called)
                 allowed = shorten([*called]) or "none: these modules call no torch function themselves"
                 problems.append(Problem(f"hooks.{name}.functions", message, pattern, allowed, similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.experiment import CompileConfig
 from ..config.mode_checks import graph_obstacle, graph_problems
-from ..errors import ConfigError
+from ..errors import raise_problems
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
 
@@ -36,8 +36,7 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
         return None
     if any(_is_full_graph(part) for part in compiled):
         fix = "compile the model with fullgraph=False"
-        if problems := [each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)]:
-            raise ConfigError(*problems)
+        raise_problems([each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)])
     torch.compiler.reset()
     return f"the model was already compiled; it is compiled again: {place_of_hooks(plan)}"
 

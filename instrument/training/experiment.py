@@ -21,7 +21,7 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import RunConfig
 from ..config.record import RecordSpec
 from ..config.schedule import Evaluations
-from ..errors import ConfigError, Problem, user_code_location
+from ..errors import ConfigError, Problem, raise_problems, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import argument_names, build
 from ..plan.cost import Length
@@ -144,8 +144,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             trainable parameter, except in `mode: forward`.
     """
     strategy = strategy or Strategy(config.train.parallel)
-    if problems := strategy.config_problems(config):
-        raise ConfigError(*problems)
+    raise_problems(strategy.config_problems(config))
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     _check_loss(config, task)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..formatting import shorten
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
 from ..values.dtensor import join_shards
@@ -88,8 +88,7 @@ class InitialWeights:
             problems += _name_problems("the state dict has names that the model lacks", unexpected, missing)
         else:
             self.missing, self.unexpected = missing, unexpected
-        if problems:
-            raise ConfigError(*problems)
+        raise_problems(problems)
 
     def compare(self, model: nn.Module) -> None:
         """Find the loaded tensors that are not in a model any more, and release them."""

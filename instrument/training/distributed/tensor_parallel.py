@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ...config.parallel import LayerStyle
-from ...errors import ConfigError, Problem, user_code_location
+from ...errors import ConfigError, Problem, raise_problems, user_code_location
 from ...fields.field_types import Target
 from ...fields.targets import build
 from ...formatting import shorten
@@ -119,8 +119,7 @@ def styles_of(
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
             problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, where))][:1]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return [(module, style) for module, style, _ in found.values()]
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.messages import is_misspelled
 from ...config.record import names_of_custom_statistics
-from ...errors import ConfigError, InstrumentError, Problem, similar_names
+from ...errors import ConfigError, InstrumentError, Problem, raise_problems, similar_names
 from ...fields.pip_extras import pip_command
 from ...storage.remote_errors import safe_message
 from ...storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
@@ -256,8 +256,7 @@ def check_search(hydra: DictConfig) -> None:
     if len(directions) != 1 or directions[0] not in DIRECTIONS:
         message, similar = "must be one direction (single objective)", similar_names(directions[0], DIRECTIONS)
         problems.append(Problem(f"{WHERE}.direction", message, ", ".join(directions), DIRECTIONS, similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     if isinstance(sweeper.storage, str):
         _check_storage(sweeper)
 
