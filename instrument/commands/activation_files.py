@@ -33,9 +33,6 @@ def write_safetensors(data: ActivationDataset, folder: Path) -> None:
     """Write one tensor for each layer, named as the layer, and one for each other entry of the items, to `activations.safetensors`.
 
     Format: https://github.com/huggingface/safetensors#format. Ids that are strings are in the metadata, as a JSON list.
-
-    Raises:
-        ConfigError: The format does not have a dtype.
     """
     first = next(_batches(data, 1))
     columns = {name: part for name, part in first.items() if isinstance(part, Tensor)}

@@ -72,11 +72,7 @@ def _line(finding: Finding) -> str:
 
 
 def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Pass the rows of a run to rules, by default its own, and return what they find.
-
-    Raises:
-        ConfigError: `run` contains several runs, or a rule is invalid.
-    """
+    """Pass the rows of a single run to rules, by default its own, and return what they find."""
     if len(run.folders) > 1:
         message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
         raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))

@@ -146,11 +146,7 @@ def archive(folder: Path, kept: Collection[str] = ()) -> None:
 
 
 def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:
-    """Return what writes the report of a run, given its readable folder; None if the configuration requests none.
-
-    Raises:
-        ConfigError: A package that reports need is not installed.
-    """
+    """Check the packages of reports. Return what writes the report of a run, given its readable folder; None if none is requested."""
     if not config.report:
         return None
     from .. import report
@@ -317,11 +313,7 @@ def print_error(error: Exception) -> int:
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """Validate a composed configuration; with `resume`, that of the recorded run. Also return the dictionary from which it was created.
-
-    Raises:
-        ConfigError: The configuration is invalid; the error lists all problems.
-    """
+    """Validate a composed configuration; with `resume`, that of the recorded run. Also return the dictionary from which it was created."""
     if "exp" in config:
         raise ConfigError(NO_PACKAGE_LINE)
     try:

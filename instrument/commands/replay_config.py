@@ -99,9 +99,6 @@ class RecordedRun:
         """Return the steps in which the record hooks run: `START:STOP`, `STEP`, or the last ones before the end of the run.
 
         A counterfactual may continue after the last recorded step.
-
-        Raises:
-            ConfigError: The steps are invalid, or the run does not have them.
         """
         if before_failure is not None:
             return self._before_failure(before_failure)
@@ -223,7 +220,6 @@ class ReplayHooks:
     """The hooks of a replay.
 
     Attributes:
-        specs: The hooks by name, in order.
         left_out: The record hooks of the run that are not scheduled in the window.
         changed: The interventions that differ from those of the run.
         first_step: The first step at which a changed intervention runs or is missing; for an evaluation, the number of

@@ -86,11 +86,7 @@ def parse_placement(raw: Any) -> Declared:
 
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
-    """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
-
-    Raises:
-        ConfigError: A spec is invalid. The error contains every problem.
-    """
+    """Convert a mapping from names to hook specs, or a list of them, without null entries. The ConfigError contains every problem."""
     specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
     raise_problems(list(_ambiguous_statistics(specs)))
     return specs

@@ -42,13 +42,7 @@ class RunChange:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run that can change while it runs.
-
-    Attributes:
-        hooks: The configuration of each hook, by name.
-        phase: The phase of hooks that set none.
-        has_custom_loop: Whether the hooks are attached to a custom training loop.
-    """
+    """The settings of a run that can change while it runs. `phase`: that of hooks that set none."""
 
     hooks: Mapping[str, Mapping[str, Any]]
     phase: str = "train"

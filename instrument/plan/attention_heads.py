@@ -23,11 +23,7 @@ _PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 
 def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:
-    """Refuse `heads` at tensors before or after the attention, in which features belong to no head.
-
-    Raises:
-        ConfigError: With the modules at which the heads are.
-    """
+    """Refuse `heads` at tensors in which features belong to no head. The ConfigError names the modules at which the heads are."""
     if spec.heads is None:
         return
     projections = [*_output_projections(layers)]

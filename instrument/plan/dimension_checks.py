@@ -18,11 +18,7 @@ from .hook_plan import HookPlan, Site
 
 
 def check_parameters(plan: HookPlan) -> None:
-    """Check every spec against the parameters, buffers and entries of state dicts at its sites.
-
-    Raises:
-        ConfigError: With the first tensor of each spec that does not fit.
-    """
+    """Raise a ConfigError for specs that do not fit the parameters, buffers and entries of state dicts at their sites."""
     problems: dict[str, Problem] = {}
     for site in plan.sites:
         if (tensor := stand_in(site)) is not None and (problem := misfit(site, site.own_name, tensor)) is not None:

@@ -80,11 +80,7 @@ class HookPlan:
 
 
 def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
-    """Resolve every spec against a model. The model is not changed.
-
-    Raises:
-        ConfigError: With every spec that matches no module or no parameter, or selects heads where there are none.
-    """
+    """Resolve every spec against a model, which is not changed. The ConfigError has every spec that matches nothing."""
     layers = Layers.of(model)
     sites: list[Site] = []
     problems: list[Problem] = []
@@ -188,13 +184,7 @@ def _check_params(what: str, spec: Selection, names: Iterable[str], where: str) 
 
 
 def check_not_frozen(plan: HookPlan) -> None:
-    """Refuse patterns that match only frozen parameters if the kind requires gradients.
-
-    Only for a training in which these parameters stay frozen.
-
-    Raises:
-        ConfigError: With every such pattern.
-    """
+    """Refuse patterns that match only frozen parameters if the kind requires gradients, for a training in which they stay frozen."""
     problems = []
     for name, spec in plan.specs.items():
         if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):

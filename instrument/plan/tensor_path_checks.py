@@ -13,11 +13,7 @@ from .shape_inference import InferredCalls, calls_at, function_calls_of
 
 
 def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
-    """Check that each `path` matches at least one tensor of the modules that shape inference ran.
-
-    Raises:
-        ConfigError: With every spec whose path matches none, and the existing paths.
-    """
+    """Raise a ConfigError for each `path` that matches no tensor of the modules that shape inference ran."""
     problems = []
     for name, spec in plan.specs.items():
         calls = [call for site in plan.of(name) for call in calls_at(site, inferred_by_phase[spec.phase])]
@@ -31,11 +27,7 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
 
 
 def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
-    """Check that each pattern of `functions`, if not optional, matches a function call in the modules that shape inference ran.
-
-    Raises:
-        ConfigError: With every pattern that matches none, and the functions that the modules call.
-    """
+    """Raise a ConfigError for each pattern of `functions`, if not optional, that matches no call that shape inference found."""
     problems = []
     for name, spec in plan.specs.items():
         calls = [call for site in plan.of(name) for call in function_calls_of(site, inferred_by_phase[spec.phase])]

@@ -145,11 +145,7 @@ def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[obje
 
 
 def inputs_of(batch: Any) -> Tensor:
-    """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
-
-    Raises:
-        TypeError: The inputs are not a tensor.
-    """
+    """Return the inputs of a batch, a tensor: the batch itself, or its first element if it is a tuple or list."""
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if isinstance(inputs, Tensor):
         return inputs
@@ -157,11 +153,7 @@ def inputs_of(batch: Any) -> Tensor:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a batch, a tuple or list of two.
-
-    Raises:
-        TypeError: The batch is not a pair.
-    """
+    """Return the inputs and the targets of a batch. Raise a TypeError unless it is a tuple or list of two."""
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__

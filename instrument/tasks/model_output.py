@@ -108,8 +108,7 @@ class OutputUnit:
         """Return the sum of the part over all of its elements, a scalar, in the last of the outputs of the calls of the model.
 
         Raises:
-            ConfigError: The model was not called, its output has no tensor at this path, or the slice is outside of its shape or
-                empty.
+            ConfigError: There is no such output or tensor, or the slice is outside of its shape or empty.
         """
         if not outputs:
             message = "the task does not call the model itself, but only submodules of it"

@@ -31,11 +31,7 @@ from ..plan.shape_inference import without_side_effects
 
 
 def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
-    """Change a model in place according to specs. Each spec acts on the result of the previous ones.
-
-    Raises:
-        ConfigError: A spec matches no module or no parameter, or its action fails at a module.
-    """
+    """Change a model in place. Each spec acts on the result of the previous ones. Raise a ConfigError if one matches nothing or fails."""
     for name, spec in specs.items():
         where = f"apply.{name}"
         layers = Layers.of(model)
@@ -162,11 +158,7 @@ def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
 
 
 def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
-    """Build a module from its target.
-
-    Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
-    """
+    """Build a module from its target. Raise a ConfigError if that fails, or gives something else than a `torch.nn.Module`."""
     module = build(target, where, *positional)
     if not isinstance(module, nn.Module):
         message = f"must be a torch.nn.Module, but {target.target} returned {type(module).__name__}"

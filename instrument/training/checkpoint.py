@@ -65,11 +65,7 @@ class Checkpoints:
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
     ) -> None:
-        """Save the state after a step. With several processes, all of them call this method.
-
-        Raises:
-            InstrumentError: A part of the state cannot be read back, or the file cannot be written.
-        """
+        """Save the state after a step; all processes call this. Raise an InstrumentError if it cannot be written and read back."""
         with deferred_signals():
             with probe.saving_checkpoint():
                 states = {name: part.state_dict() for name, part in _own(experiment).items()}
@@ -161,11 +157,7 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
 
 
 def save_weights(experiment: Experiment, folder: Path) -> None:
-    """Save the state dict of a model without hooks to a file in the run folder. With several processes, all of them call this.
-
-    Raises:
-        InstrumentError: The file cannot be written.
-    """
+    """Save the state dict of a model without hooks to a file in the run folder. With several processes, all of them call this."""
     state: dict[str, Any] = {}
     for name, value in experiment.model.state_dict().items():
         full = full_tensor(value) if isinstance(value, Tensor) else value  # Collective, so in all processes.

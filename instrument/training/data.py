@@ -136,11 +136,7 @@ def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None
 
 
 def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
-    """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory.
-
-    Raises:
-        ConfigError: `collate_fn` does not exist or cannot be built.
-    """
+    """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory."""
     options = LoaderOptions(num_workers=config.num_workers, pin_memory=config.pin_memory and pins_memory, seed=seed)
     if config.collate_fn is None:
         return options
@@ -148,11 +144,7 @@ def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> Loade
 
 
 def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
-    """Build a sampler from its target, which is called with the dataset slice.
-
-    Raises:
-        ConfigError: The target does not exist or raises an exception, or its result is not a sampler of indices.
-    """
+    """Build a sampler from its target, which is called with the dataset slice. Raise a ConfigError unless it gives indices."""
     with preserved_random_states():
         sampler = build(target, "data.sampler", dataset)
     message = ""

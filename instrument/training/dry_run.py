@@ -133,10 +133,8 @@ class _Step:
     """The measurements of one step, or of one batch of an evaluation, with hooks.
 
     Attributes:
-        phase: `train`, `forward`, `eval` or `probe`.
         rows: The number of written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        hook_seconds: The time spent in hooks, from the hook timer, in seconds.
         action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
         kept_bytes: By spec with `keep`, the memory of the tensors of the step.
     """
@@ -178,7 +176,7 @@ class _CountingSink(ParquetSink):
 
 
 class _Profile:
-    """Measures steps and evaluations with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
+    """Measures the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
     Attributes:
         warm_steps: The measurements for durations.

@@ -60,11 +60,7 @@ class InitialWeights:
         self.sha256 = digest.hexdigest()
 
     def load(self, model: nn.Module) -> None:
-        """Load the weights into a model. Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`).
-
-        Raises:
-            ConfigError: Names are missing or unexpected, no name matches, or a shape differs.
-        """
+        """Load the weights into a model. Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`)."""
         own = model.state_dict()
         by_plain_name = {_plain_name(name): name for name in own}
         self._state = {

@@ -397,11 +397,7 @@ def first_batch(
     options: LoaderOptions = DEFAULT_OPTIONS,
     where: str = "data.slice",
 ) -> LoadedBatch:
-    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
-
-    Raises:
-        ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
-    """
+    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started."""
     loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
     try:
         loaded = next(loader.load("first batch"), None)

@@ -91,11 +91,7 @@ class ReplaySource:
         }
 
     def check(self, present: Mapping[str, Any]) -> None:
-        """Check that the replay can be exact in this environment.
-
-        Raises:
-            ConfigError: The environment differs, and `force` is not set.
-        """
+        """Raise a ConfigError if the replay cannot be exact in this environment, unless `force` is set."""
         differences = [each for each in environment_differences(self.record, present) if each.is_decisive]
         if differences and not self.force:
             message = f"the replay cannot be expected to be exact, because {differences[0]}"

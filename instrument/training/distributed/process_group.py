@@ -80,11 +80,7 @@ class Processes:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one object from each process, in rank order.
-
-        Raises:
-            _PeerFailedError: Another process failed and sent its error instead.
-        """
+        """Gather one object from each process, in rank order. Raise a _PeerFailedError if another one sent its error instead."""
         values = self._gather(value)
         if any(isinstance(value, _FailureMessage) for value in values):
             raise _PeerFailedError(values)

@@ -81,11 +81,7 @@ class Strategy:
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
-        Args:
-            loss: Computes the loss of the first batch of this process, to compare the models before and after.
-
-        Raises:
-            ConfigError: The model has no parameters, or does not fit `train.parallel`.
+        `loss` computes the loss of the first batch of this process, to compare the models before and after.
         """
         if self.parallel is not None and self.parallel.mesh:
             from .pipeline import starts_of
@@ -104,11 +100,7 @@ class Strategy:
         return plan if self.pipeline is None else self.pipeline.own_sites(plan)
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        """Return the module that the training loop calls.
-
-        Args:
-            has_unused: Whether some trainable parameters may receive no gradient in this process.
-        """
+        """Return the module that the training loop calls. `has_unused`: parameters may receive no gradient in this process."""
         return forward
 
     def seed_ranks(self, seed: int) -> None:
@@ -116,11 +108,7 @@ class Strategy:
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
-
-        Raises:
-            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
-        """
+        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks."""
         yield
 
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
@@ -348,11 +336,7 @@ class FullySharded(DataParallel):
 
 
 def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
-    """Create the strategy that `train.parallel` selects; `processes` is None for a single process.
-
-    Raises:
-        ConfigError: The configuration does not fit the number of processes.
-    """
+    """Create the strategy that `train.parallel` selects. Raise a ConfigError unless it fits the number of processes."""
     check_processes(config, processes)
     if processes is None:
         return Strategy()

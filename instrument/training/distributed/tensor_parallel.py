@@ -82,8 +82,7 @@ def parallelize(
             are sums over all batch shards.
 
     Raises:
-        ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
-            divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
+        ConfigError: The plan does not fit the model, see `styles_of`; the model fails with it, or computes something else.
     """
     styles = styles_of(Layers.of(model), mesh.size(), plan, where)
     expected = _effect_of(model, loss)

@@ -216,11 +216,7 @@ def error_of(info: Mapping[str, Any]) -> str | None:
 
 
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
-
-    Raises:
-        ConfigError: The record is missing, cannot be read, or was not written by Hydra.
-    """
+    """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if there is none that Hydra wrote."""
     try:
         record = OmegaConf.create((folder / SWEEP_RECORD).read_text())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
@@ -340,10 +336,7 @@ def outcome_lines(sweep: Sweep, jobs: Sequence[SweepJob], width: int = 12) -> li
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Describe the best trial of a search: its folder, parameters and objective value, and the results file of Optuna.
-
-    Empty if the folder has no readable results file, or if every trial was pruned.
-    """
+    """Describe the best trial of a search, and its results file of Optuna; empty without such a file, or if every trial was pruned."""
     file = folder / RESULTS
     try:
         results = yaml.safe_load(file.read_text())

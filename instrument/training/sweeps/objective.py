@@ -66,10 +66,7 @@ class Objective:
     query: str | None = None
 
     def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
-        """Return the objective value of a run, and the reason why it is missing; a sweeper treats the job as failed then.
-
-        The value is None if it is missing or not finite.
-        """
+        """Return the objective value of a run, None if it is missing or not finite, and the reason."""
         if self.query is None:
             value = metrics.get(self.written)
             if value is None:
@@ -236,12 +233,7 @@ def worst_score(hydra: DictConfig) -> float:
 
 
 def check_search(hydra: DictConfig) -> None:
-    """Check that a search can start, and that it can continue an existing study of the same name.
-
-    Raises:
-        ConfigError: A setting of the Optuna sweeper is invalid, the storage cannot be used, or the existing study has
-            another direction.
-    """
+    """Raise a ConfigError if a setting of the Optuna sweeper is invalid, or its storage cannot be used for the study."""
     import optuna
 
     optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.

@@ -153,8 +153,7 @@ class Difference:
 
     Attributes:
         step: The index of the first step that differs. For an evaluation, the number of completed steps.
-        what: The first quantity that differs, such as `the loss` or `the gradient`.
-        where: The parameter or the buffer; empty if the quantity exists only once.
+        where: The parameter or the buffer; empty if the quantity `what` exists only once.
         hook: The hook that causes the difference; empty if both trainings have no hooks.
     """
 
@@ -178,11 +177,9 @@ class Certificate:
     Attributes:
         left_out: The names of the hooks that change values. They were not attached.
         tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
-        difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
-            or if the training without hooks is not reproducible.
+        difference: The first difference between the trainings with and without hooks, if the latter is reproducible.
         largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
-        unrepeated: The first difference between two trainings without hooks. None if they are bit-identical, or if a
-            second training was not needed.
+        unrepeated: The first difference between two trainings without hooks, if a second one was needed.
     """
 
     steps: int
@@ -262,7 +259,7 @@ def _find_cause(
 def training_fingerprint(experiment: Experiment, folder: Path, processes: Processes | None) -> str:
     """Return two numbers of 64 bits, hexadecimal: that of the losses in the table `metrics`, and that of all parameters and buffers.
 
-    With several processes, the second one covers those of all. All processes have to call it, after the last rows were written.
+    All processes have to call it, after the last rows were written. The second number covers those of all.
     """
     named = [*experiment.model.named_parameters(), *experiment.model.named_buffers()]
     weights = repr([(name, int(fingerprint(tensor))) for name, tensor in named if unreadable(tensor) is None])
