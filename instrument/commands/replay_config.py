@@ -271,7 +271,9 @@ class ReplayHooks:
             elif original.get(name) == spec:
                 left_out.append(name)
             else:
-                raise ConfigError(_not_scheduled(name, spec, window))
+                text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
+                fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
+                raise ConfigError(Problem(f"hooks.{name}", text, fix=fix))
         if changed and not starts:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
@@ -330,12 +332,6 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
 
 def _first(spec: HookSpec | None) -> list[int]:
     return [] if spec is None else [spec.start if spec.steps is None else min(spec.steps)]
-
-
-def _not_scheduled(name: str, spec: HookSpec, window: range) -> Problem:
-    text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
-    fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
-    return Problem(f"hooks.{name}", text, fix=fix)
 
 
 def _text(steps: range) -> str:

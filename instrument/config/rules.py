@@ -49,11 +49,6 @@ Action = Literal["warn", "stop", "prune", "checkpoint"] | EnableAction | Disable
 _MAPPINGS: dict[str, type[Spec]] = {"enable": EnableAction, "disable": DisableAction, "call": CallAction}
 
 
-def _parse_actions(value: Any) -> Any:
-    given = value if isinstance(value, list | tuple) else [value]
-    return tuple(_parse_action(item) for item in given)
-
-
 def _parse_action(value: Any) -> Any:
     if isinstance(value, Spec) or value in SIMPLE_ACTIONS:
         return value
@@ -70,7 +65,10 @@ def _parse_action(value: Any) -> Any:
 Actions = Annotated[
     tuple[Action, ...],
     Field(min_length=1),
-    BeforeValidator(_parse_actions, json_schema_input_type=Action | list[Action]),
+    BeforeValidator(
+        lambda value: tuple(map(_parse_action, value if isinstance(value, list | tuple) else [value])),
+        json_schema_input_type=Action | list[Action],
+    ),
 ]
 
 
