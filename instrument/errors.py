@@ -33,6 +33,7 @@ __all__ = [
     "Problem",
     "RankError",
     "SinkError",
+    "raise_problems",
     "similar_names",
     "user_code_location",
 ]
