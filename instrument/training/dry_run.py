@@ -252,26 +252,25 @@ def _forecast(
     experiment: Experiment, profile: _Profile, baseline: Sequence[float], loading: float, folder: Path
 ) -> Forecast:
     plan, length = experiment.plan, experiment.length
-    firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
-    # By spec: rows per micro-step, or per step for kinds that act once per step, and those of them with tensors.
-    rows: dict[str, int] = {}
-    tensor_rows: dict[str, int] = {}
-    memory: dict[str, int] = {}  # By spec: bytes of the tensors that it keeps.
+    cost: dict[str, Cost] = {}
     expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
     for name, spec in plan.specs.items():
-        due = firings[name]
+        due = firings_of(spec, length)
         measured = [each for each in profile.steps if each.phase == spec.phase and each.step in due.steps]
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
         tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
-        rows[name] = tensor_rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
+        rows = tensor_rows = (
+            len(tensors) // max(1, len(measured)) // micro_steps
+        )  # per step for kinds that act once in it
         expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
             count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
             expected[table][name] = count * due.times
-            rows[name] += count
+            rows += count
         kept_steps = spec.keep or 0 if isinstance(spec, RecordSpec) else 0
-        memory[name] = kept_steps * max((each.kept_bytes.get(name, 0) for each in profile.steps), default=0)
+        memory = kept_steps * max((each.kept_bytes.get(name, 0) for each in profile.steps), default=0)
+        cost[name] = Cost(len(due.steps), rows * due.times, 0, 0.0, memory, tensor_rows * due.times)
     every = experiment.config.train.checkpoint.every
     checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
     amounts = {table: [1] * profile.sink.rows[table] for table in TABLES_OF_ROWS}
@@ -282,18 +281,9 @@ def _forecast(
     ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
-    cost = {
-        name: Cost(
-            len(due.steps),
-            rows[name] * due.times,
-            round(sum(sizes[name] for sizes in tables)),
-            seconds.get(name, 0.0),
-            memory[name],
-            tensor_rows[name] * due.times,
-            round(tables[0][name]),
-        )
-        for name, due in firings.items()
-    }
+    for name, counted in cost.items():
+        size, tensor_size = round(sum(sizes[name] for sizes in tables)), round(tables[0][name])
+        cost[name] = replace(counted, bytes=size, seconds=seconds.get(name, 0.0), tensor_bytes=tensor_size)
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
     return Forecast(cost, without, without + fixed + added)
