@@ -270,7 +270,7 @@ def loss_option(loss: Loss | None, name: str, default: Any = None) -> Any:
 
 
 class HasLoss:
-    """A task that calls a loss function; None for another loss."""
+    """A task that calls the loss function `loss`; None stands for another loss."""
 
     loss: Any
 
