@@ -45,12 +45,9 @@ def apply_locked(folder: Path, operation: Operation) -> int:
     try:
         with FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed")):
             summary, problems = operation(folder)
-    except InstrumentError as error:
+    except (InstrumentError, OSError) as error:
         print(f"{folder}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"{folder}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, InstrumentError) else 1
     print(f"{folder}: {summary}")
     for problem in problems:
         print(f"{folder}: {problem}", file=sys.stderr)

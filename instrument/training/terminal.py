@@ -165,14 +165,13 @@ class Terminal:
         """
         console = self.console
         can_overwrite = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        is_live = can_overwrite and not os.environ.get("CI")
         if self.quiet or self.brief:
             yield warnings_only(self._warn_at_once)
-        elif is_live:
-            with progress_bar(self.console, steps, self.folder) as show:
+        elif can_overwrite and not os.environ.get("CI"):
+            with progress_bar(console, steps, self.folder) as show:
                 yield show
         else:
-            yield progress_lines(self.console, steps, self.folder, self._warn_at_once)
+            yield progress_lines(console, steps, self.folder, self._warn_at_once)
 
     def _warn_at_once(self, message: str) -> None:
         self._warned.add(message)
