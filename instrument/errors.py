@@ -33,6 +33,7 @@ __all__ = [
     "Problem",
     "RankError",
     "SinkError",
+    "raise_problems",
     "similar_names",
     "user_code_location",
 ]
@@ -132,6 +133,12 @@ class ConfigError(InstrumentError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Problem, ...]]:
         return type(self), self.problems
+
+
+def raise_problems(problems: Sequence[Problem]) -> None:
+    """Raise a ConfigError with all of these problems, if there are any."""
+    if problems:
+        raise ConfigError(*problems)
 
 
 class HookError(InstrumentError):

@@ -33,10 +33,6 @@ def write_safetensors(data: ActivationDataset, folder: Path) -> None:
     """Write one tensor for each layer, named as the layer, and one for each other entry of the items, to `activations.safetensors`.
 
     Format: https://github.com/huggingface/safetensors#format. Ids that are strings are in the metadata, as a JSON list.
-
-    Raises:
-        ConfigError: The format does not have a dtype.
-        OSError: The file cannot be written.
     """
     first = next(_batches(data, 1))
     columns = {name: part for name, part in first.items() if isinstance(part, Tensor)}
@@ -67,9 +63,6 @@ def write_hf(data: ActivationDataset, folder: Path) -> None:
     """Write a folder that `datasets.load_from_disk` reads: one column for each layer and each other entry of the items.
 
     bfloat16 and float8, which Arrow lacks, are converted to float32.
-
-    Raises:
-        OSError: A file cannot be written.
     """
     name = "data-00000-of-00001.arrow"
     writer = None
@@ -92,7 +85,6 @@ def write_hf(data: ActivationDataset, folder: Path) -> None:
 
 
 def _batches(data: ActivationDataset, size: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield batches with the entries of `x` by the names of the layers."""
     for batch in data.batches(size or max(1, BATCH_BYTES // max(data.item_bytes, 1))):
         yield {**batch.pop("x"), **batch}
 

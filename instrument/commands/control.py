@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, with_arguments
 from instrument.config.run_changes import ALLOWED
 from instrument.storage.control_folder import request_changes
 
@@ -22,9 +21,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     try:
         text = "The run makes the changes when its current step ends. Ctrl-C withdraws them."
         answer = request_changes(args.run, args.changes, lambda: print(text, file=sys.stderr))

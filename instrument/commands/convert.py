@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, with_arguments
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError, Problem
 from instrument.importers.experiment import ConvertedExperiment
@@ -46,9 +46,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     if args.out is not None and args.out.exists():
         message = "already exists, and existing files are not overwritten"
         raise ConfigError(Problem("--out", message, given=str(args.out)))

@@ -30,7 +30,6 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("diff")
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run, or a folder of tensors")
     parser.add_argument("b", metavar="B", help="the same for the other run")
@@ -59,7 +58,6 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
     args = command_line().parse_args(arguments)
     try:
         with warnings.catch_warnings(action="ignore", category=InstrumentWarning):
@@ -86,7 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _renamed(entries: Sequence[str]) -> dict[str, str]:
-    """Return the mapping of the names of layers."""
     for entry in entries:
         if not all(entry.partition("=")):
             raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))

@@ -8,6 +8,7 @@ Exit codes: 0, explained; 2, nothing has this name.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import sys
@@ -17,17 +18,18 @@ from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from instrument import errors
-from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.base import HookBase
 from instrument.config.experiment import RunConfig
+from instrument.config.known_keys import models_in
 from instrument.config.modify import FUNCTIONS, FunctionSpec
 from instrument.config.rules import RULES, CustomRule, RuleBase, WatchRule
 from instrument.errors import ConfigError, InstrumentError, Problem, similar_names
@@ -189,16 +191,15 @@ class Entry:
         return "\n".join([*lines, *([f"  example  {example}"] if example else [])])
 
 
-def command_line() -> Any:
+def command_line() -> argparse.ArgumentParser:
     parser = parser_of("explain")
     parser.add_argument("keys", metavar="KEY", nargs="*", help="a key or a name; none lists all")
     add_json(parser)
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     known = [*entries(), *([] if args.keys else python_entries())]
     found = [entry for key in args.keys for entry in explain(key, known)] if args.keys else known
     if args.json:
@@ -236,12 +237,10 @@ def explain(key: str, known: Iterable[Entry]) -> list[Entry]:
 
 
 def model_of(action: str) -> type[HookBase]:
-    """Return the model of a key of `HOOKS`."""
     return FunctionSpec if "_target_" in action else {**FUNCTIONS, **HOOK_ACTIONS}[action.rpartition(", ")[2]]
 
 
 def entries() -> Iterator[Entry]:
-    """Yield everything that can be explained."""
     yield from _config_keys(RunConfig, "")
     yield from _fields(
         "hooks.NAME.", HookBase, "field of every hook", {"layers": "**", "kind": "forward", "action": "record"}
@@ -312,7 +311,7 @@ def _config_keys(model: type[BaseModel], prefix: str) -> Iterator[Entry]:
     """Yield the keys of a section and of the sections in it."""
     yield from _fields(prefix, model, "configuration key", {})
     for name, field in model.model_fields.items():
-        for section in _models(field.annotation):
+        for section in models_in(field.annotation):
             if section is not Target:
                 yield from _config_keys(section, f"{prefix}{field.alias or name}.")
 
@@ -382,12 +381,6 @@ def _yaml(content: Mapping[str, Any]) -> str:
     return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=110))
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [] if get_origin(annotation) is dict else [model for each in get_args(annotation) for model in _models(each)]
-
-
 def type_text(described: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Return the type of a field in words, from its JSON Schema."""
     if values := [described["const"]] if "const" in described else described.get("enum", ()):
@@ -413,7 +406,6 @@ def value_text(value: object) -> str:
 
 
 def sentences(model: type[BaseModel]) -> str:
-    """Return what a model is, from its docstring."""
     return " ".join((model.__doc__ or "").split())
 
 

@@ -12,7 +12,6 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -25,7 +24,7 @@ from instrument.analysis.frames import with_custom_columns
 from instrument.analysis.load import Run, load
 from instrument.analysis.replay import replay
 from instrument.analysis.run_tables import RunTables
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, with_arguments
 from instrument.config.experiment import TRACKERS
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 from instrument.storage.remote_folder import check_is_local
@@ -67,9 +66,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     run = load(args.run)
     if args.to in TRACKERS:
         require({args.to: "--to"})
@@ -161,11 +159,7 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
 
 
 def _write_csv(files: RunFiles, folder: Path) -> str:
-    """Write all tables except `tensors` into an existing folder; lists are written as JSON.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write all tables except `tensors` into an existing folder; lists are written as JSON."""
     run = RunTables(files.folder, [files.folder], [files])
     for name, table in TABLES.items():
         if name == "tensors":

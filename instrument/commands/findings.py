@@ -18,7 +18,7 @@ from instrument.analysis.diagnosis import Finding, diagnoses, findings_of
 from instrument.analysis.findings import findings, layers_of, recorded_events
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
-from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
 from instrument.config.parse import parse_rules
 from instrument.config.rules import default_rules
 from instrument.errors import ConfigError, Problem
@@ -34,9 +34,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     run = load(args.run)
     return print_findings(check(run), run, as_json=args.json)
 
@@ -58,7 +57,6 @@ def print_findings(fired: Sequence[Finding], run: Run, *, as_json: bool, otherwi
 
 
 def _others(run: Run) -> list[Finding]:
-    """Return warnings about a run that are not those of rules."""
     return [finding for finding in findings(run) if finding.severity != "info" and not finding.rule]
 
 
@@ -74,15 +72,7 @@ def _line(finding: Finding) -> str:
 
 
 def check(run: Run, rules: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Pass the rows of a run to rules, and return what they find.
-
-    Args:
-        run: The run.
-        rules: The rules by name. Default: those of the run.
-
-    Raises:
-        ConfigError: `run` contains several runs, or a rule is invalid.
-    """
+    """Pass the rows of a single run to rules, by default its own, and return what they find."""
     if len(run.folders) > 1:
         message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
         raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))

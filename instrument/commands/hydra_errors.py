@@ -34,7 +34,6 @@ EXTRAS = {
 
 
 def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
-    """Translate an error that Hydra, OmegaConf or YAML raised during composition."""
     if isinstance(error, MarkedYAMLError):
         return _yaml_problem(error)
     if isinstance(error, OverrideParseException):

@@ -82,10 +82,7 @@ def _print_sweep_summary() -> None:
 
 @contextmanager
 def hydra_raises_errors() -> Iterator[None]:
-    """Make Hydra raise errors during the `with` block, instead of printing them.
-
-    Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.
-    """
+    """Make Hydra raise errors during the `with` block, instead of printing them."""
     previous_value = os.environ.get(FULL_ERROR)
     os.environ[FULL_ERROR] = "1"
     try:

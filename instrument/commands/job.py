@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -70,9 +70,9 @@ def job(config: DictConfig) -> float | None:
         SystemExit: A single run failed, a rule stopped it, or the job was interrupted.
     """
     score = None
-    with report_errors() as folders:
+    with report_errors() as (folder, sweep):
         resume = config.get("resume")  # a job that `rerun` starts resumes from its own folder
-        if folders.sweep is not None and resume is not None and Path(resume).resolve() != folders.folder.resolve():
+        if sweep is not None and resume is not None and Path(resume).resolve() != folder.resolve():
             message = "only single runs can be resumed"
             raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
@@ -85,27 +85,27 @@ def job(config: DictConfig) -> float | None:
             from ..training.terminal import Terminal
 
         hydra: Any = HydraConfig.get()
-        searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        searched = sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         overrides = read_overrides()
         earlier = None
-        if folders.sweep is not None and resume is None:
-            earlier = previous_attempt(folders.folder, overrides)
+        if sweep is not None and resume is None:
+            earlier = previous_attempt(folder, overrides)
         if earlier is not None and earlier["status"] in ((DONE,) if searched else (DONE, STOPPED)):
-            result = Result(folders.folder, earlier["metrics"], earlier["error"])  # only its result was lost
+            result = Result(folder, earlier["metrics"], earlier["error"])  # only its result was lost
         else:
             if earlier is not None:
-                parsed, raw = restarted(parsed, raw, folders.folder)
-            label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
-            terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
-            make_report = report_writer(parsed, folders.folder)
-            result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides, make_report=make_report)
+                parsed, raw = restarted(parsed, raw, folder)
+            label = "" if sweep is None else _label(Sweep(sweep), folder)
+            terminal = Terminal(quiet=parsed.quiet, brief=sweep is not None, job=label)
+            make_report = report_writer(parsed, folder)
+            result = run(parsed, folder, terminal, raw=raw, overrides=overrides, make_report=make_report)
         if result.is_pruned and is_search(hydra):
             score = worst_score(hydra)
-        elif folders.sweep is not None:
-            score = score_job(objective, folders.folder, result.metrics, searched=searched)
+        elif sweep is not None:
+            score = score_job(objective, folder, result.metrics, searched=searched)
     if result.stopped is None or searched:  # a search continues with the score
         return score
-    raise JobFailedError(STOPPED_CODE, folders.folder) if folders.sweep is not None else SystemExit(STOPPED_CODE)
+    raise JobFailedError(STOPPED_CODE, folder) if sweep is not None else SystemExit(STOPPED_CODE)
 
 
 def previous_attempt(folder: Path, overrides: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -146,11 +146,7 @@ def archive(folder: Path, kept: Collection[str] = ()) -> None:
 
 
 def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:
-    """Return what writes the report of a run, given its readable folder; None if the configuration requests none.
-
-    Raises:
-        ConfigError: A package that reports need is not installed.
-    """
+    """Check the packages of reports. Return what writes the report of a run, given its readable folder; None if none is requested."""
     if not config.report:
         return None
     from .. import report
@@ -174,8 +170,6 @@ def importing() -> Iterator[None]:
     These imports create hundreds of thousands of objects that live until the process ends. Repeated garbage collection
     takes a fifth of the import time, and later collections would visit the objects again during training. They are
     therefore frozen, and later collections skip them.
-
-    Has no effect if PyTorch is already imported or garbage collection is disabled.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -212,19 +206,12 @@ def raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-class JobFolders(NamedTuple):
-    """The folders of a job and of its sweep; the latter is None for a single run."""
-
-    folder: Path
-    sweep: Path | None
-
-
 @contextmanager
-def report_errors() -> Iterator[JobFolders]:
+def report_errors() -> Iterator[tuple[Path, Path | None]]:
     """Print errors of the `with` block, and the location of the recorded data.
 
     Yields:
-        The folders of the job.
+        The folders of the job and of its sweep; the latter is None for a single run.
 
     Raises:
         JobFailedError: The job of a sweep failed. The other jobs continue.
@@ -234,10 +221,10 @@ def report_errors() -> Iterator[JobFolders]:
     shown = shown_path(folder)
     swept = HydraConfig.get().mode == RunMode.MULTIRUN
     process = os.getpid()
-    folders = JobFolders(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
+    sweep = Path(HydraConfig.get().sweep.dir) if swept else None
     try:
         with raise_on_sigterm():
-            yield folders
+            yield folder, sweep
     except KeyboardInterrupt as interrupt:
         terminated = isinstance(interrupt, Terminated)
         reason = "terminated by SIGTERM" if terminated else "interrupted"
@@ -251,7 +238,7 @@ def report_errors() -> Iterator[JobFolders]:
         code = print_error(error)
         if code == 1:
             print(_saved_data_message(folder, shown), file=sys.stderr)
-        if folders.sweep is not None:
+        if sweep is not None:
             has_started = (folder / "run.json").exists()
             if not has_started:
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
@@ -326,14 +313,7 @@ def print_error(error: Exception) -> int:
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """Validate a composed configuration. With `resume`, it is that of the recorded run.
-
-    Returns:
-        The validated configuration, and the resolved dictionary from which it was created.
-
-    Raises:
-        ConfigError: The configuration is invalid; the error lists all problems.
-    """
+    """Validate a composed configuration; with `resume`, that of the recorded run. Also return the dictionary from which it was created."""
     if "exp" in config:
         raise ConfigError(NO_PACKAGE_LINE)
     try:
@@ -365,11 +345,7 @@ def _resolved(value: Any) -> Any:
 
 
 def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
-    """Return the overrides of the command line: those of the running job, or in a section `hydra`.
-
-    Returns:
-        Values by key, parsed to Python types; None for a deleted key.
-    """
+    """Return the overrides of the running job, or in a section `hydra`, by key, parsed to Python types; None for a deleted key."""
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
     parsed = OverridesParser.create().parse_overrides(overrides)
     return {each.key_or_group: None if each.is_delete() else each.value() for each in parsed}

@@ -18,7 +18,6 @@ Operation = Callable[[Path], tuple[str, Sequence[str]]]
 
 
 def parser_of_runs(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of a command whose arguments are folders of runs."""
     parser = parser_of(verb)
     text = "the folder of a run, or a folder that contains several runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=text)
@@ -26,11 +25,7 @@ def parser_of_runs(verb: str) -> argparse.ArgumentParser:
 
 
 def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) -> int:
-    """Apply an operation to each run in some folders.
-
-    Returns:
-        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
-    """
+    """Apply an operation to each run in some folders. Return the exit code: 1 if one failed or has a problem, 2 for an invalid folder."""
     code = 0
     for path in paths:
         try:
@@ -50,12 +45,9 @@ def apply_locked(folder: Path, operation: Operation) -> int:
     try:
         with FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed")):
             summary, problems = operation(folder)
-    except InstrumentError as error:
+    except (InstrumentError, OSError) as error:
         print(f"{folder}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"{folder}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, InstrumentError) else 1
     print(f"{folder}: {summary}")
     for problem in problems:
         print(f"{folder}: {problem}", file=sys.stderr)

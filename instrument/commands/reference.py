@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from instrument.analysis.load import load
 from instrument.analysis.reference import make_reference, ranges_of, read_reference
 from instrument.commands.findings import check, print_findings
-from instrument.commands.verbs import add_json, parser_of, print_json, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, with_arguments
 from instrument.errors import ConfigError, Problem
 from instrument.fields.globs import matches
 from instrument.formatting import shorten
@@ -47,9 +47,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     if args.command == "make":
         reference = make_reference(args.runs, args.stats, out=args.out)
         print(f"{args.out}: {_summary(reference)} ({args.out.stat().st_size / 1e3:.0f} kB)")

@@ -19,7 +19,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -30,7 +29,7 @@ from omegaconf import DictConfig
 from instrument.commands.hydra_main import command
 from instrument.commands.job import importing, read_config, read_overrides, report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
-from instrument.commands.verbs import add_json, parser_of, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, with_arguments
 from instrument.config.experiment import InitFromConfig, RunConfig
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import shown_path
@@ -46,7 +45,6 @@ COMPARISON = "comparison.png"
 
 
 def command_line() -> argparse.ArgumentParser:
-    """Return the parser of the arguments."""
     parser = parser_of("replay")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument(
@@ -72,10 +70,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    args = command_line().parse_intermixed_args(arguments)
+@with_arguments(command_line, intermixed=True)
+def main(args: argparse.Namespace) -> int:
     if args.ops and args.steps is None and args.before_failure is None:
         message = "requires --steps or --before-failure, because a step can have thousands of operators"
         raise ConfigError(Problem("--ops", message, fix="pass the step to examine, as in --steps 48"))
@@ -100,8 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.Namespace, output: TextIO) -> None:
-    """Repeat the steps, print the certificate, and write it to the folder of the job."""
-    with report_errors() as job:
+    with report_errors() as (folder, _):
         parsed, raw = read_config(config)
         hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=args.intervene)
         with importing():
@@ -127,11 +122,11 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
             replayed = _config(parsed, run, hooks, source)
             runner.run(
                 replayed,
-                job.folder,
+                folder,
                 terminal,
                 raw=raw,
                 overrides=read_overrides(),
-                make_report=report_writer(replayed, job.folder),
+                make_report=report_writer(replayed, folder),
                 source=source,
             )
         except ConfigError:
@@ -139,11 +134,11 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
         except Exception as caught:  # The replay of a run that failed may fail too.
             error = caught
         if is_rank_zero():
-            certificate = certify_replay(run.folder, job.folder, changes_evaluation=hooks.changes_evaluation)
-            content = _write(certificate, job.folder)
+            certificate = certify_replay(run.folder, folder, changes_evaluation=hooks.changes_evaluation)
+            content = _write(certificate, folder)
             if hooks.left_out and not parsed.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
-            summary = _summary(certificate, source, shown_path(job.folder), has_failed=error is not None)
+            summary = _summary(certificate, source, shown_path(folder), has_failed=error is not None)
             print(content if args.json else summary, file=output)
             if error is None and not certificate.holds:
                 raise SystemExit(1)

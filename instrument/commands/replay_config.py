@@ -44,7 +44,6 @@ class RecordedRun:
     """A run that can be replayed.
 
     Attributes:
-        folder: The folder of the run.
         record: The content of its run.json, with the current status.
         done: The number of completed steps that were recorded.
         steps: The planned number of steps; None if the length is given in epochs or the run does not train.
@@ -57,11 +56,7 @@ class RecordedRun:
 
     @classmethod
     def open(cls, path: str, *, force: bool) -> RecordedRun:
-        """Open the folder of a run.
-
-        Raises:
-            ConfigError: The folder contains no run, or the run cannot be replayed.
-        """
+        """Open the folder of a run. Raise a ConfigError if it contains no run, or one that cannot be replayed."""
         check_is_local(path, RUN, "a replay requires the files of the run", fix="download the folder of the run")
         folder = Path(path)
         jobs = sorted(file.parent for file in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
@@ -98,16 +93,12 @@ class RecordedRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run completed all of its steps."""
         return bool(self.record["status"] == "done")
 
     def window(self, text: str | None, before_failure: int | None, *, is_counterfactual: bool) -> range:
         """Return the steps in which the record hooks run: `START:STOP`, `STEP`, or the last ones before the end of the run.
 
         A counterfactual may continue after the last recorded step.
-
-        Raises:
-            ConfigError: The steps are invalid, or the run does not have them.
         """
         if before_failure is not None:
             return self._before_failure(before_failure)
@@ -162,7 +153,6 @@ class RecordedRun:
 
     @property
     def rules(self) -> dict[str, RuleBase]:
-        """The rules of the run."""
         return parse_rules(self.record["config"].get("rules"))
 
     def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleBase]:
@@ -174,7 +164,6 @@ class RecordedRun:
 
     @property
     def hooks(self) -> dict[str, HookSpec]:
-        """The hooks of the run."""
         mode = self.record["config"].get("mode")
         return parse_hooks(self.record["config"].get("hooks"), phase="forward" if mode == "forward" else "train")
 
@@ -184,9 +173,6 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
 
     It is the configuration of the run without its outputs: remote storage, trackers, custom sinks, checkpoints, budget.
     A hook set that the overrides choose is added to the hooks of the run, as in a run.
-
-    Raises:
-        ConfigError: An override changes the training.
     """
     _check_overrides(overrides)
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]
@@ -205,7 +191,6 @@ _PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custo
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Check that the overrides do not change the training."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -235,7 +220,6 @@ class ReplayHooks:
     """The hooks of a replay.
 
     Attributes:
-        specs: The hooks by name, in order.
         left_out: The record hooks of the run that are not scheduled in the window.
         changed: The interventions that differ from those of the run.
         first_step: The first step at which a changed intervention runs or is missing; for an evaluation, the number of
@@ -287,7 +271,9 @@ class ReplayHooks:
             elif original.get(name) == spec:
                 left_out.append(name)
             else:
-                raise ConfigError(_not_scheduled(name, spec, window))
+                text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
+                fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
+                raise ConfigError(Problem(f"hooks.{name}", text, fix=fix))
         if changed and not starts:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
@@ -332,7 +318,6 @@ def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec],
 
 
 def _within(spec: HookSpec, steps: range) -> HookSpec | None:
-    """Return a spec that runs only in some steps; None if it is not scheduled there."""
     # The step of an evaluation is the number of completed steps. The evaluation after the last of the steps is included.
     schedule = spec.schedule
     offset = int(schedule.phase == "eval")
@@ -346,14 +331,7 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
 
 
 def _first(spec: HookSpec | None) -> list[int]:
-    """Return the first step of a restricted spec, in a list; an empty list without a spec."""
     return [] if spec is None else [spec.start if spec.steps is None else min(spec.steps)]
-
-
-def _not_scheduled(name: str, spec: HookSpec, window: range) -> Problem:
-    text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
-    fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
-    return Problem(f"hooks.{name}", text, fix=fix)
 
 
 def _text(steps: range) -> str:

@@ -10,11 +10,10 @@ import argparse
 import sys
 import warnings
 import webbrowser
-from collections.abc import Sequence
 from pathlib import Path
 
 from instrument.analysis.load import load
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, with_arguments
 from instrument.errors import InstrumentWarning
 from instrument.report import FILE, make
 from instrument.storage.remote_folder import check_is_local
@@ -30,9 +29,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     try:
         return _write(args.run, args.out, show=args.open)
     except OSError as error:

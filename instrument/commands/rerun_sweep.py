@@ -27,12 +27,9 @@ KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in 
 
 
 def rerun(sweep: Sweep) -> int:
-    """Run all jobs of a sweep that are neither done, stopped by a rule, nor running.
+    """Run all jobs of a sweep that are neither done, stopped by a rule, nor running. Return their number.
 
     A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
-
-    Returns:
-        Number of jobs that were run.
 
     Raises:
         ConfigError: The sweep is in progress in another process, its jobs are not known in advance, or its working
@@ -51,10 +48,7 @@ def rerun(sweep: Sweep) -> int:
 
 
 def numbered_job(config: DictConfig) -> float | None:
-    """Run one job again, with the number of its folder as the job number.
-
-    Hydra would use the position among the jobs that are run again.
-    """
+    """Run one job again, with the number of its folder: Hydra would use its position among the jobs that are run again."""
     hydra = HydraConfig.get()
     with flag_override(hydra, "readonly", False):  # type: ignore[arg-type]
         hydra.job.num = int(hydra.sweep.subdir)

@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
 
 from instrument.commands.job import as_instrument_error
-from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.errors import InstrumentError
 from instrument.storage.remote_folder import check_is_local, is_address
 from instrument.training.sweeps.jobs import (
@@ -25,7 +24,7 @@ from instrument.training.sweeps.jobs import (
     count_by_status,
     grouped_lines,
     jobs_in,
-    outcome,
+    outcome_lines,
     print_summary,
 )
 
@@ -44,12 +43,12 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line()
-    args = parser.parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     if args.rerun and args.json:
-        parser.error("--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs")
+        command_line().error(
+            "--json lists the jobs, and cannot be combined with --rerun, which prints the output of the jobs"
+        )
     if args.rerun:
         _rerun(args.folder)
     return _show(args.folder, as_json=args.json)
@@ -87,10 +86,8 @@ def _show(folder: str, *, as_json: bool) -> int:
         status = Text(job.status, style=COLOURS.get(job.status, ""))
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
     wide_console().print(table)
-    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
-    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
-    for name, text in more.items():
-        print(f"{name:<12}{text}")
+    more = outcome_lines(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else []
+    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", *more, sep="\n")
     if isinstance(sweep, Runs):
         print("this folder has no record of a sweep: missing jobs are not listed")
     return 1 if left or not jobs else 0

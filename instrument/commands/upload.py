@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from instrument.commands.locked_operations import apply_locked
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, with_arguments
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.formatting import human_bytes
 from instrument.storage.recovery import recover
@@ -41,9 +41,8 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = command_line().parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
     places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
     return max(apply_locked(folder, partial(_send, remote=remote)) for folder, remote in places)

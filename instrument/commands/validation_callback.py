@@ -38,7 +38,7 @@ from ..training.sweeps.jobs import (
     expand_sweep,
     folder_override,
     job_lines,
-    outcome,
+    outcome_lines,
     overrides_of,
     sweep_overrides,
     values_of,
@@ -67,7 +67,6 @@ class HydraCallback(Callback):
 
     @classmethod
     def release_lock(cls) -> None:
-        """Release the sweep folder after the sweep has ended or failed."""
         if cls.lock is not None:
             cls.lock.release()
         cls.sweep_folder = cls.lock = cls.snapshot = None
@@ -89,9 +88,6 @@ class HydraCallback(Callback):
         """Check the configuration and reserve the folder of a single run, or print its plan and exit.
 
         In a distributed run, rank 0 chooses the folder for all processes.
-
-        Raises:
-            SystemExit: The configuration is invalid, or only the plan is requested.
         """
         processes = process_group()
         with _exit_on_error():
@@ -122,13 +118,7 @@ class HydraCallback(Callback):
                 config.hydra.output_subdir = config.hydra.job_logging.root = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """Check the configuration and reserve the folder of a sweep.
-
-        If only the plans are requested, Hydra writes to a temporary folder.
-
-        Raises:
-            SystemExit: The configuration is invalid.
-        """
+        """Check the configuration and reserve the folder of a sweep. If only the plans are requested, Hydra writes to a temporary one."""
         with _exit_on_error():
             check_sweep(config)
             check_no_secrets(config)
@@ -143,7 +133,6 @@ class HydraCallback(Callback):
                 HydraCallback.sweep_folder = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
-        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder."""
         folder = Path(config.hydra.sweep.dir)
         check_is_local(folder, "hydra.sweep.dir")
         snapshot = Snapshot.take(folder)
@@ -173,9 +162,7 @@ class HydraCallback(Callback):
         if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status not in (DONE, STOPPED) for job in jobs):
             has_started = HydraCallback.snapshot is None or HydraCallback.snapshot.has_new_run()
             raise SystemExit(1 if has_started else ConfigError.exit_code)
-        print("", *job_lines(sweep, jobs), sep="\n")
-        for name, text in outcome(sweep, jobs).items():
-            print(f"{name:<12}{text}")
+        print("", *job_lines(sweep, jobs), *outcome_lines(sweep, jobs), sep="\n")
         print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")
         with _exit_on_error():
             print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")
@@ -204,7 +191,6 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _sweep_report(config: DictConfig, folder: Path) -> str:
-    """Return the path of the report of a sweep if `report` is set, else the command that creates it."""
     from .. import report
     from ..storage.run_search import report_command
 
@@ -239,7 +225,6 @@ def upload_record(folder: Path, address: str | None) -> None:
 
 
 def remove_uploaded_record(address: str | None) -> None:
-    """Remove the uploaded record of a sweep in which no job was started."""
     if address is not None:
         with suppress(Exception):  # The failed upload has already been reported.
             RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)
@@ -251,12 +236,7 @@ RUN_DIR, SWEEP_DIR = "hydra.run.dir", "hydra.sweep.dir"
 
 
 def check_sweep(config: DictConfig) -> None:
-    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process.
-
-    Raises:
-        ConfigError: The sweep cannot run.
-        SystemExit: torchrun started this process, and its rank is not 0.
-    """
+    """Check the launcher, the folder and the jobs of a sweep, and that torchrun did not start this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
@@ -280,11 +260,7 @@ def check_sweep(config: DictConfig) -> None:
 
 
 def check_no_secrets(config: DictConfig) -> None:
-    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved.
-
-    Raises:
-        ConfigError: An address contains credentials or is invalid.
-    """
+    """Check that `sink.remote` contains no credentials, in the configuration or in an override, before it is saved."""
     check_remote(OmegaConf.select(config, REMOTE_KEY))
     for override in overrides_of(config.hydra, "task"):
         if REMOTE_KEY in override:
@@ -292,11 +268,7 @@ def check_no_secrets(config: DictConfig) -> None:
 
 
 def check_objective(config: DictConfig) -> None:
-    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job.
-
-    Raises:
-        ConfigError: The objective is invalid.
-    """
+    """Validate an objective that is the same for all jobs. An objective that differs is validated by each job."""
     plain: Any = OmegaConf.to_container(config, resolve=False)
     written = plain.get(OBJECTIVE_KEY)
     is_swept = OBJECTIVE_KEY in values_of(sweep_overrides(config.hydra))

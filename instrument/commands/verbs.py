@@ -7,17 +7,15 @@ arguments are those of `run`.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 160  # of tables that are written to a file or a pipe
-Parameters = ParamSpec("Parameters")
+Main = Callable[[argparse.Namespace], int]
 VERBS = {
     "Train": {
         "run": "train a model with hooks, or run a sweep (-m)",
@@ -64,7 +62,6 @@ EXAMPLES = """\
 
 
 def overview() -> str:
-    """Return the text of `instrument --help`."""
     groups = (
         f"{group}:\n" + "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items())
         for group, verbs in VERBS.items()
@@ -84,29 +81,20 @@ _verb: list[str] = []
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
 def print_json(value: object) -> None:
     """Print a value as JSON. Dataclasses become objects, and data frames lists of objects. NaN and infinity become null."""
-    print(json.dumps(_plain(value), indent=1))
+    print(to_json(value, indent=1, inf_nan_mode="null", fallback=_content).decode())
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+def _content(value: Any) -> Any:
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict("records"))
-    if isinstance(value, (Sequence, Set)) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+        return value.to_dict("records")
     if hasattr(value, "tolist"):  # of NumPy
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)
 
 
 def wide_console() -> Console:
@@ -119,17 +107,23 @@ def wide_console() -> Console:
     return console
 
 
-def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """Wrap the main function of a verb: it prints an `InstrumentError` to stderr, and returns its exit code."""
+def with_arguments(
+    command_line: Callable[[], argparse.ArgumentParser], *, intermixed: bool = False
+) -> Callable[[Main], Callable[..., int]]:
+    """Wrap the main function of a verb: it parses the arguments, prints an `InstrumentError` to stderr, and returns its exit code."""
 
-    @wraps(main)
-    def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
-        try:
-            return main(*args, **kwargs)
-        except InstrumentError as error:
-            return _print_error(error)
+    def wrap(main: Main) -> Callable[..., int]:
+        def wrapped(arguments: Sequence[str] | None = None) -> int:
+            parser = command_line()
+            args = parser.parse_intermixed_args(arguments) if intermixed else parser.parse_args(arguments)
+            try:
+                return main(args)
+            except InstrumentError as error:
+                return _print_error(error)
 
-    return wrapped
+        return wrapped
+
+    return wrap
 
 
 def _print_error(error: InstrumentError) -> int:

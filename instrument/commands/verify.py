@@ -32,19 +32,14 @@ NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
 
 def main() -> None:
-    """Run the command line and end the process."""
     as_json = "--json" in sys.argv
     sys.argv[:] = [each for each in sys.argv if each != "--json"]
     command(partial(certify, as_json=as_json))
 
 
 def certify(config: DictConfig, *, as_json: bool = False) -> None:
-    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
-
-    Raises:
-        SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
-    """
-    with report_errors() as job:
+    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job."""
+    with report_errors() as (folder, _):
         parsed, _ = read_config(config)
         if parsed.mode != "train":
             message = "verification compares two trainings, but this mode does not train"
@@ -56,7 +51,7 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # of the model
             certificate = verify(parsed, processes)
         if is_rank_zero():
-            path = Path(job.folder) / "certificate.json"
+            path = folder / "certificate.json"
             content = json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2)
             path.write_text(f"{content}\n")
             print(content if as_json else _summary(certificate, path, is_compiled=parsed.train.compile is not None))

@@ -10,14 +10,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_exit_codes
+from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.fields.pip_extras import packages_of
 from instrument.storage.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 from instrument.storage.run_search import find_runs
@@ -54,14 +54,12 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line()
-    args = parser.parse_args(arguments)
+@with_arguments(command_line)
+def main(args: argparse.Namespace) -> int:
     if args.control and not args.web:
-        parser.error("--control requires --web")
+        command_line().error("--control requires --web")
     if args.json and not args.once:
-        parser.error("--json requires --once")
+        command_line().error("--json requires --once")
     interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
     console = wide_console()
     try:
@@ -85,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def port_number(text: str) -> int:
-    """Convert an argument to the number of a port."""
     port = int(text)
     if not 0 <= port <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to {MAX_PORT}, given: {text}")
@@ -116,7 +113,6 @@ def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., Renderabl
 
 
 def _find(folder: str) -> tuple[Path, bool]:
-    """Return the folder of a run or a sweep, and whether it is a sweep; see `open_view`."""
     root = open_folder(folder)
     if (root / SWEEP_RECORD).exists():
         return root, True

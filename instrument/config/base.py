@@ -74,7 +74,6 @@ def _call_text(value: Any) -> Any:
 
 
 def _range_of(text: str) -> range:
-    """Return the calls that a text of the field `calls` selects."""
     (part,) = parse_slice(text)
     return range(part, part + 1) if isinstance(part, int) else range(sys.maxsize)[part]
 
@@ -199,7 +198,6 @@ class HookBase(Selection):
 
     @property
     def schedule(self) -> Schedule:
-        """The steps and the phase in which this hook runs."""
         steps = None if self.steps is None else frozenset(self.steps)
         return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
 
@@ -210,7 +208,6 @@ class HookBase(Selection):
 
     @property
     def definition(self) -> Kind:
-        """The definition of this hook's kind."""
         return KINDS[self.kind]
 
     @property
@@ -225,7 +222,6 @@ class HookBase(Selection):
 
     @property
     def tensor_role(self) -> str:
-        """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]
 
     @property
@@ -234,42 +230,16 @@ class HookBase(Selection):
         given = [(name, getattr(self, name)) for name in SELECTION]
         return tuple(name for name, value in given if value is not None and not isinstance(value, int))
 
-    @model_validator(mode="after")
-    def _validate_elements(self) -> HookBase:
-        others = [name for name in self.selection if name != "slice"]
-        if self.slice is not None and others:
-            raise ValueError(f"'slice' cannot be combined with {' and '.join(map(repr, others))}")
-        if self.selection and self.definition.family == "loss":
-            raise ValueError(f"{self.selection[0]!r} selects elements, but the loss is one number")
-        if self.definition.family != "module":
-            for name in ("samples", "positions"):
-                if name in self.selection:
-                    raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
-            if self.heads is not None:
-                raise ValueError(
-                    "'heads' requires the tensors of a module: select rows with 'units', and columns with 'slice'"
-                )
-        is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
-        if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
-            raise ValueError(
-                "'unit_dim' requires 'units', dead_fraction in 'stats', 'spectrum', or a function of units"
-            )
-        return self
-
     @property
     def _uses_units(self) -> bool:
-        """Whether a statistic or a function uses the units."""
         return False
 
     def build(self, rows: Any, archive: Any) -> Any:
-        """Return the action of this spec.
+        """Return the action of this spec, an `instrument.actions.base.Action`.
 
         Args:
             rows: An `instrument.actions.base.Rows`: receives the rows of the action.
             archive: An `instrument.actions.base.Archive`: provides the tensors of other runs.
-
-        Returns:
-            An `instrument.actions.base.Action`.
 
         Raises:
             ConfigError: A custom function cannot be imported or cannot be called with its arguments, or the tensors
@@ -278,93 +248,95 @@ class HookBase(Selection):
         raise NotImplementedError
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Yield the fields that do not fit a tensor.
-
-        Args:
-            shape: The shape of the selected part.
-            complete: The shape of the complete tensor.
-        """
+        """Yield the fields that do not fit a tensor, given the shapes of the selected part and of the complete tensor."""
         yield from ()
 
     @model_validator(mode="after")
-    def _validate_condition(self) -> HookBase:
+    def _validate_combinations(self) -> HookBase:
+        if problem := next(self._problems(), None):
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong with the combination of fields. Subclasses add theirs."""
+        yield from self._problems_of_elements()
+        yield from self._problems_of_condition()
+        yield from self._problems_of_schedule()
+        yield from self._problems_of_kind()
+
+    def _problems_of_elements(self) -> Iterator[str]:
+        others = [name for name in self.selection if name != "slice"]
+        if self.slice is not None and others:
+            yield f"'slice' cannot be combined with {' and '.join(map(repr, others))}"
+        if self.selection and self.definition.family == "loss":
+            yield f"{self.selection[0]!r} selects elements, but the loss is one number"
+        if self.definition.family != "module":
+            for name in ("samples", "positions"):
+                if name in self.selection:
+                    yield f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have"
+            if self.heads is not None:
+                yield "'heads' requires the tensors of a module: select rows with 'units', and columns with 'slice'"
+        is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
+        if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
+            yield "'unit_dim' requires 'units', dead_fraction in 'stats', 'spectrum', or a function of units"
+
+    def _problems_of_condition(self) -> Iterator[str]:
         condition = self.condition
         if condition is not None and not condition.fits(self.kind, self.tensor_role):
             where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(condition.stat).only)
             given = f"this hook has kind {self.kind}, role {self.tensor_role}"
-            raise ValueError(f"stat {condition.stat} of 'when' requires {where}; {given}")
-        return self
+            yield f"stat {condition.stat} of 'when' requires {where}; {given}"
 
-    @model_validator(mode="after")
-    def _validate_schedule(self) -> HookBase:
+    def _problems_of_schedule(self) -> Iterator[str]:
         if self.stop is not None and self.stop <= self.start:
-            raise ValueError(
-                f"stop ({self.stop}) must be larger than start ({self.start}): the window is [start, stop)"
-            )
+            yield f"stop ({self.stop}) must be larger than start ({self.start}): the window is [start, stop)"
         if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
-            raise ValueError("'steps' cannot be combined with every, start or stop")
+            yield "'steps' cannot be combined with every, start or stop"
         if self.phase in ("eval", "rollout") and self.definition.gradient:
-            raise ValueError(f"kind {self.kind} requires gradients, which phase {self.phase} does not compute")
+            yield f"kind {self.kind} requires gradients, which phase {self.phase} does not compute"
         if self.phase in ("forward", "probe") and self.definition.frequency in ("step", "occasion"):
             makes_step = self.definition.frequency == "step"
             missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
             fix = "; parameter_grad_micro sees the gradients of parameters without a step" if makes_step else ""
-            raise ValueError(f"kind {self.kind} requires {missing}, which phase {self.phase} does not have{fix}")
-        return self
+            yield f"kind {self.kind} requires {missing}, which phase {self.phase} does not have{fix}"
 
-    @model_validator(mode="after")
-    def _validate_kind(self) -> HookBase:
+    def _problems_of_kind(self) -> Iterator[str]:
         kind = self.definition
         if self.role is not None and not kind.has_role(self.role):
-            raise ValueError(f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}")
+            yield f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}"
         of_attention = kind.of_functions and self.tensor_role in ATTENTION_ROLES
         for pattern in self.functions if of_attention else ():
             if not any(matches(pattern, function) for function in ATTENTION_FUNCTIONS):
-                raise ValueError(
-                    f"{pattern!r} matches no function with role {self.role}; these are {', '.join(ATTENTION_FUNCTIONS)}, the default"
-                )
+                yield f"{pattern!r} matches no function with role {self.role}; these are {', '.join(ATTENTION_FUNCTIONS)}, the default"
         if kind.of_functions and not self.functions and not of_attention:
-            raise ValueError(
-                f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
-            )
+            yield f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
         if not kind.of_functions and (self.own or (self.functions and kind.name != "collective")):
-            raise ValueError(f"'functions' and 'own' require kind function or function_grad, not {kind.name}")
-        self._validate_collective()
+            yield f"'functions' and 'own' require kind function or function_grad, not {kind.name}"
+        yield from self._problems_of_collective()
         if self.prepend and (kind.family != "module" or kind.of_functions):
-            raise ValueError(
-                f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"
-            )
+            yield f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"
         if self.always_call and kind.name != "forward":
-            raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
+            yield f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}"
         if self.calls is not None and (kind.family != "module" or kind.gradient):
-            raise ValueError(f"'calls' requires kind forward_pre, forward or function, not {self.kind}")
+            yield f"'calls' requires kind forward_pre, forward or function, not {self.kind}"
         if self.keep_as is not None and self.tensor_role == "change":
-            raise ValueError(
-                "'keep_as' requires a tensor of the module; role change is computed from two, without a graph"
-            )
+            yield "'keep_as' requires a tensor of the module; role change is computed from two, without a graph"
         if self.params and kind.family == "module":
-            raise ValueError(
-                f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"
-            )
+            yield f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"
         if self.path is not None and kind.family not in ("module", "collective"):
-            raise ValueError(
-                f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'"
-            )
-        return self
+            yield f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'"
 
-    def _validate_collective(self) -> None:
+    def _problems_of_collective(self) -> Iterator[str]:
         if self.kind != "collective":
             if given := {"fraction", "ranks"} & self.model_fields_set:
-                raise ValueError(f"{min(given)!r} requires kind collective, not {self.kind}")
+                yield f"{min(given)!r} requires kind collective, not {self.kind}"
             return
         for name in ("layers", "exclude", "types", "structure", "params", "units"):
             if getattr(self, name):
-                raise ValueError(
-                    f"{name!r} requires modules or parameters; kind collective has 'functions', 'path' and 'slice'"
-                )
+                yield f"{name!r} requires modules or parameters; kind collective has 'functions', 'path' and 'slice'"
         for pattern in self.functions:
             if not any(matches(pattern, operation) for operation in COLLECTIVES):
-                raise ValueError(f"{pattern!r} matches no collective operation; these are {', '.join(COLLECTIVES)}")
+                yield f"{pattern!r} matches no collective operation; these are {', '.join(COLLECTIVES)}"
 
 
 class ObservationSpec(HookBase):
@@ -397,8 +369,8 @@ class InterventionSpec(HookBase):
         """
         raise NotImplementedError
 
-    @model_validator(mode="after")
-    def _validate_role(self) -> InterventionSpec:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         kind = self.definition
         if not kind.can_change(self.tensor_role):
             others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
@@ -408,8 +380,7 @@ class InterventionSpec(HookBase):
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             if self.tensor_role in ATTENTION_ROLES:
                 hint = "; with functions: softmax, role output changes the weights, and role input the scores"
-            raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
-        return self
+            yield f"kind {kind.name} cannot change role {self.tensor_role}{hint}"
 
 
 ACTIONS: Registry[type[HookBase]] = Registry(

@@ -68,7 +68,6 @@ class SliceSpec(Spec):
 
 
 def _probe_slice(value: Any) -> Any:
-    """Convert a number of samples to a slice."""
     if isinstance(value, Mapping) and "split" in value:
         raise ValueError("the probe batch consists of samples of data.eval_slice, which has the split")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -143,7 +142,6 @@ class CompileConfig(Spec):
 
 
 def _compile_options(value: Any) -> Any:
-    """Convert `true` to the default options, and `false` to none."""
     if isinstance(value, bool):
         return {} if value else None
     if isinstance(value, Mapping | CompileConfig | None):
@@ -214,11 +212,7 @@ OUTPUT_UNIT = re.compile(r"(?P<path>[^\[\]]*)(?:\[(?P<slice>[^\[\]]*)\])?")
 
 
 def output_unit_text(text: str) -> str:
-    """Return the text of a part of a model's output without spaces around it.
-
-    Raises:
-        ValueError: It is not a path with an optional slice.
-    """
+    """Return the text of a part of a model's output, a path with an optional slice, without spaces around it."""
     match = OUTPUT_UNIT.fullmatch(text.strip())
     if not match or not text.strip():
         raise ValueError(

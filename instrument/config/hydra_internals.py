@@ -43,7 +43,6 @@ class TaskRepository(ConfigRepository):
     """The configuration files, and the tasks of installed packages as options of the group `task`."""
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         group, _, name = config_path.partition("/")
         if group == "task" and source is None and name in TASKS:

@@ -17,18 +17,14 @@ from .rules import RULES, CustomRule, WatchRule
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
-    """Return the fields of a section or spec as they are written in YAML.
-
-    `name` is excluded for specs, since it is their key.
-    """
+    """Return the fields of a section or spec as they are written in YAML, for specs without `name`, which is their key."""
     return [field.alias or name for name, field in model.model_fields.items() if name != "name" or model is RunConfig]
 
 
 def fields_below(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the fields that are allowed below a key of a run's configuration.
+    """Return the fields that are allowed below a key of a run's configuration; for a spec, those of every action.
 
-    Returns:
-        The names; for a spec, those of every action. Empty if the key is not a section or allows any argument.
+    Empty if the key is not a section or allows any argument.
     """
     if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])
@@ -61,17 +57,17 @@ def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | N
         annotation = None if field is None else field.annotation
         if get_origin(annotation) is dict and next(parts, None) is not None:
             annotation = get_args(annotation)[1]
-        inner = next(_models_in(annotation), None)
+        inner = next(models_in(annotation), None)
         if inner is None:
             return None
         model = inner
     return model
 
 
-def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the models in the type of a field, without those of a mapping's values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif get_origin(annotation) is not dict:
         for part in get_args(annotation):
-            yield from _models_in(part)
+            yield from models_in(part)

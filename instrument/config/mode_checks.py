@@ -11,7 +11,6 @@ from .experiment import RunConfig
 
 
 def mode_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the hooks and settings that the mode of a run does not support."""
     yield from _hook_problems(config)
     if config.mode == "train":
         if config.forward.grad:
@@ -34,7 +33,6 @@ def mode_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _hook_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the hooks that would never run."""
     phases = ["forward"] if config.mode == "forward" else ["train", "eval", "probe"]
     for name, spec in config.hooks.items():
         if spec.phase not in phases:

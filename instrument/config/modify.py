@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from ..fields.field_types import Target
 from ..fields.registry import Registry
@@ -20,14 +21,11 @@ class ModifySpec(InterventionSpec):
         False, description="Pass the gradient through unchanged (straight-through estimator, Bengio et al. 2013)."
     )
 
-    @model_validator(mode="after")
-    def _validate_straight_through(self) -> ModifySpec:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         is_set = self.straight_through and "straight_through" in self.model_fields_set
         if is_set and self.kind not in ("forward", "forward_pre", "function"):
-            raise ValueError(
-                f"'straight_through' requires kind forward, forward_pre or function; kind {self.kind} changes no forward value"
-            )
-        return self
+            yield f"'straight_through' requires kind forward, forward_pre or function; kind {self.kind} changes no forward value"
 
 
 FUNCTIONS: Registry[type[ModifySpec]] = Registry(
@@ -46,5 +44,4 @@ class FunctionSpec(ModifySpec):
     needs_value: ClassVar[bool] = True
 
     def function(self, archive: Any) -> Any:  # noqa: ARG002
-        """Return the custom function."""
         return implementation("custom_functions:custom_function")(self.fn, f"hooks.{self.name}.fn", "tensor", "context")

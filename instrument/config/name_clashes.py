@@ -9,7 +9,7 @@ from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefaul
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
-from ..errors import ConfigError, Problem
+from ..errors import Problem, raise_problems
 
 SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
 
@@ -38,8 +38,7 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
                 _problem(section, name, labels[other], labels[file]) for other in others if other not in allowed
             ]
             others.append(file)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def _label(default: ResultDefault, result: ConfigResult) -> str:
@@ -49,7 +48,6 @@ def _label(default: ResultDefault, result: ConfigResult) -> str:
 
 
 def _names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
-    """Yield the specs that a file defines, as pairs of a section and a name."""
     package = [part for part in (default.package or "").split(".") if part]
     content: Any = OmegaConf.to_container(result.config)
     if not isinstance(content, dict) or (package and package[0] not in SECTIONS):

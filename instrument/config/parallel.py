@@ -155,11 +155,6 @@ class ParallelConfig(PlacementConfig):
 
 
 def parse_parallel(value: Any) -> Any:
-    """Convert `ddp` and `fsdp2` to a configuration.
-
-    Raises:
-        ValueError: It is neither a name nor a mapping.
-    """
     if isinstance(value, str) and value in get_args(Data):
         return ParallelConfig(data=value)
     if isinstance(value, Mapping | ParallelConfig | None):

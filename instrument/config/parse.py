@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.field_types import Target, nested_values, number_to_text
 from . import apply as apply_specs
 from .apply import ApplySpec
@@ -40,11 +40,7 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
-    """Validate the complete configuration of a run.
-
-    Raises:
-        ConfigError: It is invalid. The error contains every problem.
-    """
+    """Validate the complete configuration of a run. The ConfigError contains every problem."""
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
@@ -75,38 +71,24 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
         problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
     else:
         problems += mode_problems(config)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return config
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
-    """Validate the budget; None stays None.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+    """Validate the budget; None stays None."""
     return None if raw is None else build(BudgetConfig, dict(raw), "budget")
 
 
 def parse_placement(raw: Any) -> Declared:
-    """Validate the placement of tensors; None stands for no declaration.
-
-    Raises:
-        ConfigError: It is invalid.
-    """
+    """Validate the placement of tensors; None stands for no declaration."""
     return build(PlacementConfig, {"placement": {} if raw is None else raw}, "").placement
 
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
-    """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
-
-    Raises:
-        ConfigError: A spec is invalid. The error contains every problem.
-    """
+    """Convert a mapping from names to hook specs, or a list of them, without null entries. The ConfigError contains every problem."""
     specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
-    if problems := list(_ambiguous_statistics(specs)):
-        raise ConfigError(*problems)
+    raise_problems(list(_ambiguous_statistics(specs)))
     return specs
 
 
@@ -123,23 +105,16 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
-    """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
-
-    Raises:
-        ConfigError: A spec is invalid. The error contains every problem.
-    """
+    """Convert apply specs; see `parse_hooks`."""
     actions = apply_specs.ACTIONS
     return _parse_section("apply", raw, lambda value, where: actions[_choice(value, "action", actions, where)], {})
 
 
 def parse_rules(raw: Any) -> dict[str, RuleBase]:
-    """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
+    """Convert rules; see `parse_hooks`.
 
     An entry without `rule` that has the name of a rule of the catalogue is this rule. An optional rule of the catalogue, such as a default
     rule, is left out if another entry has the same rule.
-
-    Raises:
-        ConfigError: A rule is invalid. The error contains every problem.
     """
     rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
     problems = [
@@ -147,8 +122,7 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
         for name in rules
         if name in RESERVED
     ]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
     return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
 
@@ -179,8 +153,7 @@ def _parse_section(
             specs[name] = build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return specs
 
 
@@ -295,7 +268,6 @@ def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bo
 
 
 def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
-    """Convert an error of pydantic."""
     kind, context = item["type"], item.get("ctx", {})
     loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
     key = ".".join([part for part in (where, *loc) if part])

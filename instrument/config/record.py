@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Discriminator,
@@ -31,7 +31,6 @@ class CustomStatistic(Target):
 
     @property
     def column(self) -> str:
-        """The name of its column."""
         return self.name or self.target.partition(" at ")[0].rpartition(".")[2]
 
     @model_validator(mode="after")
@@ -104,15 +103,12 @@ class StatisticsSpec(ObservationSpec):
             return value
         return tuple(item for given in value for item in _parse_statistic(given))
 
-    @model_validator(mode="after")
-    def _validate_statistics(self) -> Self:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         for name in self.stats if isinstance(self.stats, tuple) else ():
             if isinstance(name, str) and not self._has(name):
                 where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(name).only)
-                raise ValueError(
-                    f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
-                )
-        return self
+                yield f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
 
     @property
     def _uses_units(self) -> bool:
@@ -130,7 +126,6 @@ class StatisticsSpec(ObservationSpec):
 
     @property
     def custom_statistics(self) -> tuple[CustomStatistic, ...]:
-        """The custom statistics, in the order of the spec."""
         return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
 
     def _has(self, statistic: str) -> bool:
@@ -139,7 +134,6 @@ class StatisticsSpec(ObservationSpec):
 
 
 def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
-    """Return the statistics that an item of the list requests."""
     if callable(given) or isinstance(given, Mapping | CustomStatistic):
         try:
             return (CustomStatistic.model_validate(given),)
@@ -187,11 +181,11 @@ class RecordSpec(_WithTableFields):
         "the last dimension; integers keep their dtype.",
     )
 
-    @model_validator(mode="after")
-    def _validate_output(self) -> RecordSpec:
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
         if not self.tensors and not self.statistics and not self.tables:
             others = ", ".join(name for table in TABLES.values() for name in table.fields)
-            raise ValueError(f"records nothing: 'stats' is none, and none of tensors, {others} is requested")
+            yield f"records nothing: 'stats' is none, and none of tensors, {others} is requested"
         for table, values in self.tables.items():
             roles = TABLES[table].roles
             is_gradient = self.definition.gradient and not any("grad" in role for role in roles)
@@ -200,28 +194,22 @@ class RecordSpec(_WithTableFields):
                 needed = (
                     f"{', '.join(values)} requires role {names}{' of a kind without gradients' if is_gradient else ''}"
                 )
-                raise ValueError(f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}")
+                yield f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}"
         if "position_losses" in self.tables and self.selection:
-            raise ValueError(f"'position_losses' requires the logits of all positions, without {self.selection[0]!r}")
+            yield f"'position_losses' requires the logits of all positions, without {self.selection[0]!r}"
         tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
         if tensor_options and not self.tensors:
-            raise ValueError(
-                f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
-            )
+            yield f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
         if self.split_dim is not None and self.definition.family != "module":
-            raise ValueError(f"'split_dim' requires the tensors of a module call, which kind {self.kind} does not have")
+            yield f"'split_dim' requires the tensors of a module call, which kind {self.kind} does not have"
         if self.keep is not None and self.condition is not None:
-            raise ValueError(
-                "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"
-            )
-        return self
+            yield "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"
 
     @property
     def _uses_units(self) -> bool:
         return super()._uses_units or "spectra" in self.tables
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("record:Record")(self, rows)
 
     @property
@@ -257,5 +245,4 @@ class PrintSpec(StatisticsSpec):
     )
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("print:Print")(self, rows)

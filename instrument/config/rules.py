@@ -49,12 +49,6 @@ Action = Literal["warn", "stop", "prune", "checkpoint"] | EnableAction | Disable
 _MAPPINGS: dict[str, type[Spec]] = {"enable": EnableAction, "disable": DisableAction, "call": CallAction}
 
 
-def _parse_actions(value: Any) -> Any:
-    """Convert one action or a list of actions to a tuple."""
-    given = value if isinstance(value, list | tuple) else [value]
-    return tuple(_parse_action(item) for item in given)
-
-
 def _parse_action(value: Any) -> Any:
     if isinstance(value, Spec) or value in SIMPLE_ACTIONS:
         return value
@@ -71,7 +65,10 @@ def _parse_action(value: Any) -> Any:
 Actions = Annotated[
     tuple[Action, ...],
     Field(min_length=1),
-    BeforeValidator(_parse_actions, json_schema_input_type=Action | list[Action]),
+    BeforeValidator(
+        lambda value: tuple(map(_parse_action, value if isinstance(value, list | tuple) else [value])),
+        json_schema_input_type=Action | list[Action],
+    ),
 ]
 
 
@@ -103,7 +100,6 @@ class RuleBase(Spec):
 
     @property
     def is_optional(self) -> bool:
-        """Whether the rule may be inactive."""
         return self.optional and not self.actions
 
 
@@ -200,7 +196,6 @@ class CustomRule(RuleBase):
     @model_validator(mode="before")
     @classmethod
     def _collect_arguments(cls, value: Any) -> Any:
-        """Move the arguments of the rule into its target."""
         if not isinstance(value, Mapping) or isinstance(value.get("_target_"), Target):
             return value
         arguments = {key: item for key, item in value.items() if key not in RuleBase.model_fields}

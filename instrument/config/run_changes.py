@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from .hook_specs import HookSpec
 from .parse import named_specs, parse_hooks
 from .spec_file import YAML_ERRORS
@@ -42,15 +42,7 @@ class RunChange:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run that can change while it runs.
-
-    Attributes:
-        hooks: The configuration of each hook, by name.
-        phase: The phase of hooks that set none.
-        disabled: The names of disabled hooks.
-        lr_scale: The factor of all learning rates.
-        has_custom_loop: Whether the hooks are attached to a custom training loop.
-    """
+    """The settings of a run that can change while it runs. `phase`: that of hooks that set none."""
 
     hooks: Mapping[str, Mapping[str, Any]]
     phase: str = "train"
@@ -66,11 +58,6 @@ class Settings:
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
     def specs(self, names: Sequence[str]) -> dict[str, HookSpec]:
-        """Return the validated specs of some hooks.
-
-        Raises:
-            ConfigError: A spec is invalid.
-        """
         return parse_hooks(
             {name: self.hooks[name] for name in names}, "forward" if self.phase == "forward" else "train"
         )
@@ -78,11 +65,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class RepeatedChanges:
-    """The changes that `instrument.control` made during a run, as its replay repeats them.
+    """The changes that `instrument.control` made during a run, as its replay repeats them, each with the number of completed steps.
 
     Attributes:
         settings: The settings at the start of the run, of the hooks whose changes are repeated.
-        repeated: The repeated changes, each with the number of completed steps, in order.
         left_out: The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
     """
 
@@ -93,14 +79,7 @@ class RepeatedChanges:
 
 @dataclass(frozen=True)
 class Request:
-    """The validated changes of one message.
-
-    Attributes:
-        settings: The settings afterwards.
-        changes: The changed settings.
-        hooks: The names of the hooks whose fields change.
-        commands: `checkpoint` and `stop`, if they are requested.
-    """
+    """The validated changes of one message, the settings afterwards, and the names of the hooks whose fields change."""
 
     settings: Settings
     changes: list[RunChange] = field(default_factory=list)
@@ -109,11 +88,7 @@ class Request:
 
 
 def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
-    """Validate changes. All of them are made together. Their values are YAML; `null` unsets a field.
-
-    Raises:
-        ConfigError: A change is invalid. The error contains every problem.
-    """
+    """Validate changes, which are made together. Their values are YAML; `null` unsets a field. The ConfigError contains every problem."""
     request = Request(settings)
     problems: list[Problem] = []
     for text in texts:
@@ -128,8 +103,7 @@ def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
             problems += error.problems
     if not texts:
         problems.append(Problem("", "no change is given", allowed=ALLOWED))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return request
 
 
@@ -142,43 +116,39 @@ def changed_hook(text: str) -> str | None:
 
 
 def _with(text: str, request: Request) -> Request:
-    """Return a request with one more change."""
-    settings = request.settings
-    if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(text.partition("=")[0])):
+    settings, hooks = request.settings, request.hooks
+    key, equals, written = text.partition("=")
+    if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(key)):
         raise ConfigError(Problem(text, problem))
     if text in COMMANDS:
         return replace(request, commands=[*request.commands, text])
-    key, equals, written = text.partition("=")
-    value = _value(key, written)
+    try:
+        value = yaml.safe_load(written)
+    except YAML_ERRORS:
+        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MAX_CHARACTERS])) from None
     if equals and key in SWITCHES:
         name = _known_hook(str(value), key, settings)
         disabled = settings.disabled - {name} if SWITCHES[key] else settings.disabled | {name}
         change = RunChange(
             f"hooks.{name}", *(("disabled" if name in each else "enabled") for each in (settings.disabled, disabled))
         )
-        return replace(request, settings=replace(settings, disabled=disabled), changes=[*request.changes, change])
-    if equals and key == SCALE:
+        settings = replace(settings, disabled=disabled)
+    elif equals and key == SCALE:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(Problem(key, "must be a number that is at least 0", given=value))
         change = RunChange(key, settings.lr_scale, float(value))
-        return replace(request, settings=replace(settings, lr_scale=float(value)), changes=[*request.changes, change])
-    if equals and key.startswith("hooks."):
-        return _with_field(key, value, request)
-    known = (*COMMANDS, *SWITCHES, SCALE)
-    raise ConfigError(Problem("", "unknown change", given=text, allowed=ALLOWED, similar=similar_names(key, known)))
+        settings = replace(settings, lr_scale=float(value))
+    elif equals and key.startswith("hooks."):
+        change, settings, name = _with_field(key, value, settings)
+        hooks = list(dict.fromkeys([*hooks, name]))
+    else:
+        similar = similar_names(key, (*COMMANDS, *SWITCHES, SCALE))
+        raise ConfigError(Problem("", "unknown change", given=text, allowed=ALLOWED, similar=similar))
+    return replace(request, settings=settings, changes=[*request.changes, change], hooks=hooks)
 
 
-def _value(key: str, written: str) -> Any:
-    """Parse the YAML of a value."""
-    try:
-        return yaml.safe_load(written)
-    except YAML_ERRORS:
-        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MAX_CHARACTERS])) from None
-
-
-def _with_field(key: str, value: Any, request: Request) -> Request:
-    """Return a request with a changed field of a hook."""
-    settings = request.settings
+def _with_field(key: str, value: Any, settings: Settings) -> tuple[RunChange, Settings, str]:
+    """Return the change of a field, the settings afterwards, and the name of the hook."""
     _, name, *fields = key.split(".")
     _known_hook(name, "hooks", settings)
     spec = settings.hooks[name]
@@ -194,14 +164,7 @@ def _with_field(key: str, value: Any, request: Request) -> Request:
     new = {**spec, changed: value}
     if value is None:
         del new[changed]
-    change = RunChange(key, spec.get(changed), value)
-    hooks = {**settings.hooks, name: new}
-    return replace(
-        request,
-        settings=replace(settings, hooks=hooks),
-        changes=[*request.changes, change],
-        hooks=list(dict.fromkeys([*request.hooks, name])),
-    )
+    return RunChange(key, spec.get(changed), value), replace(settings, hooks={**settings.hooks, name: new}), name
 
 
 def _bounds(spec: Mapping[str, Any]) -> list[str]:

@@ -31,19 +31,13 @@ def common(one: range, other: range) -> range:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The numbers of completed steps after which an evaluation runs: every N, and the last one.
-
-    Attributes:
-        steps: The number of steps of the run.
-        every: N; 0 for an evaluation after the last step only.
-    """
+    """The numbers of completed steps after which an evaluation runs: every N (0: none of these), and the last one."""
 
     steps: int
     every: int
 
     @property
     def regular(self) -> range:
-        """The evaluations every N steps."""
         return range(self.every, self.steps + 1, self.every) if self.every else range(0)
 
     def __contains__(self, step: int) -> bool:
@@ -71,7 +65,6 @@ class Schedule:
     phase: Phase = "train"
 
     def includes(self, step: int, phase: str) -> bool:
-        """Return whether a hook with this schedule runs in this step and phase."""
         if phase != self.phase:
             return False
         if self.steps is not None:
@@ -81,10 +74,7 @@ class Schedule:
         return (step - self.start) % self.every == 0
 
     def steps_in(self, steps: range) -> Sequence[int]:
-        """Return which of these steps are scheduled, in the phase of the schedule.
-
-        It does not iterate over the steps.
-        """
+        """Return which of these steps are scheduled, in the phase of the schedule, without iterating over them."""
         if self.steps is not None:
             return [step for step in sorted(self.steps) if step in steps]
         return common(range(self.start, steps.stop if self.stop is None else self.stop, self.every), steps)

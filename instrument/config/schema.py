@@ -80,12 +80,10 @@ def _rules_by_name(models: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_any(entry: dict[str, Any], *keys: str) -> dict[str, Any]:
-    """Return the schema of an entry that has any of these keys."""
     return {"allOf": [entry, {"anyOf": [{"required": [key]} for key in keys]}]}
 
 
 def render() -> str:
-    """Return the content of the schema file."""
     return json.dumps(experiment_schema(), indent=1, sort_keys=True) + "\n"
 
 

@@ -9,12 +9,7 @@ from .base import HookBase, parse_slice
 
 
 class SelectionError(ValueError):
-    """A field selects elements that a tensor does not have.
-
-    Attributes:
-        field: The field, such as `heads.take`.
-        allowed: What the field may be for this tensor.
-    """
+    """A field selects elements that a tensor does not have. `allowed`: what the field may be for this tensor."""
 
     def __init__(self, field: str, message: str, allowed: str) -> None:
         super().__init__(message)
@@ -22,15 +17,11 @@ class SelectionError(ValueError):
 
 
 def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -> dict[int, tuple[int, ...]]:
-    """Return what a spec without `slice` selects.
+    """Return what a spec without `slice` selects: the indices along each dimension in which not all are selected.
 
     Args:
-        spec: The spec.
         shape: The shape of the complete tensor.
         unit_dim: The default dimension of its units; None if it has no units.
-
-    Returns:
-        The indices along each dimension in which not all are selected.
 
     Raises:
         SelectionError: The tensor does not have these elements.
@@ -61,16 +52,7 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
 
 
 def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -> tuple[int, ...]:
-    """Return the shape of the selected part of a tensor. A slice is cut at the end of a dimension.
-
-    Args:
-        spec: The spec.
-        shape: The shape of the complete tensor.
-        unit_dim: The default dimension of its units; None if it has no units.
-
-    Raises:
-        SelectionError: The tensor does not have the selected elements.
-    """
+    """Return the shape of the selected part of a tensor; see `selected_indices`. A slice is cut at the end of a dimension."""
     if spec.slice is None:
         indices = selected_indices(spec, shape, unit_dim)
         return tuple(len(indices[dim]) if dim in indices else size for dim, size in enumerate(shape))
@@ -91,7 +73,6 @@ def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -
 
 
 def _dimension(field: str, count: int, unit_dim: int | None) -> int:
-    """Return the dimension along which a field selects, in a tensor with `count` dimensions."""
     if field == "samples" and count:
         return 0
     if field == "positions" and count > 1 and unit_dim != 1:

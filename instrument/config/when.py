@@ -52,7 +52,6 @@ class Condition(Spec):
 
     @property
     def bound(self) -> float:
-        """The number of `above` or `below`."""
         bound = self.above if self.below is None else self.below
         assert bound is not None, "checked by the validator"
         return bound

@@ -23,12 +23,13 @@ from ..config.hook_specs import HookSpec
 from ..config.parallel import Declared
 from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
-from ..errors import ConfigError, InstrumentWarning, Problem
+from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
 from ..hooks.distributed_scope import Parallel
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
+from ..relations.exchange import has_processes
 from ..rules.requirements import check_references, check_rules
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
@@ -220,7 +221,7 @@ def _check_integers(**numbers: Any) -> None:
 @contextmanager
 def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) -> Iterator[None]:
     """Write to run.json how the block ended, and with several processes also which one failed first."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    several = has_processes()
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
     first_step = probe.step
     recording = run_folder.recording(has_started=lambda: probe.step > first_step, stop_reason=lambda: probe.stop_reason)
@@ -259,10 +260,9 @@ def _ranks(
     mesh: DeviceMesh | None,
     placement: Declared,
 ) -> Ranks | None:
-    """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):
         raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if not has_processes():
         return None
     parallel: Parallel = "own"
     problems = reduce_problems(budget, hooks) if reduce == "global" else []
@@ -271,15 +271,13 @@ def _ranks(
     elif mesh is not None or any(map(is_sharded, model.parameters())):
         parallel = "fsdp2"
         problems += shard_problems(hooks)
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return Ranks(parallel, reduces=reduce == "global", mesh=mesh, placement=placement)
 
 
 def _folder(
     path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None, *, overwrite: bool
 ) -> RunFolder | WorkerRunFolder:
-    """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
         return WorkerRunFolder(path, own_rank(), where="out", remote=remote)
     return RunFolder(
@@ -295,7 +293,7 @@ def _folder(
         data=None,
         statistics=KERNEL,
         remote=remote,
-        ranks=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        ranks=dist.get_world_size() if has_processes() else 1,
     )
 
 

@@ -146,7 +146,6 @@ def _backward(model: nn.Module, batch: Any, scalar: Tensor | None) -> None:
 
 
 def _is_reentrant(scalar: Tensor) -> bool:
-    """Return whether the graph of a tensor contains a segment of reentrant activation checkpointing."""
     waiting, seen = [scalar.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -18,8 +18,7 @@ Listener = Callable[[list[Tensor]], None]
 class ObservedFunction:
     """A function of a module, or a method of a class. While there are listeners, each call passes its tensors to them first.
 
-    Args:
-        argument: The name of the argument with the tensors: one, or an iterable.
+    The argument with this name has the tensors: one, or an iterable.
     """
 
     def __init__(self, owner: Any, name: str, argument: str) -> None:

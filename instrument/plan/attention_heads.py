@@ -23,15 +23,7 @@ _PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 
 def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:
-    """Refuse `heads` at tensors before or after the attention, in which features belong to no head.
-
-    Args:
-        spec: The spec, of a kind that sees the tensors of modules.
-        where: The config key of the spec, for messages.
-
-    Raises:
-        ConfigError: With the modules at which the heads are.
-    """
+    """Refuse `heads` at tensors in which features belong to no head. The ConfigError names the modules at which the heads are."""
     if spec.heads is None:
         return
     projections = [*_output_projections(layers)]
@@ -62,7 +54,6 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
 
 
 def _has_heads(spec: HookSpec, layer: Layer, projection: Layer, attention: Layer) -> bool:
-    """Return whether the tensors of a module can have heads."""
     is_called = not isinstance(attention.module, nn.MultiheadAttention)
     if spec.definition.of_functions:
         return spec.tensor_role == "input" or layer is not (projection if is_called else attention)
@@ -74,7 +65,6 @@ def _contains(layer: Layer, other: Layer) -> bool:
 
 
 def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
-    """Yield the output projections of attention modules, each with the attention module."""
     by_name = {name: layer for layer in layers for name in layer.names}
     for layer in layers:
         segments = re.sub(r"(\.\d+)+$", "", layer.name).split(".")  # `to_out.0` is a part of `to_out`

@@ -31,13 +31,7 @@ _PARAMETERS = inspect.signature(F.multi_head_attention_forward)
 
 
 def attention_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Attention | str:
-    """Return the attention of a call of one of `ATTENTION_FUNCTIONS`, or the reason why it is unknown.
-
-    Args:
-        name: The name of the function.
-        args, kwargs: Its arguments. They are not modified.
-        result: Its result.
-    """
+    """Return the attention of a call of one of `ATTENTION_FUNCTIONS`, whose arguments are not modified, or the reason why it is unknown."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor) and (each.is_nested or is_sharded(each) or type(each).__module__ == _MASKS):
             return unknown_attention(name, "nested tensors" if each.is_nested else type(each).__name__)
@@ -112,8 +106,6 @@ def _safe_softmax(scores: Tensor) -> Tensor:
 
 
 class _SoftmaxArguments(TorchDispatchMode):
-    """Keeps the argument of the last softmax."""
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Return false: PyTorch would import the compiler, which is slow, to exclude the method below from compilation."""

@@ -26,11 +26,9 @@ class Length:
 
     @property
     def epoch_steps(self) -> int:
-        """The number of steps per epoch."""
         return -(-self.epoch_batches // self.accumulate)
 
     def micro_steps(self, steps: Sequence[int]) -> int:
-        """Return the total number of micro-batches in these steps."""
         missing = self.epoch_steps * self.accumulate - self.epoch_batches
         ends = range(self.epoch_steps - 1, self.steps, self.epoch_steps)
         epochs = len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)
@@ -39,13 +37,10 @@ class Length:
 
 @dataclass(frozen=True)
 class Cost:
-    """The estimated cost of one spec.
+    """The estimated cost of one spec in a run: rows, bytes on disk, and the seconds that it adds to a scheduled step (0 for other phases).
 
     Attributes:
         firings: The number of steps, or evaluations, at which it is scheduled.
-        rows: Rows in total.
-        bytes: Bytes on disk in total.
-        seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
         memory: Bytes in memory: of the tensors that a spec with `keep` keeps.
         tensor_rows: Those of the rows that contain a recorded tensor.
         tensor_bytes: The bytes of these rows.
@@ -76,7 +71,6 @@ class Forecast:
         return self.hooked_seconds / self.baseline_seconds - 1.0
 
     def share(self, name: str, steps: int) -> float:
-        """Return the relative overhead of one spec in a run of `steps` steps."""
         return self.cost[name].seconds * self.cost[name].firings / steps / self.baseline_seconds
 
 
@@ -141,7 +135,6 @@ class Firings:
 
 
 def firings_of(spec: HookSpec, length: Length) -> Firings:
-    """Return the schedule of a spec in a run of a given length."""
     if spec.phase == "eval":
         steps = length.evaluations.steps_in(spec.schedule)
         return Firings(steps, len(steps) * length.eval_batches)

@@ -18,11 +18,7 @@ from .hook_plan import HookPlan, Site
 
 
 def check_parameters(plan: HookPlan) -> None:
-    """Check every spec against the parameters, buffers and entries of state dicts at its sites.
-
-    Raises:
-        ConfigError: With the first tensor of each spec that does not fit.
-    """
+    """Raise a ConfigError for specs that do not fit the parameters, buffers and entries of state dicts at their sites."""
     problems: dict[str, Problem] = {}
     for site in plan.sites:
         if (tensor := stand_in(site)) is not None and (problem := misfit(site, site.own_name, tensor)) is not None:
@@ -45,11 +41,7 @@ def stand_in(site: Site) -> Tensor | None:
 
 
 def check_shape(site: Site, path: str, tensor: Tensor) -> None:
-    """Check a spec against the first tensor at one of its sites.
-
-    Raises:
-        ConfigError: A field does not fit the shape or dtype of the tensor.
-    """
+    """Raise a ConfigError if a field of the spec at a site does not fit the shape or dtype of its first tensor."""
     if tensor.is_nested:
         return  # its parts have different shapes
     problem = misfit(site, path, tensor)
@@ -61,7 +53,7 @@ def misfit(site: Site, path: str, tensor: Tensor, *, may_exceed: bool = False) -
     """Return the first field of a site's spec that does not fit a tensor; None if all fit.
 
     Args:
-        may_exceed: Whether a slice may end beyond a dimension, where it is cut. Default: False.
+        may_exceed: Whether a slice may end beyond a dimension, where it is cut.
     """
     spec, shape = site.spec, shape_of(tensor)
     for field, message, allowed in _problems(site, shape, tensor.dtype, may_exceed=may_exceed):

@@ -38,13 +38,10 @@ def plan_view(
     steps: int,
     folder: Path | None = None,
 ) -> RenderableType:
-    """Render the complete plan with rich.
-
-    Args:
-        inferred_by_phase: The results of shape inference, by phase.
-        folder: The folder in which a run would be created.
-    """
+    """Render the complete plan with rich. `folder`: the one in which a run would be created."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
+    called = [name for name, spec in plan.specs.items() if spec.action == "call"]
+    uncalled = "without the functions of action call, which a plan does not call"
     parts: list[RenderableType] = [
         module_tree(plan, next(iter(inferred_by_phase.values()), {}), colours),
         Text(),
@@ -55,7 +52,7 @@ def plan_view(
             style="dim",
         ),
         *_kept_tensors(plan, forecast),
-        *_uncalled_functions(plan),
+        *([Text(f"{uncalled}: {', '.join(called)}", style="dim")] if called else []),
         Text(),
         *output_tables(plan, colours, folder),
     ]
@@ -118,7 +115,6 @@ def mesh_view(plan: HookPlan, forecast: Forecast, parallel: ParallelConfig, *, r
 
 
 def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
-    """Yield a line for each hook with `keep` about its memory."""
     for name, spec in plan.specs.items():
         if isinstance(spec, RecordSpec) and spec.keep is not None:
             memory = human_bytes(forecast.cost[name].memory)
@@ -129,14 +125,7 @@ def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
             )
 
 
-def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
-    """Yield a line about the functions of `action: call`, which the dry run does not call."""
-    if names := [name for name, spec in plan.specs.items() if spec.action == "call"]:
-        yield Text(f"without the functions of action call, which a plan does not call: {', '.join(names)}", style="dim")
-
-
 def _costs(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:
-    """Return a table with one row per spec: kind and action, sites, schedule, rows, bytes and overhead."""
     counts = ((len(plan.specs), "hook"), (steps, "step"))
     title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)

@@ -55,7 +55,6 @@ class RunningModule:
     """A call of a module that is running.
 
     Attributes:
-        frame: The Python frame of the call.
         observers: What observes its functions, by the name of the spec.
         is_paused: Whether the mode is not active during this call.
         counts: The number of calls of each function so far, by the name of the spec and of the function.
@@ -74,11 +73,9 @@ class RunningModule:
 
 
 class Owner(NamedTuple):
-    """The call of a module that a function call belongs to, for one spec.
+    """The call of a module that a function call belongs to, for one spec, and its observer.
 
     Attributes:
-        running: The call of the module.
-        observer: What observes it for the spec.
         path: The path of the function call: its name, and its number among the calls of this function.
     """
 
@@ -181,7 +178,6 @@ class FunctionMode(TorchFunctionMode):
         return any(_is_running(frame, top) for frame in frames for top in sys._current_frames().values())
 
     def enter(self, running: RunningModule) -> None:
-        """Start a call of a module."""
         # PyTorch calls no hook after an interrupt.
         while self.running and not _is_running(self.running[-1].frame, sys._getframe()):
             self._end_last()
@@ -199,7 +195,6 @@ class FunctionMode(TorchFunctionMode):
             self.enter(RunningModule(frame, {}, is_paused=True))
 
     def resume(self) -> None:
-        """End a pause before the module ends."""
         if self.running and self.running[-1].is_paused:
             self._end_last()
 
@@ -211,7 +206,6 @@ class FunctionMode(TorchFunctionMode):
         return ended
 
     def leave_all(self) -> None:
-        """End all calls."""
         while self.running:
             self._end_last()
         if any(mode is self for mode in _get_current_function_mode_stack()):  # an interrupt ended `enter` half-way

@@ -11,7 +11,7 @@ from torch.nn.parameter import Parameter
 
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.field_types import Selection
 from ..fields.globs import matches
 from ..formatting import shorten
@@ -26,10 +26,7 @@ class Site:
     """One spec at one module, parameter or buffer.
 
     Attributes:
-        spec: The spec.
-        layer: The module.
         own_name: The name of the parameter or buffer within the module; empty for kinds that see a module's tensors.
-        parameter: The parameter, if the site is at one.
         note: Why the hook cannot fire there, if that is known in advance; otherwise empty.
         parameters: For a penalty on the loss: its parameters.
     """
@@ -66,9 +63,6 @@ class HookPlan:
     """All sites of all specs on one model: specs in the order of the configuration, layers in the order of the model.
 
     Attributes:
-        layers: The modules of the model.
-        specs: The specs, by name.
-        sites: The sites.
         shapes_checked: Whether shape inference has checked the specs against the shapes of the modules' tensors. Otherwise each
             site checks its first tensor.
     """
@@ -79,20 +73,14 @@ class HookPlan:
     shapes_checked: bool = False
 
     def of(self, hook: str) -> list[Site]:
-        """Return the sites of one spec."""
         return [site for site in self.sites if site.spec.name == hook]
 
     def at(self, layer: Layer) -> list[Site]:
-        """Return the sites at one module."""
         return [site for site in self.sites if site.layer is layer]
 
 
 def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
-    """Resolve every spec against a model. The model is not changed.
-
-    Raises:
-        ConfigError: With every spec that matches no module or no parameter, or selects heads where there are none.
-    """
+    """Resolve every spec against a model, which is not changed. The ConfigError has every spec that matches nothing."""
     layers = Layers.of(model)
     sites: list[Site] = []
     problems: list[Problem] = []
@@ -101,8 +89,7 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
             sites += _sites(spec, layers, f"hooks.{name}")
         except ConfigError as error:
             problems += error.problems
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return HookPlan(layers, specs, tuple(sites))
 
 
@@ -120,13 +107,14 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
         _check_routers(spec, called, where)
         # Coverage reports those that a graph inlines.
         return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
-    if spec.definition.family == "loss":
-        return [_loss_site(spec, selected, layers, where)]
+    if spec.definition.family == "loss":  # the site of a penalty has its parameters
+        penalised = _tensor_sites(spec, selected, layers, where) if spec.uses_parameters else []
+        parameters = tuple(site.parameter for site in penalised if site.parameter is not None)
+        return [Site(spec, next(iter(layers)), parameters=parameters)]
     return _tensor_sites(spec, selected, layers, where)
 
 
 def _check_routers(spec: HookSpec, called: Sequence[Layer], where: str) -> None:
-    """Check that the number of experts per token is known at each module of a hook that records their load."""
     fields = spec.tables.get("experts", {}) if isinstance(spec, RecordSpec) else {}
     if fields and fields.get("experts", "module") == "module":
         unknown = [f"{layer.label} ({layer.type})" for layer in called if attribute_of(layer.module, PER_TOKEN) is None]
@@ -143,15 +131,6 @@ def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, w
     similar = [f"{layer.name}.*" for layer in selected[:3] if layer.module._modules]
     fix = inlined if any(map(layers.is_inlined, selected)) else ""
     return Problem(f"{where}.layers", message, list(spec.globs), allowed, similar, fix=fix)
-
-
-def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
-    """Return the one site for the loss. For a penalty, it has the parameters of the penalty."""
-    root = next(iter(layers))
-    if not spec.uses_parameters:
-        return Site(spec, root)
-    penalised = [site.parameter for site in _tensor_sites(spec, selected, layers, where)]
-    return Site(spec, root, parameters=tuple(parameter for parameter in penalised if parameter is not None))
 
 
 def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
@@ -205,13 +184,7 @@ def _check_params(what: str, spec: Selection, names: Iterable[str], where: str) 
 
 
 def check_not_frozen(plan: HookPlan) -> None:
-    """Refuse patterns that match only frozen parameters if the kind requires gradients.
-
-    Only for a training in which these parameters stay frozen.
-
-    Raises:
-        ConfigError: With every such pattern.
-    """
+    """Refuse patterns that match only frozen parameters if the kind requires gradients, for a training in which they stay frozen."""
     problems = []
     for name, spec in plan.specs.items():
         if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):
@@ -225,5 +198,4 @@ def check_not_frozen(plan: HookPlan) -> None:
                 )
                 allowed = "trainable parameters; frozen: " + shorten([site.label for site in matched])
                 problems.append(Problem(f"hooks.{name}.layers", message, given=pattern, allowed=allowed))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)

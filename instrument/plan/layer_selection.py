@@ -15,9 +15,6 @@ from .structure import find_structure
 def select_layers(selection: Selection, layers: Layers, where: str) -> list[Layer]:
     """Return the layers that a selection matches, in the order of the model; none if its structure is missing and optional.
 
-    Args:
-        where: The config key of the spec, for messages.
-
     Raises:
         ConfigError: A glob matches no module, the model has no such structure, or `types` or `exclude` remove all modules.
     """

@@ -40,7 +40,6 @@ class Layer:
         module: The module; the innermost one if wrappers share its name.
         depth: The number of segments in its name.
         parametrized: For a part of a parametrization (`torch.nn.utils.parametrize`): the layer whose tensor it computes.
-            Otherwise None.
     """
 
     name: str
@@ -51,12 +50,10 @@ class Layer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of its names, starting with `name`."""
         return (self.name, *self.aliases)
 
     @property
     def type(self) -> str:
-        """The short name of its class."""
         return module_type(self.module)
 
     @property
@@ -66,10 +63,7 @@ class Layer:
 
     @property
     def is_container(self) -> bool:
-        """Whether it is only a container (ModuleList, ModuleDict, ParameterList).
-
-        It has no forward and is never called.
-        """
+        """Whether it is only a container (ModuleList, ModuleDict, ParameterList), which has no forward and is never called."""
         return (
             not self.is_script and type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
         )
@@ -109,13 +103,10 @@ class Layer:
         yield from (name for name in self.own_buffers() if name not in temporary)
 
     def tensor_of(self, own_name: str) -> str:
-        """Return the tensor that one of its parameters or buffers determines.
+        """Return the tensor that one of its parameters or buffers determines, given the name within `owner`.
 
         That is `weight` for `parametrizations.weight.original0`, and for `weight_g` of `torch.nn.utils.weight_norm`. For any
         other one, it is itself.
-
-        Args:
-            own_name: The name of the parameter or buffer within `owner`.
         """
         if own_name.startswith(f"{PARAMETRIZATIONS}."):
             return own_name.split(".")[1]
@@ -123,12 +114,9 @@ class Layer:
         return next((name for name in computed if isinstance(vars(self.module).get(name), Tensor)), own_name)
 
     def names_of(self, own_name: str) -> tuple[str, ...]:
-        """Return the names by which `params` selects one of its parameters or buffers.
+        """Return the names by which `params` selects one of its parameters or buffers, given the name within `owner`.
 
         `parametrizations.weight.original0` is selected by this name, and also by `weight`, `weight.original0` and `original0`.
-
-        Args:
-            own_name: The name of the parameter or buffer within `owner`.
         """
         within = own_name.removeprefix(f"{PARAMETRIZATIONS}.")
         return tuple(dict.fromkeys((self.tensor_of(own_name), within, within.rpartition(".")[2], own_name)))
@@ -143,7 +131,6 @@ class Layer:
         yield from (pair for pair in modules if self.parametrized is None or pair[1] is self.module)
 
     def is_named(self, patterns: Iterable[str]) -> bool:
-        """Return whether one of its names matches one of several globs."""
         return any(matches(pattern, name) for pattern in patterns for name in self.names)
 
     def is_a(self, type_name: str) -> bool:
@@ -161,7 +148,6 @@ class Layer:
 
 
 def _parametrizations(module: nn.Module) -> nn.Module | None:
-    """Return the module that contains all parametrizations of a module's tensors; None without parametrizations."""
     return module._modules[PARAMETRIZATIONS] if is_parametrized(module) else None
 
 
@@ -184,10 +170,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Layers:
-        """List the modules of a model.
-
-        A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module.
-        """
+        """List the modules of a model. A wrapper (DDP, `torch.compile`, checkpoint) is replaced by the wrapped module."""
         names: dict[int, list[str]] = {}
         modules: dict[int, nn.Module] = {}
         layers: dict[int, Layer] = {}
@@ -208,7 +191,6 @@ class Layers:
         return iter(self.layers)
 
     def parents(self, layer: Layer) -> list[nn.Module]:
-        """Return the modules that contain a layer, innermost first."""
         names = [name.split(".") for name in layer.names if name]
         paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
         inside = [other for other in self if not paths.isdisjoint(other.names)]
@@ -225,7 +207,6 @@ class Layers:
 
     @cached_property
     def by_module(self) -> dict[int, Layer]:
-        """The layer of each module, by the `id` of the module."""
         return {id(layer.module): layer for layer in self.layers}
 
     @cached_property
@@ -264,7 +245,6 @@ class Layers:
 
 
 def _plain_items(value: object, location: str, ancestors: frozenset[int] = frozenset()) -> Iterator[tuple[str, object]]:
-    """Yield all items of a plain container and of its nested containers, with their locations."""
     if id(value) in ancestors:
         return
     items: Iterable[tuple[object, object]] = ()

@@ -20,8 +20,6 @@ class Remark:
     Attributes:
         rule: The topic: hidden_module, structure, fast_path, statistics.
         layer: The layer; None for several.
-        message: The message.
-        severity: The severity, as in `events`.
     """
 
     rule: str
@@ -48,19 +46,15 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
             "are the same up to rounding"
         )
         yield Remark("fast_path", affected[0] if len(affected) == 1 else None, message, "info")
-    again = {
-        name: None for spec in plan.specs.values() for name in getattr(spec, "statistics", ()) if _reads_again(name)
-    }
-    if again:
+    statistics = dict.fromkeys(name for spec in plan.specs.values() for name in getattr(spec, "statistics", ()))
+    needs = {name: statistic_of(name).needs for name in statistics}  # some are sums that no kernel forms
+    if again := [
+        name for name in needs if any(need.term is not None and need is not MAGNITUDES for need in needs[name])
+    ]:
         message = (
             f"PyTorch operations compute {', '.join(again)} in addition to the kernel; they read each tensor again"
         )
         yield Remark("statistics", None, message, "info")
-
-
-def _reads_again(statistic: str) -> bool:
-    """Return whether a statistic needs a sum that no kernel forms."""
-    return any(need.term is not None and need is not MAGNITUDES for need in statistic_of(statistic).needs)
 
 
 def fast_paths(plan: HookPlan) -> list[str]:

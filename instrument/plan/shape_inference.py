@@ -29,13 +29,11 @@ from .modules import Layer, Layers
 
 
 class TensorInfo(NamedTuple):
-    """One tensor of a module's input or output.
+    """One tensor of a module's input or output, which will get a gradient if `requires_grad`.
 
     Attributes:
         path: Its path in a nested value.
         shape: Its shape; for a nested tensor, the shape of its padded parts.
-        dtype: Its dtype.
-        requires_grad: Whether it will get a gradient.
     """
 
     path: str
@@ -45,12 +43,10 @@ class TensorInfo(NamedTuple):
 
 
 class FunctionInfo(NamedTuple):
-    """One call of a torch function in a module.
+    """One call of a torch function in a module. The paths of its tensors start with `path`.
 
     Attributes:
         path: Its name and its number, such as `softmax.0`.
-        inputs: The tensors of its arguments. Their paths start with `path`.
-        outputs: The tensors of its result. Their paths start with `path`.
         attention: The attention weights, or the scores, if the spec has this role and the call computes them.
     """
 
@@ -60,7 +56,6 @@ class FunctionInfo(NamedTuple):
     attention: list[TensorInfo]
 
     def tensors(self, role: str) -> list[TensorInfo]:
-        """Return the tensors of a role."""
         return {"input": self.inputs, **dict.fromkeys(ATTENTION_ROLES, self.attention)}.get(role, self.outputs)
 
 
@@ -96,7 +91,6 @@ def infer_shapes(
 
     Args:
         forward: Runs the model on a batch and computes the loss.
-        training: Whether the model is in training mode during the pass.
         observe: Called with each module, `input` or `output`, and the value.
         function_sites: The sites of the function kinds. The functions of their modules are listed.
         observe_function: Called with a site, a role, and the tensors by path, for each selected function call. The roles are `input`,
@@ -180,13 +174,11 @@ class _FunctionListing(FunctionMode):
         self._observe = observe
 
     def selects(self, spec: HookBase, name: str) -> bool:  # noqa: ARG002
-        """Return true: all functions are listed."""
         return True
 
     def run(
         self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function, and list its tensors."""
         inputs = join_arguments(args, kwargs)
         input_infos = [_infos(inputs, owner.path) for owner in owners]
         self._check(name, owners, "input", inputs)
@@ -211,13 +203,7 @@ class _FunctionListing(FunctionMode):
                 self._observe(site, role, dict(iter_tensors(value, owner.path)))
 
 
-def tensors_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[TensorInfo]:
-    """Return the tensors that entered or left a module, in all of its calls."""
-    return [info for call in calls_of(module, role, inferred) for info in call]
-
-
 def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list[TensorInfo]]:
-    """Return the tensors that entered or left a module, per call."""
     calls = inferred.get(id(module))
     if calls is None:
         return []
@@ -247,7 +233,6 @@ def calls_at(site: Site, inferred: InferredCalls) -> list[list[TensorInfo]]:
 
 
 def _infos(value: Any, path: str = "") -> list[TensorInfo]:
-    """List the tensors of a nested value."""
     return [
         TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad)
         for path, tensor in iter_tensors(value, path)
@@ -255,11 +240,7 @@ def _infos(value: Any, path: str = "") -> list[TensorInfo]:
 
 
 def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
-    """Give lazy modules their shapes by one forward pass. The random state is restored.
-
-    Raises:
-        ConfigError: The batch does not fit the model.
-    """
+    """Give lazy modules their shapes by one forward pass. The random state is restored. Raise a ConfigError if it fails."""
     if any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in model.modules()):
         infer_shapes(model, forward, training=False)
 
@@ -268,8 +249,7 @@ def materialize(model: nn.Module, forward: Callable[[], Any]) -> None:
 def without_side_effects(model: nn.Module, training: bool | None = None) -> Iterator[None]:
     """Restore everything that a forward pass may change: training flags, buffers, random states.
 
-    Args:
-        training: Whether the model is in training mode in the block. Default: None, its current mode.
+    `training`: whether the model is in training mode in the block; None for its current mode.
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [
@@ -299,7 +279,6 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and PyTorch after the block."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())):  # PyTorch warns about several unnamed devices.

@@ -52,12 +52,7 @@ _LEVELS = 3  # how far above its experts a router is searched
 
 
 def find_structure(layers: Layers, names: Iterable[StructureName]) -> dict[StructureName, list[Layer]]:
-    """Return the modules of a model with these roles, in the order of the model.
-
-    Args:
-        layers: The modules.
-        names: The roles, as in the field `structure` of a spec.
-    """
+    """Return the modules of a model with these roles, in the order of the model."""
     if layers not in _FOUND:
         _FOUND[layers] = _Structure(layers)
     structure = _FOUND[layers]
@@ -75,16 +70,12 @@ class _Matrix:
 
 
 class _Structure:
-    """The parts of one model."""
-
     def __init__(self, layers: Layers) -> None:
         self.layers = [layer for layer in layers if layer.parametrized is None]
         self.by_name = {layer.name: layer for layer in self.layers}
         self.children: dict[str, list[Layer]] = {}
         for layer in self.layers[1:]:
             self.children.setdefault(layer.name.rpartition(".")[0], []).append(layer)
-
-    # -------------------------------------------------------------------------------------------- the tree of modules
 
     def inside(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> Iterator[Layer]:
         """Yield a layer and those below it, in order, without the subtrees to skip."""
@@ -94,14 +85,12 @@ class _Structure:
                 yield from self.inside(child, skip)
 
     def above(self, layer: Layer) -> Iterator[Layer]:
-        """Yield the layers that contain a layer, innermost first."""
         name = layer.name
         while name:
             name = name.rpartition(".")[0]
             yield self.by_name[name]
 
     def is_in(self, layer: Layer, parts: Iterable[Layer]) -> bool:
-        """Return whether a layer is one of several, or is below one."""
         keys = {id(part) for part in parts}
         return id(layer) in keys or any(id(other) in keys for other in self.above(layer))
 
@@ -115,10 +104,7 @@ class _Structure:
         return {name: _Matrix(self.by_name[name], *size) for name, size in sizes.items() if size is not None}
 
     def matrices(self, layer: Layer, skip: Callable[[Layer], bool] = lambda layer: False) -> list[_Matrix]:
-        """Return the matrices of a layer and of the layers below it."""
         return [self.matrix[part.name] for part in self.inside(layer, skip) if part.name in self.matrix]
-
-    # -------------------------------------------------------------------------------------------- attention
 
     @cached_property
     def attention(self) -> list[Layer]:
@@ -138,7 +124,6 @@ class _Structure:
         ]
 
     def _projects(self, layer: Layer) -> bool:
-        """Return whether a module holds projections to queries, keys and values."""
         if isinstance(layer.module, nn.MultiheadAttention):
             return True
         own = {name: parameter for name, parameter in layer.own_parameters() if _dimensions(parameter) >= 2}
@@ -154,12 +139,6 @@ class _Structure:
 
     def _holds_matrix(self, layer: Layer) -> bool:
         return any(_dimensions(parameter) >= 2 for parameter in layer.module.parameters())
-
-    def is_projection(self, layer: Layer) -> bool:
-        """Return whether a child of an attention projects to queries, keys or values."""
-        return bool(_letters(layer.name.rpartition(".")[2]))
-
-    # -------------------------------------------------------------------------------------------- blocks
 
     @cached_property
     def block(self) -> list[Layer]:
@@ -187,14 +166,11 @@ class _Structure:
         return self.children[self._parent(layer).name]
 
     def _alike(self, layer: Layer) -> list[Layer]:
-        """Return a layer and its siblings of the same class."""
         return [other for other in self._siblings(layer) if type(other.module) is type(layer.module)]
 
     def _is_repeated(self, layer: Layer) -> bool:
         parent = self._parent(layer)
         return isinstance(parent.module, nn.Sequential) or parent.is_container or len(self._alike(layer)) > 1
-
-    # -------------------------------------------------------------------------------------------- MLP
 
     @cached_property
     def mlp(self) -> list[Layer]:
@@ -212,7 +188,7 @@ class _Structure:
         is_attention = layer in self.attention
 
         def skip(part: Layer) -> bool:
-            return part in skipped or (is_attention and self.is_projection(part))
+            return part in skipped or (is_attention and _letters(part.name.rpartition(".")[2]) != "")
 
         downs = _down(self.matrices(layer, skip), equal=not is_attention)
         if not downs:
@@ -222,8 +198,6 @@ class _Structure:
         if deeper:
             return deeper
         return [downs[-1].layer] if layer is block or layer.is_container else [layer]
-
-    # -------------------------------------------------------------------------------------------- experts
 
     @cached_property
     def mixtures(self) -> list[tuple[Layer, Layer, list[Layer]]]:
@@ -269,8 +243,6 @@ class _Structure:
     def experts(self) -> list[Layer]:
         return [expert for _, _, experts in self.mixtures for expert in experts]
 
-    # -------------------------------------------------------------------------------------------- the rest
-
     @cached_property
     def norm(self) -> list[Layer]:
         return [layer for layer in self.layers if not self.children.get(layer.name) and _is_norm(layer)]
@@ -280,7 +252,6 @@ class _Structure:
         return [layer for layer in self.layers if self._rows(layer) > 1 and not self.is_in(layer, self.attention)]
 
     def _rows(self, layer: Layer) -> int:
-        """Return the number of rows of an embedding; 0 for another module."""
         parameters = dict(layer.own_parameters())
         alike = layer.type.endswith("Embedding") and [*parameters] == ["weight"] and not self.children.get(layer.name)
         is_embedding = isinstance(layer.module, nn.Embedding) or alike
@@ -338,12 +309,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
 
 
 def _down(matrices: list[_Matrix], *, equal: bool) -> list[_Matrix]:
-    """Return the matrices from h to d features that follow one from d to h, or to 2 h.
-
-    Args:
-        matrices: The matrices.
-        equal: Whether h = d is allowed.
-    """
+    """Return the matrices from h to d features that follow one from d to h, or to 2 h; h = d only with `equal`."""
     return [
         down
         for position, down in enumerate(matrices)

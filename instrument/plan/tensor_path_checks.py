@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import Problem, raise_problems, similar_names
 from ..fields.globs import matches
 from ..formatting import shorten
 from ..tables.kinds import ATTENTION_FUNCTIONS
@@ -13,11 +13,7 @@ from .shape_inference import InferredCalls, calls_at, function_calls_of
 
 
 def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
-    """Check that each `path` matches at least one tensor of the modules that shape inference ran.
-
-    Raises:
-        ConfigError: With every spec whose path matches none, and the existing paths.
-    """
+    """Raise a ConfigError for each `path` that matches no tensor of the modules that shape inference ran."""
     problems = []
     for name, spec in plan.specs.items():
         calls = [call for site in plan.of(name) for call in calls_at(site, inferred_by_phase[spec.phase])]
@@ -27,16 +23,11 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
             similar = similar_names(spec.path, [path for path in shown_paths if not path.startswith("(")])
             message = "this path matches no tensor of the matched modules"
             problems.append(Problem(f"hooks.{name}.path", message, spec.path, shorten(shown_paths), similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
-    """Check that each pattern of `functions`, if not optional, matches a function call in the modules that shape inference ran.
-
-    Raises:
-        ConfigError: With every pattern that matches none, and the functions that the modules call.
-    """
+    """Raise a ConfigError for each pattern of `functions`, if not optional, that matches no call that shape inference found."""
     problems = []
     for name, spec in plan.specs.items():
         calls = [call for site in plan.of(name) for call in function_calls_of(site, inferred_by_phase[spec.phase])]
@@ -52,5 +43,4 @@ def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCall
                 similar = similar_names(pattern.replace("*", ""), called)
                 allowed = shorten([*called]) or "none: these modules call no torch function themselves"
                 problems.append(Problem(f"hooks.{name}.functions", message, pattern, allowed, similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)

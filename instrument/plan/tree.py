@@ -14,7 +14,7 @@ from ..tables.kinds import ATTENTION_ROLES
 from .function_calls import selects
 from .hook_plan import HookPlan, Site
 from .modules import Layer
-from .shape_inference import FunctionInfo, InferredCalls, function_calls_of, tensors_of
+from .shape_inference import FunctionInfo, InferredCalls, calls_of, function_calls_of
 
 MAX_FUNCTIONS = 30  # shown for each module
 MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
@@ -42,7 +42,6 @@ class _Node:
         return sum(parameter.numel() for parameter in self.layer.counted_parameters())
 
     def compute_signature(self) -> None:
-        """Compute the signatures of this node and of all its descendants."""
         for node in self.children:
             node.compute_signature()
         self.size = 1 + len(self.functions) + sum(node.size for node in self.children)
@@ -60,8 +59,9 @@ def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, s
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
         sites_of_functions = [site for site in plan.at(layer) if site.spec.definition.of_functions]
         functions = list(_functions(sites_of_functions, inferred, colours))
-        order, shapes = execution_order(plan, layer), _output_shapes(layer, inferred)
-        node = nodes[layer.name] = _Node(layer, order, shapes, sites, functions)
+        outputs = [info for call in calls_of(layer.module, "output", inferred) for info in call]
+        shapes = shorten([*dict.fromkeys(str(list(info.shape)) for info in outputs)], 3)
+        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), shapes, sites, functions)
         if layer.name:
             parent = layer.name.rpartition(".")[0]
             nodes[parent if parent in nodes else ""].children.append(node)
@@ -103,12 +103,6 @@ def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[
 def _describe(function: FunctionInfo) -> str:
     shapes = dict.fromkeys(str(list(info.shape)) for info in function.attention or function.outputs)
     return f"{function.path} {shorten([*shapes], 3)}"
-
-
-def _output_shapes(layer: Layer, inferred: InferredCalls) -> str:
-    """Return the shapes of the outputs of a module, each once: those of all calls and of nested values."""
-    shapes = [str(list(info.shape)) for info in tensors_of(layer.module, "output", inferred)]
-    return shorten(list(dict.fromkeys(shapes)), 3)
 
 
 def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:

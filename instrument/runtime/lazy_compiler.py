@@ -44,13 +44,10 @@ def _entries(function: FunctionType) -> dict[int, bool]:
 
 @cache
 def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.
+    """Exclude a hook, which gets positional arguments, from torch.compile: it breaks the graph and runs as plain Python.
 
-    Like `torch.compiler.disable`, which would import the compiler, and which takes longer at each call.
-
-    Args:
-        hook: The function to exclude. It is called with positional arguments.
-        instead: The function that compiled code calls in its place. Default: None, the same function.
+    Like `torch.compiler.disable`, which would import the compiler, and which takes longer at each call. Compiled code calls `instead`
+    in its place, or the hook itself.
     """
     disabled = _disable_dynamo(instead or hook)  # imports the compiler when it is called, not here
 

@@ -23,7 +23,6 @@ _PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """Return the specification of a module of `MODULES`; None for other names."""
     return ModuleSpec(name, _Loader(), is_package=name in _PACKAGES) if name in MODULES or name in _PACKAGES else None
 
 
@@ -41,11 +40,7 @@ class _Loader(Loader):
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """Return an attribute that another module has now.
-
-    Raises:
-        AttributeError: No attribute with this name has moved.
-    """
+    """Return an attribute that another module has now. Raise an AttributeError if none with this name has moved."""
     if (new := ATTRIBUTES.get(f"{module}.{name}")) is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     _warn(f"{module}.{name}", f"{new}.{name}", stacklevel=4)

@@ -20,5 +20,4 @@ def own_collectives() -> Iterator[None]:
 
 
 def are_own_collectives() -> bool:
-    """Return whether this thread is in such a block."""
     return getattr(_depth, "count", 0) > 0

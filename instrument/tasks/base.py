@@ -132,11 +132,7 @@ def batch_with_targets(task: Task, batch: Any) -> Any:
 
 
 def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[object], None] | None = None) -> Outcome:
-    """Run a task on a batch. An error gets a note with the task and the structure of the batch.
-
-    Args:
-        check: Checks the outcome, such as `check_outcome`. Default: None.
-    """
+    """Run a task on a batch, and check its outcome. An error gets a note with the task and the structure of the batch."""
     try:
         outcome = task(model, batch)
         if check is not None:
@@ -149,11 +145,7 @@ def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[obje
 
 
 def inputs_of(batch: Any) -> Tensor:
-    """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
-
-    Raises:
-        TypeError: The inputs are not a tensor.
-    """
+    """Return the inputs of a batch, a tensor: the batch itself, or its first element if it is a tuple or list."""
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
     if isinstance(inputs, Tensor):
         return inputs
@@ -161,14 +153,7 @@ def inputs_of(batch: Any) -> Tensor:
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a batch.
-
-    Args:
-        batch: A tuple or list (inputs, targets).
-
-    Raises:
-        TypeError: The batch is not a pair.
-    """
+    """Return the inputs and the targets of a batch. Raise a TypeError unless it is a tuple or list of two."""
     if isinstance(batch, list | tuple) and len(batch) == 2:
         return batch[0], batch[1]
     given = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, Sized) else type(batch).__name__
@@ -181,10 +166,7 @@ def _other_task(batch: Any) -> str:
 
 
 def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
-    """Check the result of a task.
-
-    Args:
-        differentiable: Whether gradients of the loss are required. Otherwise, the loss may be missing. Default: True.
+    """Check the result of a task. Without `differentiable`, the loss may be missing, and needs no gradients.
 
     Raises:
         TypeError: The result is not an `Outcome`, its loss is not a scalar tensor, or one of its metrics has the name of another
@@ -208,7 +190,6 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
 
 
 def is_sum(task: Task) -> bool:
-    """Return whether the loss of a task is a sum, not a mean."""
     return getattr(task, "reduction", "mean") == "sum"
 
 
@@ -220,12 +201,9 @@ def batch_weight(task: Task, batch: Any, samples: int) -> float:
 
 
 def weighted(loss: Tensor, weight: float, total: float) -> Tensor:
-    """Return the part of a loss in a weighted mean.
+    """Return the part of a loss in a weighted mean. `total`: the sum of the weights of all batches; 0 if all of them have no terms.
 
     With the weight 0, it is 0 also for a mean of no terms, which is NaN.
-
-    Args:
-        total: The sum of the weights of all batches; 0 if all of them have no terms.
     """
     return loss * (weight / total) if weight else loss.nan_to_num() * 0.0
 
@@ -237,11 +215,7 @@ def number_classified(outcomes: Sequence[Outcome]) -> Tensor | int:
 
 @torch.no_grad()
 def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """Return the fraction of correctly classified targets over several batches.
-
-    Returns:
-        A scalar from 0 to 1; None if an outcome has no `correct`.
-    """
+    """Return the fraction of correctly classified targets over several batches: a scalar; None if an outcome has no `correct`."""
     parts = [
         outcome.correct * (number_classified([outcome]) / outcome.samples)
         for outcome in outcomes
@@ -255,13 +229,9 @@ def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
 
 @torch.no_grad()
 def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = None) -> Tensor | None:
-    """Return the mean loss over several batches.
+    """Return the mean loss over several batches, weighted by default with their samples: a scalar without gradient.
 
-    Args:
-        weights: The weight of each batch. Default: its number of samples.
-
-    Returns:
-        A scalar without gradient; None if an outcome has no loss.
+    None if an outcome has no loss.
     """
     losses = [outcome.loss.detach() for outcome in outcomes if outcome.loss is not None]
     if len(losses) < len(outcomes):
@@ -295,27 +265,17 @@ def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def loss_option(loss: Loss | None, name: str, default: Any = None) -> Any:
-    """Return an option of a loss, such as `reduction`.
-
-    Args:
-        loss: A module of PyTorch, any object with attributes of the same names, or a partial function.
-        default: The value if the loss has no such option. Default: None.
-    """
+    """Return an option, such as `reduction`, of a loss: a module of PyTorch, an object with such attributes, or a partial function."""
     return loss.keywords.get(name, default) if isinstance(loss, partial) else getattr(loss, name, default)
 
 
 class HasLoss:
-    """A task that calls a loss function.
-
-    Attributes:
-        loss: The loss function; None for another loss.
-    """
+    """A task that calls the loss function `loss`; None stands for another loss."""
 
     loss: Any
 
     @property
     def reduction(self) -> str:
-        """The reduction of the loss: `sum`, or any other value for a mean."""
         return str(loss_option(self.loss, "reduction", "mean"))
 
 

@@ -82,11 +82,7 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 @contextmanager
 def frozen_parameters(module: nn.Module) -> Iterator[None]:
-    """Disable the gradients of a module's parameters inside the block. Gradients still pass through the module.
-
-    Args:
-        module: The module. Parameters that require a gradient do so again after the block.
-    """
+    """Disable the gradients of a module's parameters inside the block. Gradients still pass through the module."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -22,12 +22,7 @@ WHERE = "forward.of"
 
 
 class OutputNotice(NamedTuple):
-    """A notice about a model that returns several tensors.
-
-    Attributes:
-        message: The message.
-        severity: `warning` if some of them get no gradient, otherwise `info`.
-    """
+    """A notice about a model that returns several tensors. `severity`: `warning` if some of them get no gradient, otherwise `info`."""
 
     message: str
     severity: str
@@ -38,19 +33,13 @@ class LossOutput:
 
     Args:
         text: The path of the tensor, with an optional slice: `"0"`, `logits`, `logits[:, -1]`. None for `main_output`.
-
-    Raises:
-        ValueError: The text is not a path.
     """
 
     def __init__(self, text: str | None) -> None:
         self.unit = None if text is None else OutputUnit(output_unit_text(str(text)), "task.output")
 
     def of(self, model: nn.Module, output: Any) -> Tensor:
-        """Return the tensor.
-
-        Args:
-            model: The model. In evaluation mode, it may return only one tensor, such as Inception: then this one.
+        """Return the tensor. In evaluation mode, a model may return only one tensor, such as Inception: then this one.
 
         Raises:
             ConfigError: The output has no tensor at the chosen path.
@@ -61,14 +50,7 @@ class LossOutput:
         return self.unit.part_of(output)
 
     def notice(self, output: Any, loss: Tensor) -> OutputNotice | None:
-        """Return a notice about the outputs that the loss does not use.
-
-        Args:
-            loss: The loss, with its graph if it has one.
-
-        Returns:
-            The notice; None if the output is a single tensor, or a path was chosen.
-        """
+        """Return a notice about the outputs that a loss does not use; None for a single tensor, or a chosen path."""
         tensors = dict(iter_tensors(output))
         if self.unit is not None or len(tensors) < 2:
             return None
@@ -117,25 +99,16 @@ def main_output(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class OutputUnit:
-    """A part of a model's output.
-
-    Attributes:
-        text: The text of the configuration, such as `logits[:, 3]` or `[:, 3]`.
-        where: The key of the configuration, for messages.
-    """
+    """A part of a model's output: its text, such as `logits[:, 3]` or `[:, 3]`, and the key of the configuration."""
 
     text: str
     where: str = WHERE
 
     def sum_in(self, outputs: Sequence[Any]) -> Tensor:
-        """Return the sum of the part over all of its elements: a scalar.
-
-        Args:
-            outputs: The outputs of the calls of the model, of which the last one is used.
+        """Return the sum of the part over all of its elements, a scalar, in the last of the outputs of the calls of the model.
 
         Raises:
-            ConfigError: The model was not called, its output has no tensor at this path, or the slice is outside of its shape or
-                empty.
+            ConfigError: There is no such output or tensor, or the slice is outside of its shape or empty.
         """
         if not outputs:
             message = "the task does not call the model itself, but only submodules of it"
@@ -147,14 +120,7 @@ class OutputUnit:
         return part.sum()
 
     def part_of(self, output: Any) -> Tensor:
-        """Return the part as a tensor.
-
-        Args:
-            output: The output of the model: a tensor, or nested tensors.
-
-        Raises:
-            ConfigError: The output has no tensor at this path, or the slice is outside of its shape or empty.
-        """
+        """Return the part as a tensor; see `sum_in`."""
         match = OUTPUT_UNIT.fullmatch(self.text)
         assert match is not None, "validated with the configuration"
         path, tensors = match["path"].strip(), dict(iter_tensors(output))
@@ -176,7 +142,6 @@ class OutputUnit:
 
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Capture the output of each call of a model in a `with` block."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:
@@ -192,11 +157,8 @@ class Forward(nn.Module):
     submodules that the task calls directly, and penalties that hooks add to the loss.
 
     Args:
-        model: The model that the task gets.
-        task: Computes the loss of a batch. It is not registered as a submodule.
         precision: Returns the autocast context of the task.
-        unit: The part of the output of the model's last call that replaces the loss in the backward pass. Default: None,
-            the loss.
+        unit: The part of the output of the model's last call that replaces the loss in the backward pass; None for the loss.
     """
 
     task: Task
@@ -218,14 +180,10 @@ class Forward(nn.Module):
         """Compute the outcome of a batch and the loss for the backward pass.
 
         Args:
-            batch: The batch, on the device of the model.
             loss_hook: Called with the loss, or the sum of the output unit; returns the scalar that replaces it.
 
         Returns:
             The outcome of the task, and the scalar that `loss_hook` returned; None if the outcome has no loss.
-
-        Raises:
-            ConfigError: The output has no such unit.
         """
         if self.unit is None:
             with self.precision():
@@ -237,13 +195,10 @@ class Forward(nn.Module):
 
 
 def with_input_gradients(batch: Any, scale: float = 1.0) -> Any:
-    """Return a batch whose floating-point tensors require a gradient. The last item of a tuple or list, the targets, is unchanged.
+    """Return a batch whose floating-point tensors, times a factor, require a gradient.
 
-    The tensors are copies, and no leaves of the graph, so that a model may change them in place.
-
-    Args:
-        batch: A batch of the data loader, on the device of the model.
-        scale: A factor of these tensors.
+    The last item of a tuple or list, the targets, is unchanged. The tensors are copies, and no leaves of the graph, so that a model
+    may change them in place.
     """
 
     def prepared(path: str, tensor: Tensor) -> Tensor:  # noqa: ARG001

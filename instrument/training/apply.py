@@ -31,14 +31,7 @@ from ..plan.shape_inference import without_side_effects
 
 
 def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
-    """Change a model in place according to specs. Each spec acts on the result of the previous ones.
-
-    Args:
-        specs: The specs of the `apply` section, by name.
-
-    Raises:
-        ConfigError: A spec matches no module or no parameter, or its action fails at a module.
-    """
+    """Change a model in place. Each spec acts on the result of the previous ones. Raise a ConfigError if one matches nothing or fails."""
     for name, spec in specs.items():
         where = f"apply.{name}"
         layers = Layers.of(model)
@@ -66,7 +59,6 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
 
 def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
-    """Return the error for a spec whose modules have no matching parameter."""
     owns = [
         *dict.fromkeys(name for layer in layers for own, _ in layer.own_parameters() for name in layer.names_of(own))
     ]
@@ -112,7 +104,6 @@ def _assign_parametrized(layer: Layer, name: str, where: str, fill: Callable[[Te
 
 
 def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
-    """Change one module according to a spec. Return the number of changed parameters, or 1 for a changed module."""
     match spec:
         case InitSpec():
             function = getattr(nn.init, spec.fn)
@@ -156,7 +147,6 @@ def _set(spec: SetSpec, layer: Layer, where: str) -> None:
 
 
 def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
-    """Register a new parameter in a module, on the device of its other parameters."""
     if getattr(layer.module, spec.parameter, None) is not None or (
         hasattr(layer.module, spec.parameter) and spec.parameter not in layer.module._parameters
     ):
@@ -168,14 +158,7 @@ def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
 
 
 def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
-    """Build a module from its target.
-
-    Args:
-        where: The configuration key of the target, for error messages.
-
-    Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
-    """
+    """Build a module from its target. Raise a ConfigError if that fails, or gives something else than a `torch.nn.Module`."""
     module = build(target, where, *positional)
     if not isinstance(module, nn.Module):
         message = f"must be a torch.nn.Module, but {target.target} returned {type(module).__name__}"

@@ -20,6 +20,7 @@ import pickle
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,40 +45,27 @@ VERSION = 7
 TEMPORARY_SUFFIX = ".tmp"
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        every: The interval between checkpoints, in steps. A checkpoint is also written after the last step. Default: 0,
-            which disables checkpoints.
-        processes: The processes that train together; all of them save and load at the same time. Default: None, a
-            single process.
-        keep: The number of checkpoints that are kept, the latest ones; None keeps all. Default: 1.
+        every: The interval between checkpoints, in steps; 0 disables them. A checkpoint is also written after the last step.
+        keep: The number of checkpoints that are kept, the latest ones; None keeps all.
     """
 
-    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None, keep: int | None = 1) -> None:
-        self.folder = folder
-        self.every = every
-        self.processes = processes
-        self.keep = keep
-
-    @property
-    def steps(self) -> list[int]:
-        """The numbers of completed steps of the saved checkpoints, in ascending order."""
-        return checkpoint_steps(self.folder)
+    folder: Path
+    every: int = 0
+    processes: Processes | None = None
+    keep: int | None = 1
 
     def is_scheduled(self, step: int, steps: int) -> bool:
-        """Return whether a checkpoint is scheduled."""
         return bool(self.every) and (step % self.every == 0 or step == steps)
 
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
     ) -> None:
-        """Save the state after a step. With several processes, all of them call this method.
-
-        Raises:
-            InstrumentError: A part of the state cannot be read back, or the file cannot be written.
-        """
+        """Save the state after a step; all processes call this. Raise an InstrumentError if it cannot be written and read back."""
         with deferred_signals():
             with probe.saving_checkpoint():
                 states = {name: part.state_dict() for name, part in _own(experiment).items()}
@@ -108,20 +96,16 @@ class Checkpoints:
                 self._remove_old(probe.step)
 
     def load(self, rank: int = 0, step: int | None = None) -> dict[str, Any]:
-        """Load a checkpoint.
-
-        Args:
-            rank: The rank of this process. Default: 0.
-            step: The number of completed steps, one of `steps`. Default: None, the latest checkpoint.
+        """Load a checkpoint for a process: that of a number of completed steps, or else the latest one.
 
         Returns:
-            The state for this process, with all tensors on the CPU.
+            The state, with all tensors on the CPU.
 
         Raises:
             ConfigError: The run has no checkpoint, or the file has another version.
         """
         where = "resume" if step is None else "RUN"
-        steps = self.steps if step is None else [step]
+        steps = checkpoint_steps(self.folder) if step is None else [step]
         if not steps:
             reasons = "train.checkpoint.every was 0, or the run ended before the first checkpoint"
             raise ConfigError(Problem("resume", f"the run has no checkpoint: {reasons}", given=str(self.folder)))
@@ -134,8 +118,7 @@ class Checkpoints:
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_old(self, step: int) -> None:
-        """Remove the files of all steps except the latest ones that are kept."""
-        saved = [earlier for earlier in self.steps if earlier <= step]
+        saved = [earlier for earlier in checkpoint_steps(self.folder) if earlier <= step]
         kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
         for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
             if not file.name.startswith(kept):
@@ -145,7 +128,7 @@ class Checkpoints:
 
 @contextmanager
 def _written_file(path: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the path of a temporary file, which is removed if the block fails, and the final path."""
+    """Yield the paths of a temporary file, which is removed if the block fails, and of the final one."""
     temporary = path.with_suffix(TEMPORARY_SUFFIX)
     try:
         yield temporary, path
@@ -158,7 +141,6 @@ def _written_file(path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _write(state: Mapping[str, Any], temporary: Path) -> None:
-    """Write a state to a temporary file next to its final path."""
     path = temporary.with_suffix(".pt")
     try:
         temporary.parent.mkdir(exist_ok=True)
@@ -175,14 +157,7 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
 
 
 def save_weights(experiment: Experiment, folder: Path) -> None:
-    """Save the state dict of the model to a file in the run folder. With several processes, all of them call this.
-
-    Args:
-        experiment: The experiment. No hook is attached to its model.
-
-    Raises:
-        InstrumentError: The file cannot be written.
-    """
+    """Save the state dict of a model without hooks to a file in the run folder. With several processes, all of them call this."""
     state: dict[str, Any] = {}
     for name, value in experiment.model.state_dict().items():
         full = full_tensor(value) if isinstance(value, Tensor) else value  # Collective, so in all processes.
@@ -198,7 +173,6 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
 
 
 def _load(path: Path) -> Any:
-    """Load a file with all tensors on the CPU."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
@@ -222,9 +196,8 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
     """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
 
     Args:
-        probe: The probe. To resume, it is built from the same configuration.
         resumes: Whether the probe continues the recording of the run. A replay begins a recording of its own, which may
-            have other hooks. Default: True.
+            have other hooks.
 
     Raises:
         ConfigError: The checkpoint does not match the experiment.
@@ -249,12 +222,9 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
 
 
 def restore_random(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the random states of Python, NumPy and PyTorch from a checkpoint.
+    """Restore the random states of Python, NumPy and PyTorch from a checkpoint, that of CUDA for one device.
 
     Call it last, directly before the next step, because building the experiment draws random numbers.
-
-    Args:
-        device: The device of the experiment. The CUDA state is restored for this device.
     """
     saved = state["random"]
     version, words, gauss = saved["python"]
@@ -267,7 +237,6 @@ def restore_random(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    """Return the random states of Python, NumPy, PyTorch and, on a GPU, of the CUDA device."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -279,12 +248,7 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 def _shared(experiment: Experiment) -> dict[str, Any]:
     """Return the stateful objects that are replicated or sharded over the processes, by name."""
-    parts = {
-        "model": experiment.model,
-        "optimizer": experiment.optimizer,
-        "scheduler": experiment.scheduler,
-        "scaler": experiment.scaler,
-    }
+    parts = {name: getattr(experiment, name) for name in ("model", "optimizer", "scheduler", "scaler")}
     return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -294,5 +258,4 @@ def _own(experiment: Experiment) -> dict[str, Any]:
 
 
 def _unsaved_buffers(model: nn.Module, saved: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the names and tensors of buffers that are not in the state dict of the model."""
     return [(name, buffer) for name, buffer in model.named_buffers() if name not in saved]

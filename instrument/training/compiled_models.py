@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config.experiment import CompileConfig
 from ..config.mode_checks import graph_obstacle, graph_problems
-from ..errors import ConfigError
+from ..errors import raise_problems
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
 
@@ -36,14 +36,12 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
         return None
     if any(_is_full_graph(part) for part in compiled):
         fix = "compile the model with fullgraph=False"
-        if problems := [each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)]:
-            raise ConfigError(*problems)
+        raise_problems([each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)])
     torch.compiler.reset()
     return f"the model was already compiled; it is compiled again: {place_of_hooks(plan)}"
 
 
 def _is_full_graph(part: nn.Module) -> bool:
-    """Return whether a part is compiled with `fullgraph=True`, by `torch.compile(part)` or by `part.compile()`."""
     context = getattr(part, "dynamo_ctx", None)
     if context is None:  # `part.compile()` keeps the context in the closure of the compiled call only
         context = inspect.getclosurevars(part._compiled_call_impl).nonlocals.get("self")  # type: ignore[arg-type]
@@ -87,6 +85,5 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
 
 
 def _graph_breaks() -> Counter[str]:
-    """Return the number of graph breaks in this process, by the reason that the compiler reports."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.run_changes import Request, Settings, parse_changes
@@ -16,37 +17,33 @@ from .schedulers import LearningRateScale
 SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
 
 
+@dataclass
 class Control:
     """Makes the changes that messages request. With several processes, rank 0 reads them and all follow.
 
     Args:
         settings: The settings of the run at its start.
         lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.
-        processes: The processes of the run. Default: a single one.
         repeated: The changes of another run to repeat, each with the number of completed steps, in order. Default: those
             of the run itself, if it is resumed.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Settings,
-        probe: Probe,
-        *,
-        lr_scale: LearningRateScale | None = None,
-        processes: Processes | None = None,
-        repeated: Sequence[tuple[int, Sequence[str]]] | None = None,
-    ) -> None:
-        self.settings = settings
-        self.probe = probe
-        self.lr_scale = lr_scale
-        self.processes = processes
-        self._folder = ControlFolder(folder)
+    folder: Path
+    settings: Settings
+    probe: Probe
+    lr_scale: LearningRateScale | None = None
+    processes: Processes | None = None
+    repeated: Sequence[tuple[int, Sequence[str]]] | None = None
+
+    def __post_init__(self) -> None:
+        probe = self.probe
+        self._is_rank_zero = self.processes is None or self.processes.is_rank_zero
+        self._folder = ControlFolder(self.folder)
         self._reported: set[str] = set()
         self._is_closed = False  # whether messages are not read any more
         is_resumed = probe.step > 0
-        logged = (self._folder.recorded() if is_resumed else []) if repeated is None else repeated
-        self._logged: list[tuple[int, Sequence[str]]] = list(logged)
+        own = self._folder.recorded() if is_resumed else []
+        self._logged: list[tuple[int, Sequence[str]]] = [*(own if self.repeated is None else self.repeated)]
         if self._is_rank_zero:
             with suppress(MessageError, OSError):  # reported at the end of the first step
                 if not is_resumed:
@@ -55,10 +52,6 @@ class Control:
                     self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
         while self._logged and self._logged[0][0] <= probe.step:
             self._make(parse_changes(self._logged.pop(0)[1], self.settings))
-
-    @property
-    def _is_rank_zero(self) -> bool:
-        return self.processes is None or self.processes.is_rank_zero
 
     def end_step(self) -> bool:
         """Make the changes that are requested or, after a resume or in a replay, that were made at this step.
@@ -78,7 +71,6 @@ class Control:
         return "checkpoint" in commands
 
     def _new_requests(self) -> list[Request]:
-        """Read, log and answer the new messages."""
         requests: list[Request] = []
         step = self.probe.step
         try:

@@ -48,30 +48,27 @@ class Data:
 
 
 def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
-    """Load the slices.
-
-    Args:
-        evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
+    """Load the slices; that for evaluation only if the run has evaluations.
 
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
             exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
             combined with options that require a length.
     """
-    target, fallback = config.dataset, None
+    fallback = None
+    targets = [config.dataset] if config.fallback is None else [config.dataset, DIGITS_AS_MNIST]
     slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
-    try:
-        loaded = [load_split(target, which.split, where) for where, which in slices.items()]
-    except DatasetMissingError as missing:
-        if config.fallback is None:
-            raise _missing_dataset(target, missing) from None
-        name = target.target.rpartition(".")[2]
-        fallback = f"{name} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
-        target = DIGITS_AS_MNIST
+    for target in targets:
         try:
             loaded = [load_split(target, which.split, where) for where, which in slices.items()]
-        except DatasetMissingError as missing_too:
-            raise _missing_dataset(target, missing_too) from None
+            break
+        except DatasetMissingError as missing:
+            if target is targets[-1]:
+                message = f"{target.target} is missing: {missing}"
+                message += "" if missing.fix else f". Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
+                raise ConfigError(Problem("data.dataset", message, fix=missing.fix)) from None
+            name = target.target.rpartition(".")[2]
+            fallback = f"{name} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
     chosen, *evaluated = (
         _slice(dataset, which, where) for (dataset, _), (where, which) in zip(loaded, slices.items(), strict=True)
     )
@@ -139,14 +136,7 @@ def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None
 
 
 def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> LoaderOptions:
-    """Return how batches are loaded.
-
-    Args:
-        pins_memory: Whether the device reads pinned memory.
-
-    Raises:
-        ConfigError: `collate_fn` does not exist or cannot be built.
-    """
+    """Return how batches are loaded. `pins_memory`: whether the device reads pinned memory."""
     options = LoaderOptions(num_workers=config.num_workers, pin_memory=config.pin_memory and pins_memory, seed=seed)
     if config.collate_fn is None:
         return options
@@ -154,11 +144,7 @@ def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> Loade
 
 
 def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
-    """Build a sampler from its target, which is called with the dataset slice.
-
-    Raises:
-        ConfigError: The target does not exist or raises an exception, or its result is not a sampler of indices.
-    """
+    """Build a sampler from its target, which is called with the dataset slice. Raise a ConfigError unless it gives indices."""
     with preserved_random_states():
         sampler = build(target, "data.sampler", dataset)
     message = ""
@@ -181,7 +167,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
     does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
 
     Args:
-        split: The split of the slice; None if the configuration names none.
         where: The key of the slice: `data.slice` or `data.eval_slice`.
 
     Returns:
@@ -212,7 +197,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
 
 
 def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
-    """Build the dataset with the first split that it accepts."""
     refusals: list[ConfigError] = []
     for name in names:
         try:
@@ -228,13 +212,6 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
     reason = refusals[0].problems[0].message.partition("could not be built: ")[2]
     message = f"{target.target} does not accept {listed} ({reason})"
     raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
-
-
-def _missing_dataset(target: Target, missing: DatasetMissingError) -> ConfigError:
-    message = f"{target.target} is missing: {missing}"
-    if not missing.fix:
-        message += f". Do one of the following:\n{FIXES_OF_MISSING_DATASET}"
-    return ConfigError(Problem("data.dataset", message, fix=missing.fix))
 
 
 def _build(target: Target, **split: Any) -> Dataset[Any]:
@@ -266,16 +243,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
-    """Return the indices of the samples in a slice.
+    """Return the indices of the samples in a slice; at least one.
 
     The fields of the slice apply in this order: `classes`, `shuffle`, `indices` or `start`/`stop`/`stride`,
     `per_class`.
-
-    Args:
-        where: The configuration key of the slice, for error messages.
-
-    Returns:
-        Indices into the dataset; at least one.
 
     Raises:
         ConfigError: The slice is empty, an index is out of range, or the dataset has no integer classes.

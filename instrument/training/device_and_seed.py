@@ -19,10 +19,8 @@ GPUS = ("cuda", "mps", "xpu")
 def choose_device(name: str) -> torch.device:
     """Return the device of this process.
 
-    Args:
-        name: `auto`, `cpu`, `cuda`, `mps` or `xpu`. `auto` selects the CUDA GPU if one is available. If the
-            environment variable `LOCAL_RANK` is set, as by torchrun, it selects the GPU: `LOCAL_RANK` modulo the number
-            of GPUs.
+    `auto` selects the CUDA GPU if one is available. If the environment variable `LOCAL_RANK` is set, as by torchrun, it
+    selects the GPU: `LOCAL_RANK` modulo the number of GPUs.
 
     Raises:
         ConfigError: The device is not available.
@@ -51,10 +49,6 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
     """Seed the random generators inside the block, and restore the global state of the process afterwards.
 
     The state is restored because the jobs of a sweep run in the same process.
-
-    Args:
-        seed: The seed of Python, NumPy and PyTorch.
-        deterministic: Whether to enable `torch.use_deterministic_algorithms`.
     """
     algorithms = torch.are_deterministic_algorithms_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")

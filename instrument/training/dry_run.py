@@ -33,7 +33,6 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..hooks.hook_timer import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
-from ..probe.probe import Probe
 from ..storage.blocks import ALIGNMENT
 from ..storage.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES, ParquetSink
 from ..storage.parts import part_files
@@ -87,11 +86,9 @@ def _failure(where: str, message: str, error: Exception) -> Problem:
 
 
 def _load_batches(experiment: Experiment) -> tuple[list[list[LoadedBatch]], float]:
-    """Load the micro-batches of the first steps: of several steps if they are few, of at least one step.
+    """Load the micro-batches of the first steps, of at least one. Return them, and the seconds to load those of one step.
 
-    Returns:
-        The micro-batches of each step, and the time to load those of one step, in seconds. Training waits for this
-        time.
+    Training waits for this time.
     """
     groups: list[list[LoadedBatch]] = []
     durations: list[float] = []
@@ -109,8 +106,7 @@ def _load_batches(experiment: Experiment) -> tuple[list[list[LoadedBatch]], floa
 def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedBatch]], seconds: float) -> list[float]:
     """Return the durations of steps without hooks, in seconds. The first step is omitted, because it allocates memory.
 
-    Args:
-        seconds: The duration of the measurement. It ends earlier after `MAX_REPEATS` steps.
+    The measurement takes so many seconds, or `MAX_REPEATS` steps.
     """
     experiment.model.train(experiment.config.mode == "train")
     durations: list[float] = []
@@ -127,7 +123,6 @@ def _measure_baseline(experiment: Experiment, batches: Sequence[Sequence[LoadedB
 def _run_step(
     experiment: Experiment, observer: StepObserver, batches: Sequence[LoadedBatch]
 ) -> Mapping[str, float | None]:
-    """Execute one step of the mode of the run, and return its metrics."""
     if experiment.config.mode == "train":
         return train_step(experiment, observer, batches)
     return forward_step(experiment, observer, batches[0])[0]
@@ -138,10 +133,8 @@ class _Step:
     """The measurements of one step, or of one batch of an evaluation, with hooks.
 
     Attributes:
-        phase: `train`, `forward`, `eval` or `probe`.
         rows: The number of written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        hook_seconds: The time spent in hooks, from the hook timer, in seconds.
         action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
         kept_bytes: By spec with `keep`, the memory of the tensors of the step.
     """
@@ -183,7 +176,7 @@ class _CountingSink(ParquetSink):
 
 
 class _Profile:
-    """Measures steps and evaluations with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
+    """Measures the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
     Attributes:
         warm_steps: The measurements for durations.
@@ -200,15 +193,7 @@ class _Profile:
         }
         experiment.archive.substitutes_samples = True
         self.sink = _CountingSink(folder, config.sink.tensors)
-        self._probe = Probe(
-            experiment.plan,
-            self.sink,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=config.seed,
-            archive=experiment.archive,
-            print_line=lambda line: None,
-        )
+        self._probe = experiment.probe(self.sink, archive=experiment.archive, print_line=lambda line: None)
         for attached in self._probe.attached_hooks:
             if isinstance(attached.action, CallFunction):  # its function has effects that a plan must not have
                 attached.action.function = check_random_state(lambda tensor, context: None)
@@ -238,7 +223,6 @@ class _Profile:
         self.warm_steps = self.steps[len(self.steps) // passes :] or self.steps
 
     def _measure(self, step: int, phase: str) -> _Step:
-        """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""
         self.sink.current = measured = _Step(step, phase)
         self._probe.set_step(step)
         self._timer.reset()
@@ -268,26 +252,25 @@ def _forecast(
     experiment: Experiment, profile: _Profile, baseline: Sequence[float], loading: float, folder: Path
 ) -> Forecast:
     plan, length = experiment.plan, experiment.length
-    firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
-    # By spec: rows per micro-step, or per step for kinds that act once per step, and those of them with tensors.
-    rows: dict[str, int] = {}
-    tensor_rows: dict[str, int] = {}
-    memory: dict[str, int] = {}  # By spec: bytes of the tensors that it keeps.
+    cost: dict[str, Cost] = {}
     expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
     for name, spec in plan.specs.items():
-        due = firings[name]
+        due = firings_of(spec, length)
         measured = [each for each in profile.steps if each.phase == spec.phase and each.step in due.steps]
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
         tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
-        rows[name] = tensor_rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
+        rows = tensor_rows = (
+            len(tensors) // max(1, len(measured)) // micro_steps
+        )  # per step for kinds that act once in it
         expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
             count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
             expected[table][name] = count * due.times
-            rows[name] += count
+            rows += count
         kept_steps = spec.keep or 0 if isinstance(spec, RecordSpec) else 0
-        memory[name] = kept_steps * max((each.kept_bytes.get(name, 0) for each in profile.steps), default=0)
+        memory = kept_steps * max((each.kept_bytes.get(name, 0) for each in profile.steps), default=0)
+        cost[name] = Cost(len(due.steps), rows * due.times, 0, 0.0, memory, tensor_rows * due.times)
     every = experiment.config.train.checkpoint.every
     checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
     amounts = {table: [1] * profile.sink.rows[table] for table in TABLES_OF_ROWS}
@@ -298,18 +281,9 @@ def _forecast(
     ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
-    cost = {
-        name: Cost(
-            len(due.steps),
-            rows[name] * due.times,
-            round(sum(sizes[name] for sizes in tables)),
-            seconds.get(name, 0.0),
-            memory[name],
-            tensor_rows[name] * due.times,
-            round(tables[0][name]),
-        )
-        for name, due in firings.items()
-    }
+    for name, counted in cost.items():
+        size, tensor_size = round(sum(sizes[name] for sizes in tables)), round(tables[0][name])
+        cost[name] = replace(counted, bytes=size, seconds=seconds.get(name, 0.0), tensor_bytes=tensor_size)
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
     return Forecast(cost, without, without + fixed + added)
@@ -354,16 +328,12 @@ def _usual(measured: Sequence[_Step]) -> _Step:
 def _bytes_on_disk(
     folder: Path, table: Table, amounts: Sequence[int], expected: Mapping[str, float], least_parts: float
 ) -> dict[str, float]:
-    """Estimate the size of a table on disk.
+    """Estimate the size of a table on disk, in bytes by spec, from the rows in the folder of the dry run, with a closed sink.
 
     Args:
-        folder: The folder of the dry run, with a closed sink.
         amounts: The amount of data in each row of the folder: 1, or bytes for rows of different size.
         expected: By spec, the amount of data in the rows of the run.
         least_parts: The minimum number of parts. Each checkpoint closes a part.
-
-    Returns:
-        Bytes by spec.
     """
     total = sum(expected.values())
     if not total:

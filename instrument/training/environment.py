@@ -48,13 +48,9 @@ def _processor() -> str:
 
 
 def code_hashes(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first 16 hexadecimal digits of the SHA-256 of each file with custom code.
+    """Return the first 16 hexadecimal digits of the SHA-256 of each file with custom code, by name of the module.
 
-    Args:
-        config: The composed configuration. Its targets are imported already.
-
-    Returns:
-        The hashes by name of the module. Installed packages are left out: they have versions.
+    Its targets are imported already. Installed packages are left out: they have versions.
     """
     installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     targets = (value.get("_target_") for _, value in nested_values(config, "") if isinstance(value, Mapping))
@@ -74,10 +70,8 @@ def code_hashes(config: Mapping[str, Any]) -> dict[str, str]:
 def content_hash(dataset: Dataset[Any] | None) -> str | None:
     """Return the first 16 hexadecimal digits of the SHA-256 of some samples of a slice.
 
-    Random numbers of a transform are the same in each call, and the random states are restored.
-
-    Returns:
-        The hash; None for a slice that is iterable or missing, or whose samples cannot be hashed.
+    Random numbers of a transform are the same in each call, and the random states are restored. None for a slice that is iterable
+    or missing, or whose samples cannot be hashed.
     """
     if not isinstance(dataset, Slice):
         return None
@@ -94,7 +88,6 @@ def content_hash(dataset: Dataset[Any] | None) -> str | None:
 
 
 def _add(digest: hashlib._Hash, value: Any) -> None:
-    """Add a value of a sample, and its type, to a hash."""
     digest.update(f"{type(value).__qualname__}(".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()

@@ -21,7 +21,7 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import RunConfig
 from ..config.record import RecordSpec
 from ..config.schedule import Evaluations
-from ..errors import ConfigError, Problem, user_code_location
+from ..errors import ConfigError, Problem, raise_problems, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import argument_names, build
 from ..plan.cost import Length
@@ -29,8 +29,10 @@ from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
+from ..probe.probe import Probe
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
+from ..tables.sink_interface import Sink
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.model_output import (
     Forward,
@@ -76,16 +78,11 @@ class Experiment:
 
     Attributes:
         eval_loader: The batches of an evaluation; None in `mode: forward`.
-        probe_batch: The probe batch; None without one.
-        model: The model on its device, after the changes of the `apply` section.
         uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
-        strategy: How one or several processes train the model.
         called_model: The model that the task calls: `model`, or its compiled version.
         train_module: The module that computes outcome and loss of a batch, see `Forward`; with several processes, its
             wrapper that reduces the gradients.
-        inferred_by_phase: The result of shape inference for each phase of the run.
-        archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
         output_notice: Which of several outputs of the model the loss uses; None if this is clear.
         lr_scale: The factor of the learning rates, which can change during the training.
@@ -115,7 +112,6 @@ class Experiment:
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context of forward passes."""
         return _autocast(self.config.train.precision, self.device)
 
     def batch_with_targets(self, batch: Any) -> Any:
@@ -129,18 +125,18 @@ class Experiment:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the run."""
         return self.batches.steps
+
+    def probe(self, sink: Sink, **options: Any) -> Probe:
+        """Return a probe with the hooks of the run; further arguments are those of `Probe`."""
+        seed = self.config.seed
+        return Probe(self.plan, sink, optimizer=self.optimizers, scaler=self.scaler, seed=seed, **options)
 
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
-    """Build an experiment from its configuration, and check it.
+    """Build an experiment from its configuration, and check it. With several processes, all of them call this function.
 
     Shape inference runs one forward pass per phase. It restores the state of the model and the random states.
-
-    Args:
-        strategy: How several processes train the model; all of them call this function. Default: None, a single
-            process.
 
     Raises:
         ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
@@ -148,8 +144,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             trainable parameter, except in `mode: forward`.
     """
     strategy = strategy or Strategy(config.train.parallel)
-    if problems := strategy.config_problems(config):
-        raise ConfigError(*problems)
+    raise_problems(strategy.config_problems(config))
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     _check_loss(config, task)
@@ -236,7 +231,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
 
 
 def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
-    """Check that the hooks record what the rules read, and that the run is long enough for the rules."""
     records = [spec for spec in plan.specs.values() if isinstance(spec, RecordSpec)]
     records_tensors = any(spec.tensors and spec.keep is None for spec in records)
     evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
@@ -251,7 +245,6 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
 
 
 def _check_loss(config: RunConfig, task: Task) -> None:
-    """Check that a task without a loss is not used for a training or for gradients of a loss."""
     if not isinstance(task, ForwardOnly | Generate):
         return
     if config.mode == "train":
@@ -323,7 +316,6 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | Non
 
 
 def _output_unit(config: RunConfig) -> OutputUnit | None:
-    """Return the part of the output whose gradients are computed; None for those of the loss."""
     of = config.forward.of if config.mode == "forward" else None
     return None if of is None else OutputUnit(of)
 
@@ -390,7 +382,6 @@ def _infer_shapes(
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
-    """Return the autocast context of a precision: `fp32` (disabled), `fp16` or `bf16`."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
 
@@ -440,7 +431,6 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
 
 
 def _uses_closure(config: RunConfig, optimizer: Optimizer, strategy: Strategy) -> bool:
-    """Return whether the step of an optimizer requires a closure, and check that the training supports that."""
     if not requires_closure(optimizer):
         return False
     what = f"the step of {type(optimizer).__name__} requires a closure"

@@ -32,8 +32,7 @@ def run_forward(
     """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
 
     Args:
-        on_progress: Called after each batch.
-        on_step_end, last: As for `train`, with the sums over the batches so far, or before a resume.
+        on_progress, on_step_end, last: As for `train`, with the sums over the batches so far, or before a resume.
 
     Returns:
         The metrics of the run: the mean `loss` and `accuracy` over all samples or terms, the `seconds` of all batches,
@@ -63,12 +62,7 @@ def run_forward(
 def forward_step(
     experiment: Experiment, observer: StepObserver, loaded: LoadedBatch, scale: float = 1.0
 ) -> tuple[Mapping[str, float | None], Mapping[str, Tensor | float]]:
-    """Run the model on one batch, with `forward.grad` also its backward pass.
-
-    Args:
-        experiment: The experiment. Its model is in eval mode.
-        observer: The probe, or `NoHooks`.
-        scale: A factor of the inputs, with `forward.grad`.
+    """Run the model, which is in eval mode, on one batch; with `forward.grad` also its backward pass, with inputs times `scale`.
 
     Returns:
         The metrics of the step, as the observer returned them, and the weight of each metric over all processes: the number of
@@ -105,7 +99,6 @@ class _Sums(Mapping[str, "float | None"]):
         self._pending: tuple[Mapping[str, float | None], Mapping[str, Tensor | float], int] | None = None
 
     def add(self, row: Mapping[str, float | None], weights: Mapping[str, Tensor | float], samples: int) -> None:
-        """Add a batch."""
         self._read_pending()
         self._pending = (row, weights, samples)
 
@@ -128,7 +121,6 @@ class _Sums(Mapping[str, "float | None"]):
         self._sums[name] = None if so_far is None or value is None else so_far + value
 
     def means(self) -> dict[str, float | None]:
-        """Return the metrics of all batches."""
         means: dict[str, float | None] = {}
         for name in (key.removeprefix(WEIGHT) for key in self if key.startswith(WEIGHT)):
             total, weight = self[name], 1.0 if name == "loss" and self._adds_losses else self[f"{WEIGHT}{name}"]

@@ -87,13 +87,7 @@ class HookTrials:
     def on_batch(
         self, phase: str, batch: LoadedBatch, *, is_first: bool, targets: Tensor | None = None
     ) -> Iterator[None]:
-        """Run hooks in the forward pass of a block.
-
-        Args:
-            is_first: Whether it is the first batch of shape inference, on which all hooks of the phase run. On another batch, those
-                run that are scheduled for its size.
-            targets: The targets of the samples. Default: None, unknown.
-        """
+        """Run hooks in the forward pass of a block: on the first batch all of the phase, on another one those scheduled for its size."""
         self._samples, self._is_first = batch.samples, is_first
         for attached in self._hooks:
             spec = attached.site.spec
@@ -117,12 +111,7 @@ class HookTrials:
             self._done.clear()
 
     def on_tensors(self, module: nn.Module, role: str, value: Any) -> None:
-        """Run the hooks at a module on its input or output tensors.
-
-        Args:
-            role: `input` or `output`.
-            value: The input or output: a tensor, or nested tensors.
-        """
+        """Run the hooks at a module on its `input` or `output`."""
         for attached in self._at.get(id(module), ()):
             site = attached.site
             definition = site.spec.definition
@@ -134,18 +123,13 @@ class HookTrials:
                 self._run(attached, value)
 
     def on_function(self, site: Site, role: str, value: Any) -> None:
-        """Run the hooks at a site of a function kind on the tensors of one call of a torch function.
-
-        Args:
-            role: `input`, `output`, `attention` or `scores`.
-        """
+        """Run the hooks at a site of a function kind on the `input`, `output`, `attention` or `scores` of one call of a torch function."""
         of_site = "output" if site.spec.tensor_role == "grad_output" else site.spec.tensor_role
         for attached in self._at.get(id(site.layer.module), ()):
             if attached.site is site and attached in self._active and current_transform() is None and role == of_site:
                 self._run(attached, value)
 
     def on_loss(self, loss: Tensor) -> None:
-        """Run the hooks of kind `loss`."""
         for attached in self._active:
             if attached.site.spec.kind == "loss" and unreadable(loss) is None:
                 self._run_on(attached, "", loss)
@@ -248,7 +232,6 @@ def _runs_in_trials(spec: HookSpec) -> bool:
 
 
 def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
-    """Return whether a spec inserts tensors of another run."""
     return isinstance(spec, RecordedSpec) and spec.run is not None
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..formatting import shorten
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
 from ..values.dtensor import join_shards
@@ -28,11 +28,7 @@ MAX_NAMES = 8  # maximum number of names in a message
 class InitialWeights:
     """The weights in a file, or in the folder of a run.
 
-    Args:
-        strict: Whether missing and unexpected names are errors.
-
     Attributes:
-        is_of_run: Whether the path is the folder of a run.
         sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
         changed: The names of the loaded tensors that `apply` changed or removed. Set by `compare`.
         missing: The names in the model without a value, with `strict: false`.
@@ -64,13 +60,7 @@ class InitialWeights:
         self.sha256 = digest.hexdigest()
 
     def load(self, model: nn.Module) -> None:
-        """Load the weights into a model.
-
-        Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`).
-
-        Raises:
-            ConfigError: Names are missing or unexpected, no name matches, or a shape differs.
-        """
+        """Load the weights into a model. Names are compared without the prefixes of wrappers (`module.`, `_orig_mod.`)."""
         own = model.state_dict()
         by_plain_name = {_plain_name(name): name for name in own}
         self._state = {
@@ -94,8 +84,7 @@ class InitialWeights:
             problems += _name_problems("the state dict has names that the model lacks", unexpected, missing)
         else:
             self.missing, self.unexpected = missing, unexpected
-        if problems:
-            raise ConfigError(*problems)
+        raise_problems(problems)
 
     def compare(self, model: nn.Module) -> None:
         """Find the loaded tensors that are not in a model any more, and release them."""
@@ -118,7 +107,6 @@ class InitialWeights:
         return "; ".join(text.format(shorten(names, MAX_NAMES)) for text, names in texts.items() if names) or None
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry `init_from` of run.json."""
         names = ("path", "sha256", "tensors", "changed", "missing", "unexpected")
         return {name: getattr(self, name) for name in names}
 
@@ -139,7 +127,6 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def _state_dict(file: Path) -> Mapping[str, Any] | None:
-    """Return the state dict in a file; None for a checkpoint without weights."""
     content = _content(file)
     if isinstance(content, Mapping):
         if "version" in content and "batches" in content and "model" not in content:
@@ -175,7 +162,6 @@ def _content(file: Path) -> Any:
 
 
 def _plain_name(name: str) -> str:
-    """Return a name without the segments of wrappers."""
     segments = [segment for segment in name.split(".") if segment != "_orig_mod"]
     while segments[:1] == ["module"] and len(segments) > 1:
         segments = segments[1:]
@@ -196,7 +182,6 @@ def _address(tensor: Any) -> object:
 
 
 def _is_in(own: Any, value: Tensor) -> bool:
-    """Return whether the model has this value, in the dtype of its tensor."""
     if not isinstance(own, Tensor) or own.shape != value.shape:
         return False
     kept, loaded = own.cpu(), value.to(own.dtype)

@@ -34,7 +34,6 @@ class BatchShard:
     size: int = 1
 
     def indices_of(self, batch: range) -> range:
-        """Return the contiguous part of a batch that belongs to this process."""
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 
@@ -43,14 +42,7 @@ FULL_BATCH = BatchShard()
 
 
 def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str) -> None:
-    """Check that every process receives at least one sample of every batch.
-
-    Args:
-        batch_size: Number of samples in a full batch, over all processes.
-
-    Raises:
-        ConfigError: A batch has fewer samples than there are processes.
-    """
+    """Raise a ConfigError unless every process receives at least one sample of every batch."""
     last = length % batch_size or batch_size
     if batch_size < shard.size:
         message = f"every batch requires at least one sample for each of the {shard.size} processes"
@@ -62,12 +54,7 @@ def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str
 
 
 class LoadedBatch(NamedTuple):
-    """A batch from the loader.
-
-    Attributes:
-        indices: Their indices in the complete dataset, or in the stream.
-        total: The number of samples of all processes.
-    """
+    """A batch from the loader. `indices`: in the complete dataset, or in the stream. `total`: the samples of all processes."""
 
     batch: Any
     indices: list[int]
@@ -75,7 +62,6 @@ class LoadedBatch(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """The number of samples of this process."""
         return len(self.indices)
 
 
@@ -89,12 +75,7 @@ class Slice(Subset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """A slice of an iterable dataset, whose length is unknown.
-
-    Args:
-        dataset: The dataset. Each `iter(dataset)` starts from the beginning.
-        stop: The index after the last sample; None for all samples.
-    """
+    """A slice of an iterable dataset, whose length is unknown. Each `iter(dataset)` has to start from the beginning."""
 
     def __init__(self, dataset: Iterable[Any], start: int, stop: int | None) -> None:
         self.dataset = dataset
@@ -106,14 +87,7 @@ class Stream(IterableDataset[Any]):
 
 
 def lists(items: Sequence[Sequence[Any]]) -> tuple[list[Any], ...]:
-    """Collate samples whose tensors differ in shape, such as images with boxes: return a list per field.
-
-    Args:
-        items: The samples of a batch, tuples of the same length.
-
-    Returns:
-        For each field of the samples, the list of its values.
-    """
+    """Collate samples whose tensors differ in shape, such as images with boxes: return for each field the list of its values."""
     return tuple(list(field) for field in zip(*items, strict=True))
 
 
@@ -124,14 +98,7 @@ def unchanged(items: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches are loaded.
-
-    Attributes:
-        collate_fn: Joins a list of samples into a batch. Default: PyTorch's `default_collate`.
-        num_workers: The number of worker processes. Default: 0, this process.
-        pin_memory: Whether batches are copied to pinned memory. Default: False.
-        seed: The seed of the run. Default: 0.
-    """
+    """How batches are loaded. `collate_fn` joins a list of samples into a batch."""
 
     collate_fn: Callable[[list[Any]], Any] = default_collate
     num_workers: int = 0
@@ -155,7 +122,6 @@ class Loader:
         dataset: A dataset with a length and items, or a `Stream`.
         batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
             batch of a stream is left out if it has fewer samples than there are processes.
-        shard: The part of each batch that this process gets. Default: the full batch.
     """
 
     dataset: Dataset[Any]
@@ -177,13 +143,11 @@ class Loader:
         return self.batch_size if self.dataset.stop is None else self.dataset.stop - self.dataset.start
 
     def load(self, name: str, order: Sequence[int] | None = None, skip: int = 0) -> Iterator[LoadedBatch]:
-        """Load the batches of one pass over the dataset.
+        """Load the batches of one pass over the dataset, without the first ones.
 
         Args:
             name: The name of the pass. It determines random numbers that the dataset draws.
-            order: The indices of the samples. Default: None, all samples in the order of the dataset. A stream has
-                no other order.
-            skip: The number of batches to leave out at the beginning. Default: 0.
+            order: The indices of the samples. Default: None, the order of the dataset, the only one of a stream.
         """
         workers = self.options.num_workers
         is_stream = isinstance(self.dataset, Stream)
@@ -210,7 +174,6 @@ class Loader:
                 batches._shutdown_workers()  # type: ignore[attr-defined]
 
     def _keys(self, name: str, order: Sequence[int] | None, skip: int) -> Iterator[_Key]:
-        """Yield the seed and the indices of each batch."""
         if order is None:
             order = range(len(self.dataset))  # type: ignore[arg-type]
         for index in range(skip, -(-len(order) // self.batch_size)):
@@ -220,14 +183,11 @@ class Loader:
             yield _Key(self.seed_of(name, index), own, len(batch))
 
     def seed_of(self, name: str, index: int) -> int:
-        """Return the seed of the random states for one batch of this process."""
         key = repr((self.options.seed, name, index, self.shard.rank))
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
 
 
 class _Key(NamedTuple):
-    """What a worker needs to load a batch: seed, indices of the samples, number of samples of all processes."""
-
     seed: int
     indices: list[int]
     total: int
@@ -257,8 +217,6 @@ class _IndexedBatches(Dataset[LoadedBatch]):
 
 
 class _StreamBatches(IterableDataset[LoadedBatch]):
-    """The batches of a stream, without the first `skip` batches."""
-
     def __init__(self, loader: Loader, name: str, skip: int) -> None:
         self.loader = loader
         self.name = name
@@ -287,8 +245,6 @@ class Batches:
     beginning.
 
     Args:
-        config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
-        shard: The part of each batch that this process gets. Default: the full batch.
         sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
             the seed and the epoch. Default: None, all samples in random order.
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
@@ -297,7 +253,6 @@ class Batches:
     Attributes:
         length: The number of samples per epoch. The length of a stream is unknown: in a training, its samples are assumed to
             last for all steps, and in `mode: forward` up to the end of the slice.
-        micro_batches_per_epoch: The number of micro-batches per epoch.
         stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
 
     Raises:
@@ -387,7 +342,6 @@ class Batches:
         return [*map(operator.index, order)]
 
     def _groups_of_epoch(self) -> Iterator[list[LoadedBatch]]:
-        """Yield the micro-batches of each remaining step in this epoch."""
         self._before_epoch = self._generator.get_state()
         group: list[LoadedBatch] = []
         for loaded in self._loader.load(f"epoch {self._epoch}", self._order_of_epoch(), self._taken):
@@ -427,19 +381,12 @@ class Batches:
         return {"done": self._done, "epoch": self._epoch, "taken": self._taken, "generator": self._before_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned."""
         self._done, self._epoch, self._taken = state["done"], state["epoch"], state["taken"]
         self._generator.set_state(state["generator"])
 
 
 def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None = None) -> list[int]:
-    """Return the number of samples in each batch of a dataset, summed over all processes.
-
-    Args:
-        batch_size: The number of samples per batch. The last batch may be smaller.
-        first: The index of the first batch in the result. Default: 0.
-        stop: The index after the last batch in the result. Default: None, all remaining batches.
-    """
+    """Return the number of samples in each batch of a dataset from `first` to `stop`, summed over all processes."""
     return [min(batch_size, length - start) for start in range(0, length, batch_size)[first:stop]]
 
 
@@ -450,16 +397,7 @@ def first_batch(
     options: LoaderOptions = DEFAULT_OPTIONS,
     where: str = "data.slice",
 ) -> LoadedBatch:
-    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
-
-    Args:
-        batch_size: The number of samples per batch, over all processes.
-        shard: The part of the batch that this process gets. Default: the full batch.
-        where: The configuration key of the slice, for error messages. Default: `data.slice`.
-
-    Raises:
-        ConfigError: The samples cannot be loaded or collated, or a stream has no samples.
-    """
+    """Load a batch of the first samples of the dataset, for shape inference. No worker process is started."""
     loader = Loader(dataset, batch_size, shard, replace(options, num_workers=0))
     try:
         loaded = next(loader.load("first batch"), None)
@@ -494,7 +432,6 @@ class PhaseBatches:
         load: Called with a number of samples, over all processes; returns a batch with the first samples.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
         ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-        split: The split of the dataset; None if it has none.
     """
 
     first: LoadedBatch

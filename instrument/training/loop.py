@@ -33,8 +33,6 @@ class Progress:
 
     Attributes:
         step: The number of completed steps.
-        steps: The number of steps of the run.
-        metrics: The metrics of the step or evaluation, such as loss and accuracy. Missing values are None.
         rows: The number of rows recorded so far.
         phase: `train`; `eval` for an evaluation; `forward` in mode: forward.
         overhead: The relative overhead of hooks per step; 0.05 means 5%. None if it was not measured.
@@ -53,7 +51,6 @@ class Progress:
 def progress_reporter(
     experiment: Experiment, probe: Probe, on_progress: Callable[[Progress], None]
 ) -> Callable[[Mapping[str, float | None], str], None]:
-    """Return a function that reports the progress of a run, given the metrics and the phase of a step or evaluation."""
     earlier_warnings = len(probe.warnings)
 
     def report(metrics: Mapping[str, float | None], phase: str) -> None:
@@ -77,8 +74,8 @@ def train(
     Args:
         on_progress: Called after each step and each evaluation.
         on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
-            Checkpoints are saved here. Default: None.
-        last: The metrics of the last evaluation before a resume. Default: None.
+            Checkpoints are saved here.
+        last: The metrics of the last evaluation before a resume.
     """
     last = last or {}
     report = progress_reporter(experiment, probe, on_progress)
@@ -106,24 +103,17 @@ class NoHooks:
     """Takes the place of a `Probe` in steps without hooks."""
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss."""
         return loss
 
-    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+    def begin_micro_step(self, *_: Any) -> None:
         """Do nothing."""
+
+    write_generated = end_micro_step = begin_micro_step
 
     def in_micro_step(self, number: int, indices: Sequence[int], batch: Any) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Do nothing."""
         return nullcontext()
 
-    def write_generated(self, generated: Any) -> None:
-        """Do nothing."""
-
-    def end_micro_step(self) -> None:
-        """Do nothing."""
-
     def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
-        """Return the loss as a number."""
         return {"loss": None if loss is None else loss.item()}
 
 
@@ -149,9 +139,7 @@ def mean_over_processes(
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | float]]:
     """Return the metrics over the batches of all processes, and the weights of the accuracy and of the custom metrics.
 
-    Args:
-        outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
-        weights: The weight of each batch, see `batch_weight`.
+    All processes have the same number of batches and the same metrics. For the weights of the batches, see `batch_weights`.
 
     Returns:
         The loss (a mean, or the sum if the losses of the task are sums), the accuracy and the custom metrics by name: scalars; None
@@ -178,9 +166,6 @@ def train_step(
 
     An optimizer that requires a closure, such as LBFGS, computes the gradients several times. The loss, accuracy and gradient
     norm of the step are those of the first time, before the parameters change.
-
-    Args:
-        observer: The probe, or `NoHooks`.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     assert optimizer is not None, "mode: forward has no optimizer"
@@ -252,11 +237,7 @@ def _compute_gradients(
 
 @torch.no_grad()
 def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
-    """Evaluate the model in eval mode, without gradients. The mode of the model is restored.
-
-    Returns:
-        The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
-    """
+    """Evaluate the model in eval mode, without gradients, and return the metrics. The mode of the model is restored."""
     model = experiment.model
     assert experiment.eval_loader is not None, "mode: forward has no evaluations"
     started_at = time.perf_counter()
@@ -341,11 +322,7 @@ def _kept_state(experiment: Experiment) -> Iterator[None]:
 
 @own_collectives()
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
-    """Return the L2 norm of all gradients of a model as one vector.
-
-    Returns:
-        A scalar; None if no parameter has a gradient.
-    """
+    """Return the L2 norm of all gradients of a model as one vector: a scalar; None if no parameter has a gradient."""
     given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     gradients = [coalesce(each).values() if is_sparse(each) else each for each in given]  # sums duplicate indices
     if any(gradient.element_size() < 4 for gradient in gradients):  # Half precision has only three digits.

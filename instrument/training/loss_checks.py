@@ -36,10 +36,6 @@ def check_loss_of_parts(
     tasks whose number of terms is known or defined by the user, for losses that draw random numbers or do not exist
     in eval mode, and for custom code that fails for a part of a batch.
 
-    Args:
-        model: The model, on its device.
-        shard: The part of a batch that this process gets.
-
     Raises:
         ConfigError: The gradient would differ from that of one batch.
     """
@@ -77,7 +73,6 @@ def check_loss_of_parts(
 
 
 def _has_known_terms(task: Task) -> bool:
-    """Return whether the number of terms of a task is known, or defined by the user."""
     package = CountsTerms.__module__.rpartition(".")[0]
     if isinstance(task, CountsTerms) and not task.number_of_terms.__module__.startswith(package):
         return True

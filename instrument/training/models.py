@@ -192,12 +192,6 @@ class AttentionBlock(nn.Module):
 
     The position is only known to the queries and the keys: an embedding of it is added to their inputs, and not to the
     residual stream (Press et al. 2021, "Shortformer").
-
-    Args:
-        length: The maximum number of tokens per sequence.
-        width: The number of features per token.
-        heads: The number of attention heads.
-        head_size: The number of features of the queries, keys and values of a head.
     """
 
     def __init__(self, length: int, width: int, heads: int, head_size: int) -> None:

@@ -35,8 +35,6 @@ def bypass_compiler_in_methods() -> None:
 
 
 def _until_imported(wrapper: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
-    """Return a function that calls a method directly until the compiler is imported."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         if not compiler_imported():
             return method(*args, **kwargs)

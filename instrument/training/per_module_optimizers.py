@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,13 +37,11 @@ class PerModule(Optimizer):
         parameters_by_module = {
             name: [p for p in model.get_submodule(name).parameters() if p.requires_grad] for name in optimizers
         }
-        module_parameter_ids = [
-            id(parameter) for parameters in parameters_by_module.values() for parameter in parameters
-        ]
+        counts = Counter(id(parameter) for parameters in parameters_by_module.values() for parameter in parameters)
         for name, parameter in trained.items():
-            if module_parameter_ids.count(id(parameter)) != 1:
-                count = "several" if id(parameter) in module_parameter_ids else "none"
-                raise ValueError(f"parameter {name!r} belongs to {count} of the submodules {', '.join(optimizers)}")
+            if (count := counts[id(parameter)]) != 1:
+                how_many = "several" if count else "none"
+                raise ValueError(f"parameter {name!r} belongs to {how_many} of the submodules {', '.join(optimizers)}")
         super().__init__(list(trained.values()), {})
         self.parts = {name: make(parameters_by_module[name]) for name, make in optimizers.items()}
         for name, part in self.parts.items():
@@ -52,7 +51,6 @@ class PerModule(Optimizer):
         self._share_groups()
 
     def _share_groups(self) -> None:
-        """Use the parameter groups of the parts as the parameter groups of this optimizer."""
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

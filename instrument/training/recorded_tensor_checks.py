@@ -29,12 +29,7 @@ def recording_problems(
     inferred_by_phase: Mapping[str, InferredCalls],
     length: Length,
 ) -> dict[str, Problem]:
-    """Return the first problem of each spec that uses tensors of another run, by the name of the spec.
-
-    Args:
-        archive: Reads the tensors of other runs, which are opened already.
-        inferred_by_phase: The results of shape inference on the first batches.
-    """
+    """Return the first problem of each spec that uses tensors of another run, by the name of the spec."""
     problems = {}
     for name, spec in plan.specs.items():
         if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
@@ -48,7 +43,6 @@ def recording_problems(
 
 
 def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> dict[Place, tuple[int, ...]]:
-    """Return the locations of the tensors that a spec changes."""
     role, locations = spec.tensor_role, {}
     for site in plan.of(spec.name):
         if spec.definition.family != "module":
@@ -66,7 +60,6 @@ def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> d
 
 
 def _recorded_rows(spec: RecordedSpec, archive: RunArchive) -> pd.DataFrame:
-    """Return the index of the recorded tensors that a spec may refer to, in any phase."""
     assert spec.run is not None, "only tensors of another run are looked up"
     rows = archive.index(spec.run)
     rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
@@ -164,7 +157,6 @@ def _size_problems(
     batches: PhaseBatches,
     accumulate: int,
 ) -> Iterator[Problem]:
-    """Yield a problem if the batches of a step differ from those that were recorded at a location."""
     checked: set[tuple[int, tuple[int, ...]]] = set()
     for step, source in sources.items():
         here, there = tuple(batches.sizes(step)), recorded.get(source, ())

@@ -15,7 +15,6 @@ from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import RepeatedChanges, Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
-from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -51,11 +50,9 @@ class ReplaySource:
     Attributes:
         window: The steps in which the record hooks of the replay run.
         begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
-        changes: The changes that were made during the run.
         force: Whether a replay that cannot be expected to be exact is allowed.
         counterfactual: The interventions that differ from those of the run; empty for an exact replay.
         first_step: The first step at which one of them runs or is missing; None for an exact replay.
-        operators: Whether the replay records every operator in the window.
         notes: The decisive differences of a forced replay. Filled by `check`.
     """
 
@@ -72,7 +69,6 @@ class ReplaySource:
 
     @property
     def message(self) -> str:
-        """The text of the event at the begin of the replay."""
         start = f"its checkpoint after {self.begin} steps" if self.begin else "its start"
         text = f"repeats {self.folder} from {start}; hooks record {steps_text(self.window)}"
         if not self.counterfactual:
@@ -81,7 +77,6 @@ class ReplaySource:
         return f"{text}; a counterfactual from step {self.first_step} on, with other interventions: {names}"
 
     def entry(self) -> dict[str, Any]:
-        """Return the entry `replay` of run.json."""
         return {
             "source": str(self.folder.resolve()),
             "source_config_hash": self.record.get("config_hash"),
@@ -96,11 +91,7 @@ class ReplaySource:
         }
 
     def check(self, present: Mapping[str, Any]) -> None:
-        """Check that the replay can be exact in this environment.
-
-        Raises:
-            ConfigError: The environment differs, and `force` is not set.
-        """
+        """Raise a ConfigError if the replay cannot be exact in this environment, unless `force` is set."""
         differences = [each for each in environment_differences(self.record, present) if each.is_decisive]
         if differences and not self.force:
             message = f"the replay cannot be expected to be exact, because {differences[0]}"
@@ -121,13 +112,7 @@ def steps_text(steps: range) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a run.
-
-    Attributes:
-        metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
-        stopped: Why the run was stopped; None if the run is complete.
-        is_pruned: Whether a rule with `then: prune` stopped it.
-    """
+    """The result of a run: the metrics of the last evaluation, or the means over all batches in `mode: forward`, and why it was stopped."""
 
     folder: Path
     metrics: Mapping[str, float | None]
@@ -149,8 +134,8 @@ def run(
 
     Args:
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
-        make_report: Writes the report of the complete run in a folder, and returns its file. Default: None, no report.
-        source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
+        make_report: Writes the report of the complete run in a folder, and returns its file.
+        source: The run to replay, with the configuration of the replay in `config`.
 
     Raises:
         ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
@@ -268,7 +253,6 @@ def _opened_folder(
 def _record_environment(
     run_folder: RunFolder, experiment: Experiment, raw: Mapping[str, Any], remote: str | None
 ) -> None:
-    """Write to run.json on which device, hardware, data, weights and custom code the run depends."""
     data = experiment.data
     run_folder.update(
         device=str(experiment.device),
@@ -282,32 +266,24 @@ def _record_environment(
 
 
 def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:
-    """Check that a resumed run loads the weights with which it was started."""
     recorded = run_folder.record.get("init_from") if isinstance(run_folder, RunFolder) else None
     if recorded and experiment.weights is not None and recorded["sha256"] != experiment.weights.sha256:
         raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
 
 
+@dataclass
 class _Training:
-    """One run with its hooks, rows and checkpoints."""
+    experiment: Experiment
+    folder: Path
+    terminal: Terminal
+    raw: Mapping[str, Any]
+    copy: RemoteCopy
+    source: ReplaySource | None
+    has_started: bool = False
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        terminal: Terminal,
-        raw: Mapping[str, Any],
-        copy: RemoteCopy,
-        source: ReplaySource | None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        experiment, folder, terminal, source = self.experiment, self.folder, self.terminal, self.source
         config = experiment.config
-        self.experiment = experiment
-        self.folder = folder
-        self.terminal = terminal
-        self.raw = raw
-        self.copy = copy
-        self.source = source
-        self.has_started = False
         kept = config.train.checkpoint
         self.checkpoints = Checkpoints(folder, kept.every, experiment.strategy.processes, kept.keep)
         self.state = self.parts = None
@@ -323,12 +299,8 @@ class _Training:
             parts=self.parts,
         )
         self.several = TeeSink(self.sink, {}, report=terminal.warn)
-        self.probe = Probe(
-            experiment.plan,
+        self.probe = experiment.probe(
             self.several,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=config.seed,
             archive=experiment.archive,
             budget=config.budget,
             steps=experiment.steps,
@@ -344,7 +316,7 @@ class _Training:
             self.probe.operator_steps = source.window if source.operators else range(0)
         self.control = Control(
             folder,
-            Settings.of(raw) if source is None else source.changes.settings,
+            Settings.of(self.raw) if source is None else source.changes.settings,
             self.probe,
             lr_scale=experiment.lr_scale,
             processes=experiment.strategy.processes,
@@ -352,7 +324,6 @@ class _Training:
         )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Run to the last step."""
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None

@@ -146,8 +146,6 @@ class PatchedModel:
         }
 
     def _loss(self, batch: Any, value: Tensor | None, selected: Tensor | None) -> Tensor:
-        """Return the loss of a batch, with the value as the output of the layer; None changes nothing."""
-
         def replace(module: nn.Module, args: Any, output: Any) -> Any:  # noqa: ARG001
             first, given = next(iter_tensors(output))
             if value is None:
@@ -167,7 +165,6 @@ class PatchedModel:
 
 
 def _record(run: str, where: str) -> Mapping[str, Any]:
-    """Return run.json of a run of `mode: forward`."""
     folder = "runs/activations" if Path(run).exists() else run
     fix = (
         "record one: python -m instrument +exp=language train.save=true hydra.run.dir=runs/language, "

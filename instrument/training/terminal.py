@@ -64,9 +64,9 @@ class Terminal:
     """The terminal output of one run.
 
     Args:
-        quiet: Whether to show only warnings. Default: False.
-        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep. Default: False.
-        job: The overrides that identify a job of a sweep, for this line. Default: empty.
+        quiet: Whether to show only warnings.
+        brief: Whether to show one line at the end instead of tables, for the jobs of a sweep.
+        job: The overrides that identify a job of a sweep, for this line.
     """
 
     def __init__(self, *, quiet: bool = False, brief: bool = False, job: str = "") -> None:
@@ -138,15 +138,11 @@ class Terminal:
             self.console.print(line, soft_wrap=True, markup=False)
 
     def show_recording_stopped(self, message: str) -> None:
-        """Show that recording stopped. Shown in all modes."""
+        """Show that recording stopped, in all modes."""
         self.console.print(f"[bold white on red] RECORDING STOPPED [/] [bold]{escape(message)}[/]", soft_wrap=True)
 
     def plan(self, experiment: Experiment, forecast: Forecast, folder: Path | None) -> None:
-        """Show the plan and the estimated cost of a run, its fallback dataset, and evaluation samples that it trains on.
-
-        Args:
-            folder: The folder that the run would use; None if it is unknown.
-        """
+        """Show the plan and the estimated cost of a run, its fallback dataset, and evaluation samples that it trains on."""
         self._show_fallback(experiment.data.source["fallback"])
         if experiment.data.overlap:
             self.warn(experiment.data.overlap)
@@ -165,22 +161,19 @@ class Terminal:
     def progress(self, steps: int) -> Iterator[Show]:
         """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
 
-        Yields:
-            The function to call after each step and each evaluation.
+        Yields the function to call after each step and each evaluation.
         """
         console = self.console
         can_overwrite = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
-        is_live = can_overwrite and not os.environ.get("CI")
         if self.quiet or self.brief:
             yield warnings_only(self._warn_at_once)
-        elif is_live:
-            with progress_bar(self.console, steps, self.folder) as show:
+        elif can_overwrite and not os.environ.get("CI"):
+            with progress_bar(console, steps, self.folder) as show:
                 yield show
         else:
-            yield progress_lines(self.console, steps, self.folder, self._warn_at_once)
+            yield progress_lines(console, steps, self.folder, self._warn_at_once)
 
     def _warn_at_once(self, message: str) -> None:
-        """Show a warning, and omit it from the summary."""
         self._warned.add(message)
         self.warn(message)
 
@@ -196,8 +189,8 @@ class Terminal:
 
         Args:
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
-            report: The file of the report. Default: None; the command that creates it is shown instead.
-            stop_reason: Why the run was stopped. Default: None, the run is complete.
+            report: The file of the report; None to show the command that creates it.
+            stop_reason: Why the run was stopped; None if the run is complete.
         """
         run = load(folder)
         folder, report = shown_path(folder), None if report is None else shown_path(report)
@@ -240,21 +233,16 @@ class Terminal:
             self.console.print(f"report      {report or report_command(folder)}", soft_wrap=True, markup=False)
 
     def uploaded(self, address: str, size: int) -> None:
-        """Show the address of the remote copy, and the number of uploaded bytes."""
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
-        """Show the summary of a training that continued after recording stopped."""
         self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *evaluated(metrics)]))
 
 
 class Speed:
-    """The mean speed of training. The first step, which is slower, counts only while there is no other.
-
-    The time of evaluations is measured separately.
-    """
+    """The mean speed of training, without evaluations. The first step, which is slower, counts only while there is no other."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
@@ -262,7 +250,6 @@ class Speed:
         self._seconds = self._paused = 0.0
 
     def step(self) -> None:
-        """Record the end of a step."""
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
         self._steps += 1
@@ -285,10 +272,7 @@ class Speed:
 
 
 def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:
-    """Return the texts to display after a training step by name, the most important first. Unknown values are omitted.
-
-    `size` is the size of the tables, in bytes.
-    """
+    """Return the texts to display after a training step by name, the most important first. `size`: of the tables, in bytes."""
     metrics, texts = progress.metrics, {"step": step_text(progress), **metric_texts(progress.metrics)}
     if (left := speed.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
         texts["left"] = f"{timedelta(seconds=round(left))} left"
@@ -347,8 +331,7 @@ def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableTy
 def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
     """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it.
 
-    Yields:
-        The function to call after each step and each evaluation.
+    Yields the function to call after each step and each evaluation.
     """
     speed, size = Speed(), 0
     drawn = read_again = -math.inf
@@ -376,10 +359,7 @@ def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
 
 
 def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
-    """Return a function that prints about ten progress lines during a run, evaluations, and each warning when it occurs.
-
-    It is called after each step and each evaluation.
-    """
+    """Return a function that prints about ten progress lines during a run, evaluations, and each warning when it occurs."""
     every, speed, warned = max(1, steps // PLAIN_LINES), Speed(), warnings_only(warn)
 
     def show(progress: Progress) -> None:
@@ -396,7 +376,6 @@ def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[s
 
 
 def warnings_only(warn: Callable[[str], None]) -> Show:
-    """Return a function that shows each warning when it occurs, and no progress."""
     count = 0
 
     def show(progress: Progress) -> None:
@@ -409,7 +388,6 @@ def warnings_only(warn: Callable[[str], None]) -> Show:
 
 
 def _table(title: str, left: str, right: str) -> Table:
-    """Return an empty table with a title, and the names of the columns that are aligned on the left and on the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name in left.split():
         table.add_column(name)

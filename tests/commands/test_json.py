@@ -114,7 +114,7 @@ def test_plan_and_verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_re
     assert (verified["holds"], verified["steps"], verified["hooks"]) == (True, 2, ["activations"])
 
 
-def test_values_become_plain() -> None:
+def test_print_json_converts_values(capsys: pytest.CaptureFixture[str]) -> None:
     frame = pd.DataFrame({"a": [1, 2], "b": [0.5, math.nan]})
     values = {
         "frame": frame,
@@ -130,4 +130,5 @@ def test_values_become_plain() -> None:
         "number": 3,
         "5": [True],
     }
-    assert verbs._plain(values) == expected
+    verbs.print_json(values)
+    assert json.loads(capsys.readouterr().out) == expected

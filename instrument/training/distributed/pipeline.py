@@ -124,7 +124,6 @@ class Pipeline:
 
     Args:
         model: The model. Parameters of other stages are removed from it: they are empty and not trained.
-        config: The layers at which the stages begin, and the schedule.
         group: The processes of the dimension `pp`, in the order of the stages.
         loss: Computes the loss of a batch with this model: a scalar.
 
@@ -169,7 +168,6 @@ class Pipeline:
         self._check(model, loss, trace)
 
     def _find_owners(self, layers: Layers, trace: _Trace, shared: set[int]) -> dict[int, int]:
-        """Return the stage of each parameter, by the `id` of the parameter."""
         owners: dict[int, int] = {}
         for layer in layers:
             for name, parameter in layer.module._parameters.items():
@@ -305,7 +303,6 @@ class Pipeline:
         return outcomes, [loss.detach() for loss in losses]
 
     def call(self, run: Callable[[], Outcome]) -> Outcome:
-        """Run the stage of one batch of an evaluation."""
         edge = self._edges[0]
         if self.stage:
             before = self._edges[self.stage - 1]
@@ -321,13 +318,11 @@ class Pipeline:
 
     @own_collectives()
     def from_last_stage(self, numbers: Tensor) -> Tensor:
-        """Return the numbers of the last stage, in all stages."""
         dist.broadcast(numbers, group=self.group, group_src=self.stages - 1)
         return numbers
 
     @own_collectives()
     def norm(self, norm: Tensor | None) -> Tensor:
-        """Return the norm over all stages."""
         square = torch.zeros((), device=self._edges[0].device) if norm is None else norm.square()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()

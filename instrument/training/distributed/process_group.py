@@ -30,8 +30,6 @@ LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the 
 
 
 class _FailureMessage(NamedTuple):
-    """Message that a failed process sends instead of its value."""
-
     code: int
     message: str
 
@@ -73,7 +71,6 @@ class Processes:
         return cls(rank, size, store, dist.new_group(backend="gloo"))
 
     def close(self) -> None:
-        """Wait for all processes, then destroy the process group."""
         self.wait()
         dist.destroy_process_group()
 
@@ -83,14 +80,7 @@ class Processes:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """Gather one object from each process.
-
-        Returns:
-            The objects of all processes, in rank order.
-
-        Raises:
-            _PeerFailedError: Another process failed and sent its error instead.
-        """
+        """Gather one object from each process, in rank order. Raise a _PeerFailedError if another one sent its error instead."""
         values = self._gather(value)
         if any(isinstance(value, _FailureMessage) for value in values):
             raise _PeerFailedError(values)
@@ -117,7 +107,6 @@ class Processes:
 
     @own_collectives()
     def wait(self) -> None:
-        """Block until all processes have reached this call."""
         dist.barrier(group=self.control)
 
     @contextmanager
@@ -207,11 +196,7 @@ class Processes:
 
 @contextmanager
 def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
-    """Report which process has ended if a collective fails in a custom training loop.
-
-    Args:
-        folder: Folder of the run. Its locks show which processes are alive.
-        on_failure: Called with the rank of the process that has ended.
+    """Report which process has ended if a collective fails in a custom training loop; see `Processes.stop_together`.
 
     Raises:
         RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.

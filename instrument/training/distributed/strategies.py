@@ -51,9 +51,7 @@ class Strategy:
     """Training in a single process; base class of the distributed strategies.
 
     Attributes:
-        batch_shard: Batch shard of this process.
         ranks: Description of the ranks for the probe; None for a single process.
-        processes: Processes of the run; None for a single process.
         mesh: The mesh of the processes; None if no parameter is sharded.
         parallel: The configuration of several processes, which a single one checks for a plan (`plan=true`); None for a single process.
         pipeline: The stage of this process, after `shard`; None if each process has all layers.
@@ -83,11 +81,7 @@ class Strategy:
     def shard(self, model: nn.Module, loss: Callable[[], Tensor | None]) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced.
 
-        Args:
-            loss: Computes the loss of the first batch of this process, to compare the models before and after.
-
-        Raises:
-            ConfigError: The model has no parameters, or does not fit `train.parallel`.
+        `loss` computes the loss of the first batch of this process, to compare the models before and after.
         """
         if self.parallel is not None and self.parallel.mesh:
             from .pipeline import starts_of
@@ -100,22 +94,13 @@ class Strategy:
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
-        """Check that this strategy supports a task that calls the model itself, or only submodules of it.
-
-        Raises:
-            ConfigError: The strategy needs calls of the full model. The message names an alternative.
-        """
+        """Raise a ConfigError if the strategy needs calls of the full model, and the task calls only submodules of it."""
 
     def own_sites(self, plan: HookPlan) -> HookPlan:
-        """Return the plan with the hooks at the modules of this process."""
         return plan if self.pipeline is None else self.pipeline.own_sites(plan)
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        """Return the module that the training loop calls.
-
-        Args:
-            has_unused: Whether some trainable parameters may receive no gradient in this process.
-        """
+        """Return the module that the training loop calls. `has_unused`: parameters may receive no gradient in this process."""
         return forward
 
     def seed_ranks(self, seed: int) -> None:
@@ -123,30 +108,15 @@ class Strategy:
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
-        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
-
-        Args:
-            last: Whether this is the last micro-step of the step.
-
-        Raises:
-            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
-        """
+        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks."""
         yield
 
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
-        """Combine the means of this process into means over all processes.
-
-        Returns:
-            Means over all processes, in the same order, with the sums of the weights.
-        """
+        """Combine the means of this process into means over all processes, in the same order, with the sums of the weights."""
         return list(means)
 
     def check_batches(self, batches: Batches) -> None:
-        """Check the number of samples in the batches.
-
-        Raises:
-            ConfigError: The micro-batches of a pipeline would differ in size or number.
-        """
+        """Raise a ConfigError if the micro-batches of a pipeline would differ in size or number."""
         if self.parallel is None or self.parallel.pipeline is None:
             return
         size = batches.batch_size * batches.accumulate
@@ -156,7 +126,6 @@ class Strategy:
             raise ConfigError(Problem("data.slice", message, batches.length, f"a multiple of {size}", fix=fix))
 
     def total(self, number: Number) -> Number:
-        """Return a number, such as that of samples, summed over all processes."""
         return number
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -168,9 +137,6 @@ class DataParallel(Strategy):
 
     On a mesh, the processes of the dimension `tp` share one copy of the model. `DistributedDataParallel` would replace its DTensors
     by their local tensors; so the gradients are summed over `dp` here, after the last backward pass of a step.
-
-    Args:
-        reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
     name: Parallel = "ddp"
@@ -213,12 +179,10 @@ class DataParallel(Strategy):
 
     @property
     def needs_all_gradients(self) -> bool:  # type: ignore[override]
-        """Whether the model is wrapped in `DistributedDataParallel`."""
         return self.mesh is None
 
     @property
     def saves_state(self) -> bool:
-        """False if rank 0 has the same parameters and optimizer state."""
         return self.mesh is not None or self.processes.is_rank_zero
 
     @classmethod
@@ -372,14 +336,7 @@ class FullySharded(DataParallel):
 
 
 def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
-    """Create the strategy that `train.parallel` selects.
-
-    Args:
-        processes: Processes of the run; None for a single process.
-
-    Raises:
-        ConfigError: The configuration does not fit the number of processes.
-    """
+    """Create the strategy that `train.parallel` selects. Raise a ConfigError unless it fits the number of processes."""
     check_processes(config, processes)
     if processes is None:
         return Strategy()
@@ -396,9 +353,6 @@ def _strategy_type(parallel: ParallelConfig) -> type[DataParallel]:
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
     """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, rows for each
     sample, custom statistics, and fingerprints.
-
-    Args:
-        budget: Budget of the run; None for no budget.
     """
     problems = []
     if budget is not None and (budget.time is not None or budget.bytes is not None):
@@ -421,7 +375,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
 
 def pipeline_problems(config: RunConfig) -> list[Problem]:
-    """Report what cannot be combined with a pipeline."""
     train, parallel = config.train, config.train.parallel
     if parallel is None or parallel.pipeline is None:
         return []
@@ -446,11 +399,7 @@ def pipeline_problems(config: RunConfig) -> list[Problem]:
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
-    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards.
-
-    Returns:
-        The problems found. `allowed` names a kind that works, if one does.
-    """
+    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards."""
     problems = []
     for name, spec in hooks.items():
         if spec.kind == "parameter_grad_micro":
@@ -471,7 +420,6 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the modules whose parameters are gathered together."""
     blocks: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
@@ -493,16 +441,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
-    """Return whether a trainable parameter receives no gradient from a loss.
+    """Return whether a trainable parameter receives no gradient from a loss, whose autograd graph is freed.
 
-    The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
-
-    Args:
-        loss: Scalar loss of one batch. Its autograd graph is freed.
-
-    Returns:
-        True if at least one parameter with `requires_grad` has no gradient. False if the gradients cannot be computed;
-        the first training step reports that error.
+    False if the gradients cannot be computed: the first training step reports that error. The hooks of the run need not be
+    attached: an intervention keeps the replaced tensor in the graph, or it is refused.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

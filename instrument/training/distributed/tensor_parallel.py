@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ...config.parallel import LayerStyle
-from ...errors import ConfigError, Problem, user_code_location
+from ...errors import ConfigError, Problem, raise_problems, user_code_location
 from ...fields.field_types import Target
 from ...fields.targets import build
 from ...formatting import shorten
@@ -77,14 +77,12 @@ def parallelize(
 
     Args:
         mesh: The dimension `tp`, or for experts `dp`.
-        plan: The style of the modules that each glob matches.
         loss: Computes the loss of the same batch in all processes of the dimension `tp`: a scalar.
         where: The configuration key of the plan. Gradients are compared for the default only: over `dp`, the gradients of experts
             are sums over all batch shards.
 
     Raises:
-        ConfigError: A glob matches no module, or a module of another glob; a module does not support its style, or its size is not
-            divisible by the size of the mesh; the model fails with this plan, or computes another loss or other gradients.
+        ConfigError: The plan does not fit the model, see `styles_of`; the model fails with it, or computes something else.
     """
     styles = styles_of(Layers.of(model), mesh.size(), plan, where)
     expected = _effect_of(model, loss)
@@ -120,8 +118,7 @@ def styles_of(
             found[id(layer.module)] = (layer.module, style, pattern)
         if isinstance(entry, LayerStyle):
             problems += [each for layer in matched if (each := _misfit(layer, layers, entry, size, where))][:1]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     return [(module, style) for module, style, _ in found.values()]
 
 
@@ -146,7 +143,6 @@ def _placement(layout: str | None) -> Any:
 
 
 def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: str) -> Problem | None:
-    """Return why a module cannot have a style; None if it can."""
     module, style = layer.module, entry.style
     names: dict[int, list[str]] = {id(each): [] for each in module.parameters()}
     for name, parameter in layers.model.named_parameters(remove_duplicate=False):
@@ -170,7 +166,6 @@ def _misfit(layer: Layer, layers: Layers, entry: LayerStyle, size: int, where: s
 
 
 def _check_same(expected: _Effect, found: _Effect, plan: Mapping[str, Any], where: str) -> None:
-    """Check that a parallelized model has the loss and the gradients of the full model."""
     fix = "a style of a neighbouring layer is missing or does not fit: check input and output of the layers in the plan"
     if not _is_close(expected.loss, found.loss, abs(expected.loss)):
         message = f"the loss of the first batch is {found.loss:.6g} with this plan, but {expected.loss:.6g} without it"

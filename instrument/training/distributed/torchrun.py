@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @cache
 def process_group() -> Processes | None:
-    """Join the process group of this run, once per process.
-
-    Returns:
-        The processes, after all of them have joined; None for a single process (`WORLD_SIZE` is unset or 1).
-    """
+    """Join the process group of this run, once per process. None for a single process (`WORLD_SIZE` is unset or 1)."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from .process_group import Processes
@@ -42,16 +38,7 @@ def synced_errors(processes: Processes | None) -> AbstractContextManager[None]:
 
 
 def check_processes(config: RunConfig, processes: Processes | None) -> None:
-    """Check that the configuration fits the number of processes.
-
-    Args:
-        processes: Processes of the run; None for a single process.
-
-    Raises:
-        ConfigError: The resumed run had another number of processes; `train.parallel` is set for a single process or
-            missing for several; its mesh has another number of processes; or `plan` is set for several processes. The message
-            names a valid command or value.
-    """
+    """Raise a ConfigError unless the configuration, its mesh and a resumed run fit the number of processes; None for a single one."""
     ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
     if config.resume is not None:
         record = read_record(Path(config.resume), "resume")

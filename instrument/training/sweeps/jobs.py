@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -49,7 +48,6 @@ class SweepJob:
 
     Attributes:
         name: Folder of the job, relative to the folder of the sweep; usually the job number.
-        overrides: Overrides of the job, as on the command line.
         status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
         error: Error that ended the job, in one line; None if no error occurred.
     """
@@ -73,7 +71,6 @@ class Jobs:
     swept: Mapping[str, Sequence[Any]]
 
     def jobs(self) -> list[SweepJob]:
-        """Return all jobs, sorted by number."""
         raise NotImplementedError
 
     def label(self, job: SweepJob) -> str:
@@ -98,11 +95,7 @@ class Jobs:
 
 
 class Sweep(Jobs):
-    """A sweep with a record, read from its folder.
-
-    Raises:
-        ConfigError: The folder has no readable sweep record.
-    """
+    """A sweep with a record, read from its folder. Raises a ConfigError if it has no readable record."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,10 +110,7 @@ class Sweep(Jobs):
 
     @property
     def address(self) -> str | None:
-        """Remote folder of the sweep; each job is uploaded to a folder below it.
-
-        None if the jobs are not uploaded, or if the address differs between jobs.
-        """
+        """Remote folder of the sweep; each job is uploaded to a folder below it. None if the jobs have none, or different ones."""
         try:
             remote = OmegaConf.select(self.record, REMOTE_KEY)
         except OmegaConfBaseException:
@@ -165,10 +155,7 @@ def _job(folder: Path, sweep: Path) -> SweepJob:
 
 
 class Runs(Jobs):
-    """Runs below a folder without a sweep record, such as runs started by a shell loop.
-
-    The existing runs are known; missing runs are not.
-    """
+    """Runs below a folder without a sweep record, such as runs started by a shell loop. Missing runs are not known."""
 
     def __init__(self, run: Run) -> None:
         from ...analysis.config_comparison import differing_overrides
@@ -177,7 +164,6 @@ class Runs(Jobs):
         self.swept = {key: [info["overrides"].get(key) for info in run.infos] for key in differing_overrides(run)}
 
     def jobs(self) -> list[SweepJob]:
-        """Return all runs, sorted by number."""
         with warnings.catch_warnings(action="ignore", category=InstrumentWarning):  # about rows, which are not read
             infos = self.run.infos
         return [
@@ -204,11 +190,7 @@ class RemoteSweep(Sweep):
 
 
 def jobs_in(folder: str) -> Jobs:
-    """Find the sweep in a folder, or the runs below it.
-
-    Raises:
-        ConfigError: The folder contains neither, or it is the folder of a single run.
-    """
+    """Find the sweep in a folder, or the runs below it. Raise a ConfigError for another folder, such as that of a single run."""
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))
     from ...analysis.load import load  # Imported late: they import pyarrow.
@@ -233,38 +215,21 @@ def error_of(info: Mapping[str, Any]) -> str | None:
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
-@lru_cache(maxsize=1)
-def _parse_record(text: str) -> DictConfig:
-    """Parse the text of a sweep record, read-only, because all jobs in a process share it."""
-    record = OmegaConf.create(text)
-    assert isinstance(record, DictConfig), "a record is a mapping"
-    OmegaConf.set_readonly(record, True)
-    return record
-
-
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
-
-    Raises:
-        ConfigError: The record is missing, cannot be read, or was not written by Hydra.
-    """
+    """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if there is none that Hydra wrote."""
     try:
-        with (folder / SWEEP_RECORD).open() as file:
-            record = _parse_record(file.read())
+        record = OmegaConf.create((folder / SWEEP_RECORD).read_text())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
-    if reason:
+    if reason or not isinstance(record, DictConfig):
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
         raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
     return record
 
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
-    """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
-
-    Returns:
-        The overrides of each job, by job number.
+    """Return the overrides of each job of a sweep, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
     Raises:
         ConfigError: The values of an override cannot be expanded.
@@ -299,7 +264,6 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
-    """Return the overrides that have several values."""
     parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
     return [override for override in parsed if override.is_sweep_override()]
 
@@ -315,16 +279,12 @@ def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
-    """Return the overrides of the command line as written.
-
-    They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
-    """
+    """Return the overrides of the command line as written, unresolved: `seed=${hydra:job.num}`, for example, has a value only in a job."""
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
 
 
 def natural_sort_key(name: str) -> list[str | int]:
-    """Return a sort key that orders job 10 after job 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
@@ -350,9 +310,7 @@ def print_summary(folder: Path) -> None:
     if not jobs:
         print(f"no job was started in {folder}", file=sys.stderr)
         return
-    print("", *job_lines(sweep, jobs), sep="\n", file=sys.stderr)
-    for name, text in outcome(sweep, jobs).items():
-        print(f"{name:<13}{text}", file=sys.stderr)
+    print("", *job_lines(sweep, jobs), *outcome_lines(sweep, jobs, width=13), sep="\n", file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"job output   {terminals}", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
@@ -371,19 +329,14 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
     return [f"{len(jobs)} jobs in {sweep.folder}: {count_by_status(jobs)}", *(grouped_lines(unfinished) or single)]
 
 
-def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Return the result of a sweep as a whole, by label: its best trial and its remote folder, if it has them."""
+def outcome_lines(sweep: Sweep, jobs: Sequence[SweepJob], width: int = 12) -> list[str]:
+    """Return lines with the result of a sweep as a whole: its best trial and its remote folder, if it has them."""
     remote = {} if sweep.address is None else {"remote": sweep.address}
-    return {**best_trial(sweep.folder, jobs), **remote}
+    return [f"{name:<{width}}{text}" for name, text in {**best_trial(sweep.folder, jobs), **remote}.items()]
 
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Describe the best trial of a search.
-
-    Returns:
-        Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
-        Empty if the folder has no readable results file, or if every trial was pruned.
-    """
+    """Describe the best trial of a search, and its results file of Optuna; empty without such a file, or if every trial was pruned."""
     file = folder / RESULTS
     try:
         results = yaml.safe_load(file.read_text())
@@ -406,7 +359,6 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
 
 
 def _objective_value(folder: Path) -> tuple[str, float] | None:
-    """Return the objective of a job and its value; None if the job has no value."""
     try:
         record = json.loads((folder / "run.json").read_text())
         name = record["config"].get(OBJECTIVE_KEY, "")

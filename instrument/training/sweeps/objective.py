@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.messages import is_misspelled
 from ...config.record import names_of_custom_statistics
-from ...errors import ConfigError, InstrumentError, Problem, similar_names
+from ...errors import ConfigError, InstrumentError, Problem, raise_problems, similar_names
 from ...fields.pip_extras import pip_command
 from ...storage.remote_errors import safe_message
 from ...storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
@@ -58,21 +58,15 @@ class Objective:
     """A validated objective.
 
     Attributes:
-        written: Objective as written in the configuration.
         query: SQL query for DuckDB that returns one row with the columns `value` (the number) and `rows` (how many rows
-            it aggregates). None if the objective is a metric. Default: None.
+            it aggregates). None if the objective is a metric.
     """
 
     written: str
     query: str | None = None
 
     def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
-        """Compute the objective value of a run.
-
-        Returns:
-            The value and the reason why it is missing. The value is None if it is missing or not finite, and a sweeper
-            treats the job as failed; otherwise the reason is empty.
-        """
+        """Return the objective value of a run, None if it is missing or not finite, and the reason."""
         if self.query is None:
             value = metrics.get(self.written)
             if value is None:
@@ -180,12 +174,10 @@ def _first_line(error: Exception) -> str:
 def score_job(
     objective: Objective, folder: Path, metrics: Mapping[str, float | None], *, searched: bool = False
 ) -> float | None:
-    """Compute the objective value of a finished job. If a search depends on it, a missing value is always reported.
+    """Return the objective value of a finished job; None if it is missing or not finite.
 
-    A value computed from a table is printed and saved in `run.json` next to the metrics.
-
-    Returns:
-        The value; None if it is missing or not finite.
+    If a search depends on it, a missing value is always reported. A value computed from a table is printed and saved in `run.json`
+    next to the metrics.
     """
     if objective.query is None:
         value, reason = objective.value_of(folder, metrics)
@@ -228,7 +220,6 @@ def _save(folder: Path, record: dict[str, Any]) -> None:
 
 
 def is_search(hydra: DictConfig) -> bool:
-    """Return whether Optuna chooses the jobs of a sweep."""
     return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
 
 
@@ -242,12 +233,7 @@ def worst_score(hydra: DictConfig) -> float:
 
 
 def check_search(hydra: DictConfig) -> None:
-    """Check that a search can start, and that it can continue an existing study of the same name.
-
-    Raises:
-        ConfigError: A setting of the Optuna sweeper is invalid, the storage cannot be used, or the existing study has
-            another direction.
-    """
+    """Raise a ConfigError if a setting of the Optuna sweeper is invalid, or its storage cannot be used for the study."""
     import optuna
 
     optuna.logging.set_verbosity(logging.WARNING)  # The summary of the sweep prints the best trial.
@@ -262,8 +248,7 @@ def check_search(hydra: DictConfig) -> None:
     if len(directions) != 1 or directions[0] not in DIRECTIONS:
         message, similar = "must be one direction (single objective)", similar_names(directions[0], DIRECTIONS)
         problems.append(Problem(f"{WHERE}.direction", message, ", ".join(directions), DIRECTIONS, similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     if isinstance(sweeper.storage, str):
         _check_storage(sweeper)
 

@@ -22,7 +22,6 @@ from ...config.base import ObservationSpec
 from ...config.experiment import RunConfig
 from ...config.hook_specs import HookSpec
 from ...errors import FingerprintError
-from ...probe.probe import Probe
 from ...stats.fingerprint import fingerprint
 from ...stats.flatten import unreadable
 from ...storage.memory import MemorySink
@@ -50,8 +49,7 @@ class Fingerprint:
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        bits: The fingerprints of metrics, gradients, parameters, buffers, optimizer state and random
-            states. This is the order in which a difference spreads.
+        bits: Those of metrics, gradients, parameters, buffers, optimizer state and random states: the order in which a difference spreads.
     """
 
     step: int
@@ -60,11 +58,7 @@ class Fingerprint:
 
 
 class Trace(NamedTuple):
-    """What a training gave.
-
-    Attributes:
-        parameters: The parameters of this process at the end, by name, on the CPU.
-    """
+    """What a training gave. `parameters`: those of this process at the end, by name, on the CPU."""
 
     fingerprints: list[Fingerprint]
     sites: int
@@ -83,27 +77,14 @@ def trace(
     *,
     processes: Processes | None = None,
 ) -> Trace:
-    """Train an experiment and compute a fingerprint after each step and each evaluation.
-
-    Args:
-        hooks: The hooks to attach instead of those in the configuration.
-        processes: The processes of the training; the fingerprints are those of all of them. Default: None, a single process.
-    """
+    """Train an experiment with other hooks, and compute a fingerprint of all processes after each step and each evaluation."""
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
         with synced_errors(processes):
             strategy = choose_strategy(config, processes)
             experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}), strategy)
         sink = MemorySink()
-        probe = Probe(
-            experiment.plan,
-            sink,
-            optimizer=experiment.optimizers,
-            scaler=experiment.scaler,
-            seed=experiment.config.seed,
-            ranks=experiment.strategy.ranks,
-            print_line=lambda line: None,
-        )
+        probe = experiment.probe(sink, ranks=experiment.strategy.ranks, print_line=lambda line: None)
 
         def append_fingerprint(progress: Progress) -> None:
             fingerprints.append(_fingerprint(experiment, progress))
@@ -120,7 +101,6 @@ def trace(
 
 
 def _fingerprint(experiment: Experiment, progress: Progress) -> Fingerprint:
-    """Compute the fingerprint of the present state."""
     metrics = {
         (f"the {name}", ""): _of_object(value)
         for name, value in progress.metrics.items()
@@ -158,7 +138,6 @@ def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
 
 
 def _random_state() -> int:
-    """Return the fingerprint of the random states of PyTorch (all devices), Python and NumPy."""
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
     return _of_object((torch.cat(states).numpy(), random.getstate(), np.random.get_state(legacy=False)))
 
@@ -174,10 +153,8 @@ class Difference:
 
     Attributes:
         step: The index of the first step that differs. For an evaluation, the number of completed steps.
-        what: The first quantity that differs, such as `the loss` or `the gradient`.
-        where: The parameter or the buffer; empty if the quantity exists only once.
+        where: The parameter or the buffer; empty if the quantity `what` exists only once.
         hook: The hook that causes the difference; empty if both trainings have no hooks.
-        phase: `train` (default) or `eval`.
     """
 
     step: int
@@ -200,11 +177,9 @@ class Certificate:
     Attributes:
         left_out: The names of the hooks that change values. They were not attached.
         tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
-        difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
-            or if the training without hooks is not reproducible.
+        difference: The first difference between the trainings with and without hooks, if the latter is reproducible.
         largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
-        unrepeated: The first difference between two trainings without hooks. None if they are bit-identical, or if a
-            second training was not needed.
+        unrepeated: The first difference between two trainings without hooks, if a second one was needed.
     """
 
     steps: int
@@ -220,7 +195,6 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether recording changed nothing."""
         return self.difference is None and self.unrepeated is None
 
 
@@ -228,11 +202,7 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
     """Train an experiment without hooks and with its record hooks, and compare each step and each evaluation.
 
     If they differ, the experiment is trained without hooks a second time. If these two trainings differ as well, the
-    training is not reproducible, and the difference is not attributed to hooks.
-
-    Args:
-        config: The experiment. `train.steps` is the number of compared steps.
-        processes: The processes that train it; all of them call this function and return the same. Default: None, a single process.
+    training is not reproducible, and the difference is not attributed to hooks. All processes call this function.
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
@@ -258,11 +228,7 @@ def verify(config: RunConfig, processes: Processes | None = None) -> Certificate
 
 
 def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: str = "") -> Difference | None:
-    """Return the first difference between two trainings; None if they are equal.
-
-    Args:
-        hook: The name of the hook to report as the cause. Default: empty.
-    """
+    """Return the first difference between two trainings, with the hook to report as its cause; None if they are equal."""
     for left, right in zip_longest(first, second):
         if left is None or right is None:
             return Difference((left or right).step, "the number of steps", "", hook, (left or right).phase)
@@ -293,7 +259,7 @@ def _find_cause(
 def training_fingerprint(experiment: Experiment, folder: Path, processes: Processes | None) -> str:
     """Return two numbers of 64 bits, hexadecimal: that of the losses in the table `metrics`, and that of all parameters and buffers.
 
-    With several processes, the second one covers those of all. All processes have to call it, after the last rows were written.
+    All processes have to call it, after the last rows were written. The second number covers those of all.
     """
     named = [*experiment.model.named_parameters(), *experiment.model.named_buffers()]
     weights = repr([(name, int(fingerprint(tensor))) for name, tensor in named if unreadable(tensor) is None])
@@ -305,7 +271,6 @@ def training_fingerprint(experiment: Experiment, folder: Path, processes: Proces
 
 
 def check_fingerprint(expected: str, found: str) -> None:
-    """Raise a FingerprintError if the fingerprint of a training is not the expected one."""
     pairs = zip(_PARTS, expected.split("-"), found.split("-"), strict=True)
     if differing := [part for part, one, other in pairs if one != other]:
         raise FingerprintError(

@@ -29,14 +29,9 @@ Moment = tuple[int, bool, str]
 
 @dataclass(frozen=True)
 class ReplayDifference:
-    """The first difference between a run and its replay.
+    """The first difference between a run and its replay: a metric, or the fingerprint of a tensor. A value is None if it is missing.
 
-    Attributes:
-        step: The index of the step. For an evaluation or the probe batch, the number of completed steps.
-        phase: `train`, `forward`, `eval` or `probe`.
-        metric: The first metric that differs, in the order loss, accuracy, grad_norm, lr; or the fingerprint of a tensor.
-        recorded: Its value in the run; None if it is missing.
-        replayed: Its value in the replay; None if it is missing.
+    For an evaluation or the probe batch, the step is the number of completed steps.
     """
 
     step: int
@@ -54,10 +49,9 @@ class ReplayDifference:
 
 @dataclass(frozen=True)
 class ReplayCertificate:
-    """The result of a replay.
+    """The result of a replay; see `ReplaySource`.
 
     Attributes:
-        begin: The number of completed steps at which the replay began.
         stop: The step after the last one of the window.
         evaluations: The number of compared evaluations and passes of the probe batch.
         fingerprints: The number of compared fingerprints, which both recorded.
@@ -65,12 +59,8 @@ class ReplayCertificate:
             `first_step` count.
         reasons: Likely reasons for the difference, the most likely one first.
         environment: All known differences of environment, data and code, also if the values are equal.
-        counterfactual: The interventions that differ from those of the run.
-        first_step: The first step at which such an intervention runs or is missing; None without one.
         effect: The first difference from `first_step` on; None if all values are equal.
-        changes: The changes of `instrument.control` that the replay repeated.
-        changes_left_out: The changes that it did not repeat, because they concern hooks that the replay does not have or that
-            differ from those of the run.
+        changes_left_out: The changes of `instrument.control` that the replay did not repeat; see `RepeatedChanges`.
         repeats_failure: Whether the replay ended with the error of the run; None if neither failed in the repeated steps.
     """
 
@@ -97,11 +87,9 @@ class ReplayCertificate:
 
 
 def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = False) -> ReplayCertificate:
-    """Compare the metrics of a replay with the recorded ones.
+    """Compare the metrics of a replay, which has ended, with the recorded ones.
 
-    Args:
-        replay: The folder of the replay. It has ended.
-        changes_evaluation: Whether a counterfactual changes the evaluation before its first step. Default: False.
+    `changes_evaluation`: whether a counterfactual changes the evaluation before its first step.
     """
     info = RunFiles(replay).info()
     recorded, replayed = _metrics(source), _metrics(replay)
@@ -170,7 +158,6 @@ def _reasons(difference: ReplayDifference, *, known: bool) -> list[str]:
 
 
 def _metrics(folder: Path) -> dict[Moment, Mapping[str, float | None]]:
-    """Return the compared metrics of each step and evaluation of rank 0."""
     rows: list[dict[str, Any]] = RunFiles(folder).read("metrics", ["step", "phase", "rank", *COMPARED]).to_pylist()
     return {(row["step"], row["phase"] in STEP_PHASES, row["phase"]): row for row in rows if row["rank"] == 0}
 
