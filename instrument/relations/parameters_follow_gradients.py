@@ -93,15 +93,15 @@ class ParametersFollowGradients(Relation):
         self._before[optimizer] = _Sample(trainable), _Sample(frozen)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        samples = self._before.pop(optimizer, None)
-        if samples is None or _is_skipped(optimizer):
+        samples, found_inf = self._before.pop(optimizer, None), getattr(optimizer, "found_inf", None)
+        # A fused optimizer skips its step if a gradient scaler found values that are not finite.
+        if samples is None or (found_inf is not None and bool(found_inf > 0)):
             return
         trainable, frozen = samples
         for parameter, has_changed in zip(frozen.parameters, frozen.changed(), strict=True):
             if has_changed:
-                self._add(
-                    "an optimizer changes this frozen parameter, because of an old gradient or its momentum", parameter
-                )
+                text = "an optimizer changes this frozen parameter, because of an old gradient or its momentum"
+                self._add(text, parameter)
         for parameter in self._without_optimizer():
             self._forgotten[id(parameter)] = parameter
         if not _is_representable(trainable, optimizer):
@@ -177,9 +177,3 @@ def _is_representable(sample: _Sample, optimizer: Optimizer) -> bool:
     change = np.repeat(rates, sample.sizes) * np.abs(sample.gradients())
     rounding = MARGIN * np.repeat(precisions, sample.sizes) * np.abs(sample.values)
     return bool(((change > rounding) & np.isfinite(change)).any())
-
-
-def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer skipped its step, because a gradient scaler found values that are not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found > 0)
