@@ -99,7 +99,12 @@ class ReplacedRun:
         with FolderLock(self.folder).held(ConfigError(Problem(where, message, given=str(self.folder), fix=fix))):
             shutil.rmtree(self._aside, ignore_errors=True)  # left if a process was killed after it replaced a run
             with uninterrupted():
-                self._move_aside(where)
+                try:
+                    _move(self.folder, self._aside)
+                except OSError as error:
+                    _move(self._aside, self.folder)
+                    message = f"the run in this folder cannot be replaced: {error.strerror}"
+                    raise ConfigError(Problem(where, message, given=str(self.folder))) from None
                 self._is_set_aside = True
 
     def restore(self) -> None:
@@ -114,14 +119,6 @@ class ReplacedRun:
         """Remove the files that were set aside."""
         if self._is_set_aside:
             shutil.rmtree(self._aside, ignore_errors=True)
-
-    def _move_aside(self, where: str) -> None:
-        try:
-            _move(self.folder, self._aside)
-        except OSError as error:
-            _move(self._aside, self.folder)
-            message = f"the run in this folder cannot be replaced: {error.strerror}"
-            raise ConfigError(Problem(where, message, given=str(self.folder))) from None
 
 
 def _move(source: Path, target: Path) -> None:
@@ -150,18 +147,12 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _run_files(folder: Path) -> list[Path]:
-    """Return the files that a run writes. Runs create no symbolic links."""
-    paths = (path for pattern in _patterns() for path in folder.glob(pattern))
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
-
-
-def _patterns() -> list[str]:
-    """Return the patterns of the files of a run, with run.json first: without it, the rest is not read as a run."""
+    """Return the files that a run writes, run.json first: without it, the rest is not read as a run. None is a symbolic link."""
     from ..tables.schemas import TABLES  # Imported late: they import pyarrow, which most errors do not need.
     from ..trackers.tracking import TRACKER_FOLDERS
     from .parts import BLOCKS, JOURNALS
 
-    return [
+    patterns = [
         *RECORDS,
         REPORT,
         *(f"{table}/part-*.parquet" for table in TABLES),
@@ -169,5 +160,7 @@ def _patterns() -> list[str]:
         f"{JOURNALS}/*",
         f"{CONTROL}/*",
         f"{CHECKPOINTS}/step-*",
-        *(f"{folder}/events.out.tfevents.*" for folder in TRACKER_FOLDERS.values()),
+        *(f"{name}/events.out.tfevents.*" for name in TRACKER_FOLDERS.values()),
     ]
+    paths = (path for pattern in patterns for path in folder.glob(pattern))
+    return [path for path in paths if path.is_file() and not path.is_symlink()]

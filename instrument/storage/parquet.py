@@ -40,13 +40,6 @@ def warn(message: str) -> None:
     warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
-def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
-    """Return step and phase of the last one of some rows."""
-    if isinstance(rows, StepColumns):
-        return rows.latest
-    return rows[-1][0], rows[-1][phase_at]
-
-
 class ParquetSink:
     """Writes rows and tensors to the folder of a run, which has to exist when the first rows are written.
 
@@ -134,7 +127,10 @@ class ParquetSink:
         except OSError as error:
             self._fail(error)
         else:
-            latest = [_latest_moment(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
+            last = [(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
+            latest = [
+                rows.latest if isinstance(rows, StepColumns) else (rows[-1][0], rows[-1][at]) for rows, at in last
+            ]
             self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
             self._rows = {}
 

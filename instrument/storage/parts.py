@@ -250,19 +250,25 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     """
     # Removed first: as long as it exists, missing journals are reported.
     row_counts_of(folder, rank).unlink(missing_ok=True)
-    for name in TABLES:
-        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
-        blocks = block_files(folder) if name == "tensors" else {}
-        for part, file in (*written_parts(folder, name).items(), *blocks.items()):
-            if part.rank == rank and part.number >= kept:
-                file.unlink()
-            elif part.rank == rank and part.end > kept:
-                raise OSError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
+    for file in files_after(folder, rank, counts, OSError):
+        file.unlink()
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()
     for temporary in (folder / JOURNALS).glob("*.tmp"):
         temporary.unlink(missing_ok=True)  # another process may have removed it
+
+
+def files_after(folder: Path, rank: int, counts: Mapping[str, int], error: type[Exception]) -> Iterator[Path]:
+    """Yield the parts and block files of one process after a number of parts per table. Raise `error` if one mixes rows."""
+    for name in TABLES:
+        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
+        blocks = block_files(folder) if name == "tensors" else {}
+        for part, file in (*written_parts(folder, name).items(), *blocks.items()):
+            if part.rank == rank and part.number >= kept:
+                yield file
+            elif part.rank == rank and part.end > kept:
+                raise error(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
 
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:

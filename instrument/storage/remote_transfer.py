@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..tables.schemas import TABLES
 from .lock import LOCK
-from .parts import JOURNALS, block_files, part_files, written_parts
+from .parts import JOURNALS, block_files, files_after, part_files, written_parts
 from .remote_errors import safe_message
 from .remote_folder import RemoteFolder, UploadError, folder_at
 
@@ -155,11 +155,5 @@ def pause_after(failures: int) -> float:
 
 def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
     """Remove the remote parts of one process after a number of parts per table; see `remove_rows_after_checkpoint`."""
-    folder = folder_at(remote.address)
-    for table, count in counts.items():
-        blocks = block_files(folder) if table == "tensors" else {}
-        for part, file in (*written_parts(folder, table).items(), *blocks.items()):
-            if part.rank == rank and part.number >= count:
-                remote.remove(f"{file.parent.name}/{file.name}")
-            elif part.rank == rank and part.end > count:
-                raise UploadError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
+    for file in files_after(folder_at(remote.address), rank, counts, UploadError):
+        remote.remove(f"{file.parent.name}/{file.name}")

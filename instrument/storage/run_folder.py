@@ -125,7 +125,21 @@ class RunFolder:
                 message = "another process has just started a run in this folder"
                 raise ConfigError(Problem(where, message, given=str(path)))
             create_free_folder(path, where)  # A run may have started and ended since the first check.
-            self.record = _first_record(record)
+            versions = {name: installed_version(name) for name in PACKAGES}
+            self.record = {
+                "status": "running",
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "ended": None,
+                "error": None,
+                **record,
+                "versions": {
+                    "python": platform.python_version(),
+                    "instrument": installed_version(DISTRIBUTION),
+                    **versions,
+                },
+                "git_revision": git_revision(),
+                "command": sys.argv,
+            }
             self._write()
             self._announce()
         except BaseException as error:
@@ -258,24 +272,6 @@ class RunFolder:
         except OSError as error:
             if self.on_error == "stop":
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
-
-
-def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of run.json when a run starts, with these entries of the caller."""
-    return {
-        "status": "running",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ended": None,
-        "error": None,
-        **entries,
-        "versions": {
-            "python": platform.python_version(),
-            "instrument": installed_version(DISTRIBUTION),
-            **{name: installed_version(name) for name in PACKAGES},
-        },
-        "git_revision": git_revision(),
-        "command": sys.argv,
-    }
 
 
 class WorkerRunFolder:
