@@ -136,14 +136,14 @@ def _intervals(seeds: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
     with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
         squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
         width, p_value = student(difference, squares, seed_counts, confidence)
-        low, high = difference - width, difference + width
+        low, high = (np.where(np.isfinite(end), end, np.nan) for end in (difference - width, difference + width))
     return {
         "n": seed_counts,
         "mean_baseline": before,
         "mean_value": after,
         "difference": difference,
-        "ci_low": _finite(low),
-        "ci_high": _finite(high),
+        "ci_low": low,
+        "ci_high": high,
         "confidence": np.full(low.shape, confidence),
         "p_value": p_value,
     }
@@ -156,10 +156,6 @@ def _mean(numbers: np.ndarray) -> np.ndarray:
     counts = np.maximum((~np.isnan(half)).sum(0), 1)
     mean: np.ndarray = 2 * (lowest + np.nansum((half - lowest) / counts, axis=0))
     return mean
-
-
-def _finite(bounds: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(bounds), bounds, np.nan)
 
 
 CONFIDENCE = 0.95  # the usual confidence level

@@ -127,7 +127,9 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
         InstrumentError: A tensor cannot be read.
     """
     layer = "" if selection.layer == "." else selection.layer
-    raw = RawTensors.of(files, [*INDEX, "layer"], _firings_at(layer))
+    # Without repeated calls and further gradients.
+    original = (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
+    raw = RawTensors.of(files, [*INDEX, "layer"], original)
     index = plain_labels(raw.index).to_pandas()
     index["tensor"] = np.arange(len(index))
     rows = select(files, selection, index)
@@ -209,11 +211,6 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
     return rows.sort_values(selection.key, kind="stable", ignore_index=True)
-
-
-def _firings_at(layer: str) -> ds.Expression:
-    """Return the condition on the original calls of a layer, without repeated ones and further gradients."""
-    return (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
 
 
 def shown(values: Sequence[Any]) -> list[str]:

@@ -73,6 +73,11 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index:
         frame[name] = values.iloc[[index] * len(frame)].set_axis(frame.index)
 
 
+def floats(column: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a column as float64; missing values are NaN, and fingerprints are rounded."""
+    return np.asarray(column.cast(pa.float64(), safe=False))
+
+
 def typed(values: Sequence[Any]) -> pd.Series:
     """Return values as a column of integers, floats, booleans or strings if all are of this type, otherwise of objects.
 
@@ -95,15 +100,12 @@ def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     Keys that a row lacks are null. In object columns a missing key is NaN, and a null value is None.
     """
-    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return pd.DataFrame({name: _column(rows, name) for name in names}, index=range(len(rows)))
-
-
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> pd.Series:
-    column = typed([row.get(name) for row in rows])
-    if column.dtype == object:
-        return pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
-    return column
+    columns = {
+        name: typed([row.get(name) for row in rows]) for name in dict.fromkeys(name for row in rows for name in row)
+    }
+    for name in [name for name, column in columns.items() if column.dtype == object]:
+        columns[name] = pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
+    return pd.DataFrame(columns, index=range(len(rows)))
 
 
 def _kind(value: Any) -> str:

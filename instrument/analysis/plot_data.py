@@ -187,9 +187,7 @@ def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
         order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
     rank = rank_in(order)
-    locations = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
-    triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
-    names = {(layer, path): location_name(layer, path, kind) for layer, path, kind in triples}
+    names = {(layer, path): name for (layer, path, _), name in location_names(frame).items()}
     ordered = sorted(names, key=lambda at: rank(at[0]))  # stable: paths stay as they appear
     labels = list(dict.fromkeys(names[at] for at in ordered))
     cells = [names[at] for at in zip(frame["layer"], frame["path"], strict=True)]

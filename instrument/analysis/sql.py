@@ -158,7 +158,9 @@ class _Views:
         if self._uses_runs:
             connection.register(RUNS, pa.table(_columns_of_runs(self.run.runs)))
         for name in self.names:
-            files = _table_files(self.run, name, with_data=_selects_data(name, self.query))
+            # DuckDB cannot read the data of tensors, which is in block files.
+            has_data = "data" in self.query.lower() or _ALL_COLUMNS.search(self.query) is not None
+            files = _table_files(self.run, name, with_data=name == "tensors" and has_data)
             self._listed += files.paths
             first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
@@ -282,11 +284,6 @@ def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
 def _all_columns(run: RunTables, table: str) -> list[str]:
     before, after = _run_columns(run, table)
     return [*before, *_own_columns(run, table), *after]
-
-
-def _selects_data(table: str, query: str) -> bool:
-    """Return whether a query may return the data of tensors, which DuckDB cannot read from block files."""
-    return table == "tensors" and ("data" in query.lower() or _ALL_COLUMNS.search(query) is not None)
 
 
 def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:

@@ -26,19 +26,6 @@ _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and ste
 _INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "placement", "scope", "shape", "source_shape")
 
 
-def _dim_of_shards(rows: pd.DataFrame) -> int:
-    """Return the dimension along which the shards of a tensor are joined.
-
-    Raises:
-        LookupError: It is sharded over several dimensions of a mesh.
-    """
-    placement = rows["placement"].iloc[0] or "shard(0)"  # missing in runs of earlier versions
-    match = re.fullmatch(r"shard\((\d+)\)", placement)
-    if match is None:
-        raise LookupError(f"the shards of the recorded tensor, placed {placement!r}, cannot be joined")
-    return int(match[1])
-
-
 class _Place(NamedTuple):
     """What a hook asks for: the tensor that was recorded at the same place as its own one. `like`: pairs of columns and values."""
 
@@ -154,11 +141,6 @@ class RunArchive(Archive):
         """Return the index of an opened run's tensors: step, micro_step, phase, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
-    def ranks_of(self, run: str) -> int:
-        """Return the number of processes of an opened run."""
-        ranks: int = self._runs[run].info.get("ranks", 1)
-        return ranks
-
     def accumulate_of(self, run: str) -> int:
         """Return `train.accumulate` of an opened run; 0 for your own loop."""
         accumulate: int = self._runs[run].info.get("config", {}).get("train", {}).get("accumulate", 0)
@@ -249,7 +231,7 @@ class RunArchive(Archive):
         rows = step.rows
         for column, value in place.like:
             rows = rows[rows[column] == value]
-        ranks = self.ranks_of(run)
+        ranks: int = self._runs[run].info.get("ranks", 1)
         one_stands_for_all = rows["scope"].isin(["global", "averaged"]).all()
         are_shards = len(rows) > 0 and rows["scope"].eq("shard").all()  # interventions operate on the full tensor
         if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
@@ -265,7 +247,11 @@ class RunArchive(Archive):
         if len(rows) > 1 and not are_shards and (self.ranks > 1 or not place.has_samples):
             counts = f"recorded by {ranks} processes; cannot be used with {self.ranks}"
             raise LookupError(f"{run}: the tensor of step {step.number} at {location} was {counts}")
-        values = np.concatenate([*rows.sort_values("rank")["values"]], axis=_dim_of_shards(rows) if are_shards else 0)
+        placement = rows["placement"].iloc[0] if are_shards else None
+        match = re.fullmatch(r"shard\((\d+)\)", placement or "shard(0)")  # missing in runs of earlier versions
+        if match is None:
+            raise LookupError(f"the shards of the recorded tensor, placed {placement!r}, cannot be joined")
+        values = np.concatenate([*rows.sort_values("rank")["values"]], axis=int(match[1]))
         if ranks == 1 and place.has_samples and self.shard is not None and values.ndim:
             samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]
