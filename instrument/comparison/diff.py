@@ -160,8 +160,12 @@ def _opened(
     Returns:
         The runs; and if at least one is a folder of tensors, the rounding noise and a description of the alignment.
     """
-    runs = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
-    opened = [None if run is None else _single_run(run) for run in runs]
+    opened = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
+    for run in opened:
+        if run is not None and len(run.folders) > 1:
+            some = [str(folder) for folder in run.folders[:MAX_NAMES]]
+            message = f"the folder contains {len(run.folders)} runs, and a comparison requires one"
+            raise ConfigError(Problem(str(run.path), message, fix=f"pass one of them: {', '.join(some)}"))
     if opened[0] is not None and opened[1] is not None and not expressions:
         return (opened[0], opened[1]), None, ""
     from .foreign_runs import opened_folders  # imports torch, which a comparison of two runs does not need
@@ -180,14 +184,6 @@ def _run_at(path: str | Path, *, foreign: bool) -> Run | None:
         if is_address(path) or not is_foreign(path):
             raise
     return None
-
-
-def _single_run(opened: Run) -> Run:
-    if len(opened.folders) > 1:
-        some = [str(folder) for folder in opened.folders[:MAX_NAMES]]
-        message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
-        raise ConfigError(Problem(str(opened.path), message, fix=f"pass one of them: {', '.join(some)}"))
-    return opened
 
 
 def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
@@ -252,12 +248,8 @@ def _nothing_in_common(
     else:
         message, texts = "no row has a counterpart with the same call, rank and scope", scopes
         fix = "with several processes, record with reduce=global"
-    given = [_some(names) for names in texts]
+    given = [shorten([name or ROOT for name in names], MAX_NAMES) or "none" for names in texts]
     return Problem("", f"nothing to compare: {message}", f"A: {given[0]}; B: {given[1]}", fix=fix)
-
-
-def _some(names: Sequence[str]) -> str:
-    return shorten([name or ROOT for name in names], MAX_NAMES) or "none"
 
 
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:

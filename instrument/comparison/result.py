@@ -280,20 +280,13 @@ def number_text(value: Any) -> str:
 
 def ulp_text(counts: Sequence[int]) -> str:
     """Return a histogram of distances as text, such as `0: 81%, 1: 19%`; empty without elements."""
-    total = sum(counts)
-    return ", ".join(
-        f"{name}: {_percent(count / total)}" for name, count in zip(ULP_BINS, counts, strict=True) if count
-    )
-
-
-def _percent(fraction: float) -> str:
-    return (
-        f"{fraction:.0%}"
-        if 0.01 <= fraction <= 0.99 or fraction == 1.0
-        else f"{fraction:.1%}"
-        if fraction > 0.001
-        else "<0.1%"
-    )
+    texts = []
+    for name, count in zip(ULP_BINS, counts, strict=True):
+        if count:
+            fraction = count / sum(counts)
+            digits = 0 if 0.01 <= fraction <= 0.99 or fraction == 1.0 else 1
+            texts.append(f"{name}: {fraction:.{digits}%}" if fraction > 0.001 else f"{name}: <0.1%")
+    return ", ".join(texts)
 
 
 def _step(first: FirstDifference) -> str:

@@ -59,7 +59,9 @@ def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
-    if not isinstance(source, Mapping) or not all(_is_section(value) for value in source.values()) or not source:
+    selects = {"enabled", "layers", "layer_name_regex_pattern"}
+    sections = [*source.values()] if isinstance(source, Mapping) else []
+    if not sections or not all(isinstance(each, Mapping) and selects & {*each} for each in sections):
         message = "is not a configuration of nvidia-dlfw-inspect: its sections have the fields 'enabled' and 'layers'"
         raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
     experiment = ConvertedExperiment("nvidia-dlfw-inspect")
@@ -72,10 +74,6 @@ def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     if any(spec["action"] == "record" for spec in experiment.hooks.values()):
         experiment.settings["reduce"] = "global"  # The tool also computes statistics over all processes.
     return experiment
-
-
-def _is_section(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool({"enabled", "layers", "layer_name_regex_pattern"} & {*value})
 
 
 def _convert_section(section: Fields) -> None:

@@ -229,7 +229,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             batches = (with_positions(table, *each) for each in reading.stacks())
-            for group in _groups(_combine_small(batches), max_rows):
+            for group in grouped(_combine_small(batches), max_rows, ROW_GROUP_BYTES):
                 rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
@@ -303,17 +303,17 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
         yield from joined(small_batches).combine_chunks().to_batches()
 
 
-def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches until a group has `max_rows` rows or `ROW_GROUP_BYTES` bytes."""
+def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
+    """Group batches until a group has a number of rows or of bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
         group.append(batch)
         rows, size = rows + batch.num_rows, size + batch.get_total_buffer_size()
-        if rows >= max_rows or size >= ROW_GROUP_BYTES:
+        if rows >= max_rows or size >= max_bytes:
             yield group
             group, rows, size = [], 0, 0
-    if group:
+    if rows:
         yield group
 
 
