@@ -115,7 +115,9 @@ def compare(
         InstrumentError: No data matches the arguments or more than one series matches them.
     """
     several, table, frame, overrides = _opened(runs, y)
-    at = _override(x, overrides)
+    at = x if x is None or x in overrides else f"override.{x}"  # if the table has a column of the same name
+    if x is not None and at not in overrides:
+        check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
         rows = _metric(frame, y, phase or _usual_phase(frame, y, x))
@@ -157,16 +159,6 @@ def _opened(
     check_columns(frame, table, ("run", "step", "phase") if table == "metrics" else ("run", *REQUIRED_COLUMNS))
     own = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
     return several, table, frame, overrides_of(frame.drop(columns=[*own]), table)
-
-
-def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
-    """Return the column of an override; it is `override.<name>` if the table has a column of the same name."""
-    if x is None:
-        return None
-    column = x if x in overrides else f"override.{x}"
-    if column not in overrides:
-        check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
-    return column
 
 
 def _usual_phase(metrics: pd.DataFrame, name: str, x: str | None) -> str:
@@ -404,16 +396,13 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
     """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
     known = TABLES[table].names
-    own = [str(name) for name in frame if name != "run" and name not in known and _is_constant(frame, str(name))]
+    own = [str(name) for name in frame if name != "run" and name not in known]
+    # A custom statistic or metric has several values in a run.
+    floats = [name for name in own if pd.api.types.is_float_dtype(frame[name])]
+    varying = {name for name in floats if (frame.groupby("run")[name].nunique(dropna=False) != 1).any()}
+    own = [name for name in own if name not in varying]
     first = frame.drop_duplicates("run").set_index("run")[own]
     return first[[name for name in own if first[name].map(str).nunique() > 1]]
-
-
-def _is_constant(frame: pd.DataFrame, name: str) -> bool:
-    """Return whether a column has one value in each run: a custom statistic or metric is not an override."""
-    if not pd.api.types.is_float_dtype(frame[name]):
-        return True
-    return bool((frame.groupby("run")[name].nunique(dropna=False) == 1).all())
 
 
 def labels_of(overrides: pd.DataFrame) -> dict[str, str]:

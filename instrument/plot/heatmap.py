@@ -85,7 +85,11 @@ def heatmap(
     charts = new_charts(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
     axes = charts[0, 0]
     scale = colours(table.values, name)
-    _draw(axes, table, name, height, scale)
+    axes.grid(False)
+    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
+    label_locations(axes, table.locations, middle=0.5)
+    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
+    colour_bar(axes, cells, axis_name(name), height)
     _mark_missing(
         axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0), "norm" in scale
     )
@@ -94,14 +98,6 @@ def heatmap(
     merged = statistic_of(name).merged
     xlabel = "step" + merge_note(table, rows["step"].nunique(), merged, several)
     return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
-
-
-def _draw(axes: Axes, table: Matrix, statistic: str, height: float, scale: dict[str, Any]) -> None:
-    axes.grid(False)
-    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
-    label_locations(axes, table.locations, middle=0.5)
-    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
-    colour_bar(axes, cells, axis_name(statistic), height)
 
 
 def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray, is_log: bool) -> None:

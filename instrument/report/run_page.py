@@ -125,6 +125,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     means = info.get("metrics") or {}
     total = history.steps if info["status"] == "running" and forward is None and not info.get("replay") else None
     of_forward = {} if forward is None else {f"mean {name}": means.get(name) for name in ("loss", "accuracy")}
+    started, ended = (datetime.fromisoformat(info[key]) if info.get(key) else None for key in ("started", "ended"))
     facts = {
         "origin": _replay_text(info),
         "model": model,
@@ -136,8 +137,8 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         **{name: format_number(mean) or None for name, mean in of_forward.items()},
         "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
-        "started": _moment(info.get("started")),
-        "duration": _duration(info),
+        "started": None if started is None else started.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "duration": None if started is None or ended is None else ended - started,
         "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} per step",
         "parameters": f"{sum(row['parameters'] for row in history.layers):,}" if history.layers else None,
         "torch": (info.get("versions") or {}).get("torch"),
@@ -159,16 +160,6 @@ def _samples_text(data: Mapping[str, Any], *, trains: bool) -> str | None:
         return None
     samples = f"{data['train_samples']:,}"
     return f"{samples} for training, {data['eval_samples']:,} for evaluation" if trains else samples
-
-
-def _moment(text: str | None) -> str | None:
-    return None if text is None else datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %Z")
-
-
-def _duration(info: Mapping[str, Any]) -> str | None:
-    if not info.get("started") or not info.get("ended"):
-        return None
-    return str(datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"]))
 
 
 def _alerts(history: RunHistory) -> list[dict[str, Any]]:
