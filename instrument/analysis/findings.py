@@ -56,17 +56,13 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
-    judged = _rules(run, evaluates)
-    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
-    return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _rules(run: RunTables, evaluates: bool) -> list[Finding]:
     has_rules = "rules" in (run.info.get("config") or {})
     rules = rules_of(run.info) if has_rules else default_rules()
     evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
-    return findings_of(events, rules, run.info, layers_of(run))
+    judged = findings_of(events, rules, run.info, layers_of(run))
+    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
+    return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def layers_of(run: RunTables) -> list[str]:

@@ -123,11 +123,6 @@ def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
 
 
-def custom_metrics_of(files: RunFiles) -> list[str]:
-    """Return the names of the custom metrics of a run, in the order of their first values."""
-    return custom_metrics_in(batch.column(0) for batch in files.scan("metrics", [CUSTOM.name]))
-
-
 def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
     """Return the names in the column that contains the custom metrics, in the order of their first values."""
     names: dict[str, None] = {}
@@ -135,11 +130,6 @@ def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
         if cells.null_count < len(cells):
             names |= dict.fromkeys(pc.unique(cells.drop_null().keys).to_pylist())
     return list(names)
-
-
-def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the columns of a table with the custom ones in place of the column that contains them."""
-    return [name for column in columns for name in (names if column == CUSTOM.name else [column])]
 
 
 def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:

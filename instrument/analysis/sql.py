@@ -24,7 +24,6 @@ from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS
-from .frames import column_names
 from .run_tables import RunTables
 
 if TYPE_CHECKING:
@@ -270,7 +269,9 @@ class _TableFiles(NamedTuple):
 
 
 def _own_columns(run: RunTables, table: str) -> list[str]:
-    return column_names(TABLES[table].schema.names, run.custom_columns(table))
+    """Return the columns of a table with the custom ones in place of the column that contains them."""
+    names, custom = TABLES[table].schema.names, run.custom_columns(table)
+    return [each for name in names for each in (custom if name == CUSTOM.name else [name])]
 
 
 def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
@@ -319,13 +320,11 @@ def _columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> C
         while name.lower() in names:
             name = f"override.{name}"
         names.add(name.lower())
-        columns[name] = _plain(values)
+        if values.dtype == object:
+            cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
+            texts = [v if v is None or isinstance(v, str) else json.dumps(v) for v in cells]
+            columns[name] = pa.array(texts, pa.string())
+        else:
+            array = pa.array(values)
+            columns[name] = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return columns
-
-
-def _plain(values: pd.Series) -> pa.Array:
-    if values.dtype == object:
-        cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
-        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
-    array = pa.array(values)
-    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array

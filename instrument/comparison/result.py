@@ -150,7 +150,10 @@ def summary(diff: Diff) -> list[str]:
         "",
         *(verdict(diff) if len(diff.layers) else ()),
         *(() if diff.operators is None else operator_summary(diff.operators)),
-        *_metrics(diff),
+        *(
+            f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
+            for row in records(diff.other_losses.head(1))
+        ),
         *_unmatched(diff),
     ]
 
@@ -328,11 +331,6 @@ def _compared(diff: Diff) -> Iterator[str]:
         yield f"tolerance: {NOISE_RATIO:.0f} times the rounding noise of each layer, {diff.noise}"
     else:
         yield f"tolerance: {diff.tolerance:.2g}"
-
-
-def _metrics(diff: Diff) -> Iterator[str]:
-    for row in records(diff.other_losses.head(1)):
-        yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
 
 
 def _unmatched(diff: Diff) -> Iterator[str]:

@@ -79,10 +79,6 @@ class Part(NamedTuple):
         """Return the journal of its rows, which exists until the Parquet file does."""
         return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
 
-    def temporary(self, folder: Path, table: str) -> Path:
-        """Return its temporary file."""
-        return self.journal(folder, table).with_suffix(".tmp")
-
 
 def part_files(folder: Path, table: str) -> dict[Part, Path]:
     """Return the Parquet files of a table in order, without those whose rows are in a merged part."""
@@ -320,7 +316,7 @@ def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) ->
 @contextmanager
 def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Iterator[pq.ParquetWriter]:
     """Create a part. It is renamed to its final name when the block ends; after an error, no file remains."""
-    temporary, file = part.temporary(folder, table.name), part.file(folder, table.name)
+    temporary, file = part.journal(folder, table.name).with_suffix(".tmp"), part.file(folder, table.name)
     file.parent.mkdir(exist_ok=True)
     temporary.parent.mkdir(exist_ok=True)
     try:
