@@ -668,7 +668,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _inverse(order: Array) -> Array:
-    """Return the inverse of a permutation."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse

@@ -145,7 +145,6 @@ class StepHistory:
         return np.array([self._column_of[key] for key in unique.tolist()], np.int64)[index]
 
     def _widen(self, version: int) -> None:
-        """Double the width of the groups."""
         self.width *= 2
         self.rebuilt = version
         if not self._column_of:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Archive, Context
-from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
 from ..storage.run_search import NoRunError
 from ..tables.kinds import KINDS
@@ -141,15 +140,9 @@ class RunArchive(Archive):
         """Return the index of an opened run's tensors: step, micro_step, phase, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
-    def accumulate_of(self, run: str) -> int:
-        """Return `train.accumulate` of an opened run; 0 for your own loop."""
-        accumulate: int = self._runs[run].info.get("config", {}).get("train", {}).get("accumulate", 0)
-        return accumulate
-
-    def split_of(self, run: str, phase: str) -> str | None:
-        """Return the split of the dataset in a phase of an opened run; None if it has none or is unknown."""
-        data = self._runs[run].info.get("data") or {}
-        return data.get("train_split" if phase in STEP_PHASES else "eval_split")
+    def info_of(self, run: str) -> dict[str, Any]:
+        """Return the content of run.json of an opened run."""
+        return self._runs[run].info
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """See `Archive.tensors_at`.

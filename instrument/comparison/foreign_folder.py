@@ -148,7 +148,6 @@ class ForeignFolder(RunFiles):
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
     def _row(self, entry: Entry) -> dict[str, Any]:
-        """Return the columns about the location of a tensor."""
         place = {name: getattr(entry, name) for name in ("step", "layer", "module_type", "role", "path", "call")}
         place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
         zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)

@@ -118,7 +118,6 @@ def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str,
 
 
 def _phase(run: Run | None) -> str:
-    """Return the phase of the recorded tensors of a run."""
     batches = () if run is None else run.scan("tensors", ["phase"])
     return next((str(batch["phase"][0]) for batch in batches if batch.num_rows), "forward")
 

@@ -202,7 +202,6 @@ def _relations(
 
 
 def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
-    """Yield the steps and the dtypes of the operators of a run."""
     for rows in batches(run, "operators", ["step", "dtype"], condition):
         yield rows.drop_duplicates()
 

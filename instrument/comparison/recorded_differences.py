@@ -377,7 +377,6 @@ def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the differences of several tensors of one location."""
     total = {name: one[name] + other[name] for name in ("tensors", "elements", "ulp")}
     extreme = {name: np.fmax(one[name], other[name]) for name in ("l2", "max_abs", "max_rel")}
     dtypes = {name: (one if one["dtype_a"] != one["dtype_b"] else other)[name] for name in ("dtype_a", "dtype_b")}

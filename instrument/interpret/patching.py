@@ -368,7 +368,6 @@ def _select(
     fields: Mapping[str, Sequence[str]],
     intervention: str | None,
 ) -> str:
-    """Return the intervention whose fields differ."""
     swept = [f"{HOOKS}.{hook}.{key}" for hook, keys in fields.items() for key in keys]
     if intervention is not None and intervention not in fields:
         message = "the runs do not differ in any field of this intervention"

@@ -77,7 +77,6 @@ def lanes(history: RunHistory) -> dict[str, Any]:
 
 
 def _about(series: RecordedSeries) -> dict[str, Any]:
-    """Return the label and the properties of a series."""
     properties = {"gradient": series.is_gradient, "parameters": series.is_of_parameters}
     return {"label": series.label, **asdict(series), **properties}
 
@@ -99,7 +98,6 @@ def _rows(history: RunHistory, each: StepHistory) -> list[int]:
 
 
 def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str, Any]:
-    """Return the values of the groups of steps that changed after a version."""
     groups = history.groups(since)
     first, last, _ = history.steps(groups)
     return {
@@ -112,7 +110,6 @@ def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str,
 
 
 def _distributions(location: LocationDistributions, since: int) -> dict[str, Any]:
-    """Return the distributions of a location that changed after a version."""
     changed = {key: (step, row) for key, (step, version, row) in sorted(location.rows.items()) if version > since}
     steps = [step for step, _ in changed.values()]
     return {

@@ -126,7 +126,6 @@ class LiveSweepPage(_ChangingPage):
         return {**changes, "runs": numbers["runs"], "curves": new}
 
     def _content(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the values of the template, and the data of the charts with the version."""
         sweep = self.source
         keys = list(dict.fromkeys(key for job in sweep.jobs for key in sweep.source.differing(job)))
         names = [str(live.info.get("name")) for live in sweep.runs.values()]

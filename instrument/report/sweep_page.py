@@ -167,7 +167,6 @@ def _row(
 
 
 def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
-    """Return the first failed runs with their errors, and all unreadable files."""
     states = zip(run.names, run.infos, strict=True)
     failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
     alerts = [

@@ -49,6 +49,15 @@ class Answer:
     problem: str | None = None
 
 
+def send(folder: Path, changes: Sequence[str]) -> Path:
+    """Send changes to a run. Return the file of the message, for `answer_to`."""
+    control = folder / CONTROL
+    control.mkdir(mode=0o700, exist_ok=True)
+    message = control / f"{time.time_ns()}-{os.getpid()}{MESSAGE}"
+    write_json(message, list(changes))
+    return message
+
+
 def answer_to(message: Path) -> Answer | None:
     """Return the answer to a message; None if the run has not read it yet."""
     try:
@@ -188,9 +197,7 @@ def request_changes(
     try:
         if (folder / "run.json").stat().st_uid != os.geteuid():
             raise InstrumentError(f"{folder} belongs to another user, and only its owner can change the run")
-        (folder / CONTROL).mkdir(mode=0o700, exist_ok=True)
-        message = folder / CONTROL / f"{time.time_ns()}-{os.getpid()}{MESSAGE}"
-        write_json(message, list(changes))
+        message = send(folder, changes)
     except OSError as error:
         raise InstrumentError(f"{folder} cannot be written: {error.strerror}") from None
     began, has_called = time.monotonic(), False

@@ -70,7 +70,6 @@ class Snapshot:
 
 
 def _has(folder: Path, *names: str) -> bool:
-    """Return whether a folder or its subfolders contain a file or folder with one of these names."""
     return any(next(folder.rglob(name), None) is not None for name in names)
 
 

@@ -135,7 +135,6 @@ class ParquetSink:
             self._rows = {}
 
     def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
-        """Return the rows of a step and table for the journal."""
         if len(groups) > 1:
             return as_batch(TABLES[table], *groups)
         (rows,) = groups
@@ -182,7 +181,6 @@ class ParquetSink:
             self._counts.release()
 
     def _count(self, tables: Iterable[str]) -> None:
-        """Write the number of rows in the journals of tables to the row count file."""
         writers = [(name, self._writers[name]) for name in tables]
         self._counts.write([(name, writer.part.number, writer.rows) for name, writer in writers])
 
@@ -201,7 +199,6 @@ class ParquetSink:
             self._has_reserve = True
 
     def _describe_saved(self) -> str:
-        """Describe which steps were written, for error messages."""
         try:
             stat = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):

@@ -361,7 +361,6 @@ class WorkerRunFolder:
         self._lock.release()
 
     def _discard(self) -> None:
-        """Restore the previous content of a separate folder."""
         self.close()
         self._snapshot.restore()
         with suppress(OSError):  # the folder contains other files

@@ -134,7 +134,6 @@ class RemoteCopy:
         return self._upload.sent
 
     def _report_result(self, result: TransferResult) -> None:
-        """Call `uploaded` with the number of bytes, or warn about files that are missing."""
         if result.failed:
             name, problem = next(iter(result.failed.items()))
             first = f"{name}: {problem}" if name else problem

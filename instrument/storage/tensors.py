@@ -210,7 +210,6 @@ class TensorWriter:
             self._block = None
 
     def _write_group(self) -> None:
-        """Write the collected tensors to the part of this step."""
         if self._pending:
             if self._part is None:
                 self._part = self._end_of_part.enter_context(self.writer.new_part())
@@ -232,7 +231,6 @@ class TensorWriter:
             self._end_block()
 
     def _message(self) -> pa.RecordBatch | Message:
-        """Return the rows of the step for the journal."""
         if self._buffers:
             return rows_of(self._pending).combine_chunks().to_batches()[0]
         rows = [(*row, None, None) for row, *_ in self._pending]
