@@ -652,8 +652,7 @@ def _is_integer(value: object) -> bool:
 def _permutation(size: int, *seed: int) -> Array:
     """Return a uniformly random permutation of the integers below `size`, which depends on the seed only."""
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
-    order: Array = torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1)))).numpy()
-    return order
+    return torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1)))).numpy()
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

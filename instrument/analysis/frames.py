@@ -227,8 +227,7 @@ def _from_bytes(data: Any, dtype: str, length: int = 1) -> _Array:
         import torch  # imported here, because other types do not need it
 
         if (float8 := getattr(torch, dtype, None)) is not None:
-            values: _Array = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
-            return values
+            return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
     array = np.frombuffer(data, np.dtype(dtype))
     array.flags.writeable = False  # a view of mapped memory, which later readers would see changed
     return array

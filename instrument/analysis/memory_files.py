@@ -62,8 +62,7 @@ def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
     moments = [(row[step], row[phase]) for row in rows]
     is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
     index = np.arange(len(rows))
-    positions: np.ndarray[Any, Any] = index - np.maximum.accumulate(np.where(is_first, index, 0))
-    return positions
+    return index - np.maximum.accumulate(np.where(is_first, index, 0))
 
 
 def _tensors(rows: Sequence[Row]) -> pa.Table:

@@ -115,8 +115,7 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
         rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
         parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
     of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
-    ranges: pd.DataFrame = of_batches.agg({"low": "min", "high": "max"}).astype(float)
-    return ranges
+    return of_batches.agg({"low": "min", "high": "max"}).astype(float)
 
 
 def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:

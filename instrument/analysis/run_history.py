@@ -146,8 +146,6 @@ class RunHistory:
             return None
         return float(history.last(name)[0])
 
-    # ---------------------------------------------------------------------------------------------- rows of each table
-
     def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
         names = [*(name for name in STATISTICS if name in TABLES["stats"].numbers), *self.custom]

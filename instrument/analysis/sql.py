@@ -83,8 +83,7 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
             rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
             rows = rows.select(polars.all() if columns is None else columns)
-            frame: pl.DataFrame = (rows if limit is None else rows.head(limit)).collect()
-            return frame
+            return (rows if limit is None else rows.head(limit)).collect()
 
         names = "*" if columns is None else ", ".join(map(_quoted_name, columns))
         yield _with_tables(run, f"select {names} from {table}", answer)

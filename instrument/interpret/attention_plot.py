@@ -103,9 +103,6 @@ def attention(
     return with_title(plain(title, 110))
 
 
-# ------------------------------------------------------------------------------------------------ selection
-
-
 def _tensors(
     run: Run | pd.DataFrame, layers: Sequence[str] | None, hook: str | None, phase: str | None, step: int | None
 ) -> list[AttentionTensor]:
@@ -185,9 +182,6 @@ def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: 
     return Row(tensor, maps, tensor.are_probabilities(values))
 
 
-# ------------------------------------------------------------------------------------------------ labels
-
-
 def _labels(
     run: Run | pd.DataFrame, row: Row, batch: Batch, position: int, tokens: Tokens
 ) -> tuple[list[str], list[str]]:
@@ -209,9 +203,6 @@ def _labels(
     of_keys = [token_label(name) for name in names] if names else [str(at) for at in range(keys)]
     of_queries = of_keys if names and queries == keys else [str(at) for at in range(queries)]
     return [of_queries[at] for at in row.maps.queries], [of_keys[at] for at in row.maps.keys]
-
-
-# ------------------------------------------------------------------------------------------------ drawing
 
 
 def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> None:

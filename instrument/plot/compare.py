@@ -206,9 +206,6 @@ def _over_locations(
     return Curves(f"{name} of {series.label}, last recorded step ({when})", axis_name(name), values), locations
 
 
-# ------------------------------------------------------------------------------------------------ drawing
-
-
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
     lines = _lines(curves, overrides)
     charts = _chart([line.label for line in lines], height_or(HEIGHT), 0.0)
@@ -373,9 +370,6 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     charts = new_charts(left + WIDTH + 1.0 + LETTER * letters, max(height, room) + 1.0)
     charts[0, 0].grid(True)
     return charts
-
-
-# ------------------------------------------------------------------------------------------------ runs and their labels
 
 
 def combine_runs(runs: Run | Sequence[Run]) -> Run:

@@ -145,8 +145,7 @@ def with_title(text: str) -> Figure:
     place = current().place
     assert place is not None
     place.suptitle(text)
-    figure: Figure = place.get_figure(root=True)
-    return figure
+    return place.get_figure(root=True)
 
 
 def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
@@ -163,9 +162,6 @@ def _image(column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], samp
     image = next((image_of(one, all_maps) for one in column if one is not None), None)
     has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])
     return image if has_it and image not in column else None
-
-
-# ------------------------------------------------------------------------------------------------ mosaics and images
 
 
 def cut(values: np.ndarray) -> np.ndarray:

@@ -162,8 +162,7 @@ class CheckedFile(io.RawIOBase):
         return base + offset
 
     def tell(self) -> int:
-        position: int = getattr(self._position, "value", 0)
-        return position
+        return getattr(self._position, "value", 0)
 
     def readable(self) -> bool:
         return True

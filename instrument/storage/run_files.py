@@ -357,8 +357,7 @@ class RunFiles:
 
 def row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
     """Return the row groups of a Parquet file; other fragments are returned unchanged."""
-    groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
-    return groups
+    return piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
 
 
 def _pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

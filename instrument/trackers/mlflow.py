@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from ..analysis.config_fields import leaves
+from ..values.containers import leaves
 from .step_summary import StepSummary
 from .tracking import Outcome, TrackedRun
 
@@ -34,7 +35,8 @@ class Mlflow:
         self.client = MlflowClient()
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.name)
         self.id = self.client.create_run(experiment, run_name=run.title).info.run_id
-        params = [Param(key[-KEY_LENGTH:], _text(value)) for key, value in leaves(run.config) if key]
+        settings = leaves(run.config, lambda value: not (isinstance(value, Mapping) and value))
+        params = [Param(key[-KEY_LENGTH:], _text(value)) for key, value in settings if key]
         for start in range(0, len(params), PARAMS):
             self.client.log_batch(self.id, params=params[start : start + PARAMS])
 

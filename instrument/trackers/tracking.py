@@ -18,7 +18,6 @@ import numpy as np
 from ..config.experiment import TRACKERS
 from ..errors import ConfigError, Problem, SinkError
 from ..fields.pip_extras import pip_command
-from ..storage.remote_errors import safe_message
 from ..tables.sink_interface import Row
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
@@ -132,7 +131,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
         with _same_random_numbers():
             return TrackingSink(TRACKERS[name](run, tracker_folder), name)
     except Exception as error:
-        message = f"{name} cannot be started: {safe_message(error)}"
+        message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
         raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error
 
 
@@ -143,7 +142,7 @@ def _calling(name: str) -> Iterator[None]:
         with _same_random_numbers():
             yield
     except Exception as error:
-        raise SinkError(f"{name} failed: {safe_message(error)}") from error
+        raise SinkError(f"{name} failed: {type(error).__name__}: {_brief(error)}") from error
 
 
 @contextmanager
@@ -155,3 +154,7 @@ def _same_random_numbers() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+def _brief(error: Exception, most: int = 300) -> str:
+    return str(error).strip().partition("\n")[0][:most]
