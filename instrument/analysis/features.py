@@ -135,7 +135,10 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     rows = select(files, selection, index)
     samples = samples_of(files, rows)
     tensors = list(batches_of(files, rows, samples, selection))
-    shape, dtype = squeezed(common_shape(tensors, selection)), _common_dtype(rows)
+    shape, names = squeezed(common_shape(tensors, selection)), rows["dtype"].unique().tolist()
+    if unknown := [name for name in names if not is_known(name)]:
+        raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
+    dtype = np.result_type(*map(_numpy_dtype, names))
     batches = [*{batch.key[:3]: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
@@ -338,13 +341,6 @@ def targets_of(samples: pd.DataFrame) -> Array | None:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
     return dtype
-
-
-def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
-    names = rows["dtype"].unique().tolist()
-    if unknown := [name for name in names if not is_known(name)]:
-        raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
-    return np.result_type(*map(_numpy_dtype, names))
 
 
 def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, first: int = 1) -> Shape:

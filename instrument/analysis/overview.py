@@ -146,10 +146,10 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         hooks.setdefault(site["hook"], []).append(site)
     rows = []
     for hook, sites in hooks.items():
-        causes: dict[str, list[str]] = {}
+        causes: dict[str, dict[str, None]] = {}
         for site in sites:
             if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
-                causes.setdefault(site["cause"], []).append(location_name(site["layer"], site["path"], site["kind"]))
+                causes.setdefault(site["cause"], {})[location_name(site["layer"], site["path"], site["kind"])] = None
         rows.append(
             {
                 "hook": hook,
@@ -158,7 +158,7 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
                 "locations": len({(site["layer"], site["path"]) for site in sites}),
                 "expected": sum(site["expected"] for site in sites),
                 "fired": sum(site["fired"] for site in sites),
-                "causes": [(cause, _join_first(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
+                "causes": [(cause, _join_first([*locations])) for cause, locations in causes.items()],
             }
         )
     return rows

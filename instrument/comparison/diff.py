@@ -96,7 +96,13 @@ def diff(
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
     expressions = {old: new for old, new in (rename or {}).items() if old not in plain}
     runs, measured, alignment = _opened((a, b), plain, expressions, foreign=foreign)
-    _check_runs(runs, steps)
+    folders = [run.folders[0] for run in runs]
+    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
+        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
+    for run in runs:
+        if run.info["status"] == "running" and steps[1] is None:
+            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
+            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
     condition = _condition(steps)
     tables = {
         table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
@@ -184,16 +190,6 @@ def _run_at(path: str | Path, *, foreign: bool) -> Run | None:
         if is_address(path) or not is_foreign(path):
             raise
     return None
-
-
-def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
-    folders = [run.folders[0] for run in runs]
-    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
-        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
-    for run in runs:
-        if run.info["status"] == "running" and steps[1] is None:
-            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
-            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
 
 
 def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:

@@ -94,7 +94,11 @@ def convert_msprobe(source: Any) -> ConvertedExperiment:
         task = str(fields.take("task", "statistics"))
         if task not in TASKS:
             raise ConfigError(Problem("task", "unknown task", given=task, allowed=TASKS))
-        schedule = _schedule(fields)
+        ranges = read_ranges(fields.take("step", []), "step")
+        steps = sorted({step for each in ranges for step in each})
+        schedule: dict[str, Any] = {"steps": steps} if steps else {}
+        if len(ranges) == 1 and len(steps) > 1:
+            schedule = {"start": ranges[0].start, "stop": ranges[0].stop}
         level = str(fields.take("level", "L1"))
         fields.note_given(ELSEWHERE)
         if (seed := fields.number("seed")) is not None:
@@ -105,15 +109,6 @@ def convert_msprobe(source: Any) -> ConvertedExperiment:
             _convert_task(task, level, options, schedule)
         fields.note_given(dict.fromkeys(TASKS, f"not used by task {task}"))
     return experiment
-
-
-def _schedule(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the steps: numbers, and ranges such as "4-6"."""
-    ranges = read_ranges(fields.take("step", []), "step")
-    if len(ranges) == 1 and len(ranges[0]) > 1:
-        return {"start": ranges[0].start, "stop": ranges[0].stop}
-    steps = sorted({step for each in ranges for step in each})
-    return {"steps": steps} if steps else {}
 
 
 def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any]) -> None:

@@ -48,7 +48,6 @@ from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import axis_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
@@ -122,7 +121,11 @@ def compare(
     if table == "metrics":
         rows = _metric(frame, y, phase or _usual_phase(frame, y, x))
     elif layer is not None:
-        rows = _at_layer(frame, y, layer, wanted)
+        fitting = pd.concat([series.of(frame) for series in series_with(frame, y)])
+        series, location, found = select_location(fitting, layer, **wanted)
+        merged = finite_only(found).groupby(["run", "step"], sort=False)[y].agg(statistic_of(y).merged)
+        values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
+        rows = Curves(f"{y} of {location} ({series.label})", axis_name(y), values)
     elif x is None:
         return _draw_over_locations(*_over_locations(frame, y, forward_order(several), wanted), overrides)
     else:
@@ -178,15 +181,6 @@ def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
     check_choice(name, there, "y", f"no run has a value of this metric in phase {phase}")
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
     return Curves(f"{name} ({phase})", METRICS.get(name, name), values)
-
-
-def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:
-    """Return a statistic of one location of each run over the steps; several calls in a step are merged."""
-    fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
-    series, location, rows = select_location(fitting, layer, **wanted)
-    merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(statistic_of(name).merged)
-    values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
-    return Curves(f"{name} of {location} ({series.label})", axis_name(name), values)
 
 
 def _over_locations(
@@ -303,7 +297,11 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
     scale(axes, "y", np.array(list(finals.values())))
-    _label_values(axes, x, at, names)
+    places = np.unique(list(at.values()))
+    scale(axes, "x", places, is_log=not names and is_rate(x, places.tolist()))
+    if names or len(places) <= FEW_VALUES:
+        axes.set_xticks(places, [plain(name, 16) for name in names or map(value_text, places)])
+        axes.minorticks_off()
     bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
     over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
     return finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
@@ -321,15 +319,6 @@ def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
 
 def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
-
-
-def _label_values(axes: Axes, x: str, at: dict[str, float], names: list[str]) -> None:
-    """Set up the horizontal axis of an override: logarithmic for rates, one tick per value for few values."""
-    values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and is_rate(x, values.tolist()))
-    if names or len(values) <= FEW_VALUES:
-        axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
-        axes.minorticks_off()
 
 
 def is_rate(name: str, cells: Sequence[object]) -> bool:
