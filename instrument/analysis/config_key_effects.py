@@ -15,7 +15,7 @@ import pandas as pd
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
-from .run_matching import RunMatch, RunMatches, match_runs
+from .run_matching import RunMatch, match_runs
 from .run_tables import RunTables
 
 MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
@@ -30,7 +30,12 @@ def effects_of(
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
-    _warn_unpaired(run, run_matches)
+    if run_matches.left_out:
+        counts = Counter(run_matches.left_out.values())
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MAX_REASONS])
+        reasons += "; ..." * (len(counts) > MAX_REASONS)
+        message = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair: {reasons}"
+        warnings.warn(f"{message}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=3)
     comparisons: dict[str, list[RunMatch]] = {}
     for match in run_matches.matches:
         comparisons.setdefault(match.comparison, []).append(match)
@@ -62,16 +67,6 @@ def _check_steps(steps: Any) -> None:
             return
     allowed = "(start, stop), half-open, such as (50, None)"
     raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
-
-
-def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
-    if not run_matches.left_out:
-        return
-    counts = Counter(run_matches.left_out.values())
-    reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MAX_REASONS])
-    more = "; ..." if len(counts) > MAX_REASONS else ""
-    unpaired = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair"
-    warnings.warn(f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4)
 
 
 def _cells(values: list[Any]) -> pd.Series:

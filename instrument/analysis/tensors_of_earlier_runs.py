@@ -215,7 +215,11 @@ class RunArchive(Archive):
         full tensor assembled from all ranks, or the batch shard of this process.
         """
         place = _Place.of(context, any_phase=hook is not None, pinned=pinned)
-        current = self._at_step((run, hook, step), context.step if step is None else step)
+        source, number = (run, hook, step), context.step if step is None else step
+        current = self._steps.get(source)
+        if current is None or current.number != number:
+            of_hook = {} if hook is None else {"hook": hook}
+            current = self._steps[source] = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
         if place not in current.tensors:
             current.tensors[place] = self._tensor(run, current, place)
         return current.tensors[place]
@@ -250,11 +254,3 @@ class RunArchive(Archive):
             values = values[samples.start : samples.stop]
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if place.pinned else tensor
-
-    def _at_step(self, source: _Source, number: int) -> _Step:
-        current = self._steps.get(source)
-        if current is None or current.number != number:
-            run, hook, _ = source
-            of_hook = {} if hook is None else {"hook": hook}
-            current = self._steps[source] = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
-        return current

@@ -277,22 +277,17 @@ def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
 
 def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the settings, versions and devices that differ; see `Diff.settings`."""
-    known = [_flat_settings(info) for info in (one, other)]
+    known: list[dict[str, str]] = []
+    for info in (one, other):
+        training = training_of(0, info)
+        leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
+        settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
+        settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
+        flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
+        known.append(flat | {key: str(value) for key, value in settings.items()})
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
-    training = training_of(0, info)
-    leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
-    versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
-    settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
-    return {
-        **{key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"},
-        **{key: str(value) for key, value in settings.items()},
-        **versions,
-    }
 
 
 def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataFrame:

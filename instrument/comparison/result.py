@@ -173,7 +173,14 @@ def verdict(diff: Diff) -> Iterator[str]:
         if diff.first_bits is not None:
             step, location, call = diff.first_bits
             yield f"  the first bits that differ: step {step}, {place(records(diff.layers)[location], call)}"
-        yield from _drift(diff)
+        rows = diff.layers[diff.layers["role"] == "output"]
+        errors = rows["difference"].to_numpy(np.float64)
+        depth = np.arange(1, len(errors) + 1)[errors > 0]
+        if diff.noise and len(depth) >= MIN_DEPTH:  # error = c * depth**exponent, by least squares
+            errors = errors[errors > 0]
+            exponent = np.polyfit(np.log(depth), np.log(errors), 1)[0]
+            ends = f"from {errors[0]:.2g} to {errors[-1]:.2g}"
+            yield f"  drift with depth: {ends} over {len(rows):,} outputs, like depth**{exponent:.1f}"
         if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
             yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
@@ -215,17 +222,6 @@ _REASONS = {
         "Repeat one of the runs with the data and the order of the other one.",
     ),
 }
-
-
-def _drift(diff: Diff) -> Iterator[str]:
-    """Yield how the errors of outputs of other programs grow with depth: the exponent p of error = c * depth**p, by least squares."""
-    rows = diff.layers[diff.layers["role"] == "output"].reset_index(drop=True)
-    errors = rows["difference"].to_numpy(np.float64)
-    depth = np.arange(1, len(errors) + 1)[errors > 0]
-    if diff.noise and len(depth) >= MIN_DEPTH:
-        exponent = np.polyfit(np.log(depth), np.log(errors[errors > 0]), 1)[0]
-        first, last = errors[errors > 0][[0, -1]]
-        yield f"  drift with depth: from {first:.2g} to {last:.2g} over {len(rows):,} outputs, like depth**{exponent:.1f}"
 
 
 def _numbers(first: FirstDifference) -> str:

@@ -132,7 +132,15 @@ def _numbers_of(
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = cache(_numbers(runs, metric, layer, hook))  # several runs have the same baseline
-    common = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
+    common = None
+    if baseline is not None:
+        if len(baseline.folders) > 1:
+            message = f"the folder contains {len(baseline.folders)} runs"
+            raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
+        if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
+            message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
+            raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
+        common = _numbers(baseline, metric, layer, hook)(0)
     cells: dict[tuple[int, int], list[float]] = {}
     for cell in grid.cells:
         if common is not None or cell.baseline is not None or not grid.has_baseline:
@@ -183,16 +191,6 @@ def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Cal
         return float(np.mean([float(means.values[i, at]) for i in known])) if known else float("nan")
 
     return number
-
-
-def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | None, hook: str | None) -> float:
-    if len(baseline.folders) > 1:
-        message = f"the folder contains {len(baseline.folders)} runs"
-        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
-    if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
-        message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
-        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
-    return _numbers(baseline, metric, layer, hook)(0)
 
 
 def _draw_figure(
