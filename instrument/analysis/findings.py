@@ -91,7 +91,14 @@ def _loss(run: RunTables) -> Iterator[Finding]:
 
 def _gradients(run: RunTables) -> Iterator[Finding]:
     """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
-    if (row := _largest_gradient(run)) is not None:
+    row: _Row | None = None
+    kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
+    gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
+    for batch in _finite(run, [*_IDENTITY, "l2"], gradient & ds.field("l2").is_valid()):
+        norms = batch["l2"].to_numpy()
+        if len(norms) and (row is None or norms.max() > row["l2"]):
+            (row,) = batch.slice(int(norms.argmax()), 1).to_pylist()
+    if row is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
         norms_here = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
         value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
@@ -153,18 +160,6 @@ def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expre
 def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
     for batch in run.scan("stats", list(dict.fromkeys([*columns, *REQUIRED_COLUMNS])), condition):
         yield batch.filter(pa.array(~not_finite_in(batch)))
-
-
-def _largest_gradient(run: RunTables) -> _Row | None:
-    """Return the first finite row of a gradient with the largest norm; None without one."""
-    best: _Row | None = None
-    kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
-    gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
-    for batch in _finite(run, [*_IDENTITY, "l2"], gradient & ds.field("l2").is_valid()):
-        norms = batch["l2"].to_numpy()
-        if len(norms) and (best is None or norms.max() > best["l2"]):
-            (best,) = batch.slice(int(norms.argmax()), 1).to_pylist()
-    return best
 
 
 def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:

@@ -235,7 +235,11 @@ class RunHistory:
 
     def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
         """Yield each series and location with the indices of its rows."""
-        for combination, index in _combinations(rows):
+        numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
+        groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
+        indices = (cells.values.to_numpy() for cells in groups["index_list"])
+        combinations = zip(groups.select(WHERE).to_pylist(), indices, strict=True)
+        for combination, index in sorted(combinations, key=lambda group: int(group[1][0])):
             series = RecordedSeries(*(combination[name] for name in WHERE[:4]))
             location = location_name(combination["layer"], combination["path"], series.kind)
             if location not in self.places:
@@ -283,11 +287,3 @@ def _adder_of(table: str) -> Callable[[RunHistory, pa.Table], None] | None:
 def shown_tables() -> tuple[str, ...]:
     """Return the tables of which something is shown, those with one row per tensor last: they are the largest."""
     return tuple(sorted(filter(_adder_of, TABLES), key=lambda name: TABLES[name].has_identity))
-
-
-def _combinations(rows: pa.Table) -> Iterator[tuple[dict[str, str], np.ndarray]]:
-    """Yield each combination of hook, kind, role, phase, layer and path with the indices of its rows, by first row."""
-    numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
-    groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
-    indices = (cells.values.to_numpy() for cells in groups["index_list"])
-    yield from sorted(zip(groups.select(WHERE).to_pylist(), indices, strict=True), key=lambda group: int(group[1][0]))

@@ -168,19 +168,14 @@ class _Views:
                 selections.append(f'select * from "unwritten rows of {name}"')
             rows = " union all by name ".join(selections)
             if CUSTOM in TABLES[name].columns:
-                rows = self._with_custom_columns(rows, name)
+                # One column per custom statistic or metric, and per remainder that the query names.
+                remainders = [each for each in REMAINDERS.values() if name == "stats" and each in self.query.lower()]
+                custom = [*self.run.custom_columns(name), *remainders]
+                cells = {each: f"{CUSTOM.name}[{_quoted_string(each)}] as {_quoted_name(each)}" for each in custom}
+                columns = [*_all_columns(self.run, name), *remainders]
+                expressions = ", ".join(cells.get(each, _quoted_name(each)) for each in columns)
+                rows = f"select {expressions} from ({rows})"
             connection.execute(f"create view {name} as {rows}")
-
-    def _with_custom_columns(self, rows: str, table: str) -> str:
-        """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
-        remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
-        custom = [*self.run.custom_columns(table), *remainders]
-        names = [*_all_columns(self.run, table), *remainders]
-        expressions = [
-            f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
-            for name in names
-        ]
-        return f"select {', '.join(expressions)} from ({rows})"
 
     def repair(self, *, only_heads: bool) -> bool:
         """Return whether a cause of a failed query was found and removed. `only_heads`: the error is about a value, such as a cast."""

@@ -252,17 +252,13 @@ def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed",
     """Return the reason why the first difference is not evidence against its layer; see `Diff.cause`."""
     infos = [run.info for run in runs]
     seeds = {info["seed"] for info in infos} - {None}  # folders of tensors have none
-    if len(seeds) > 1 and not all(_is_independent_of_the_seed(info) for info in infos):
+    configs = [info.get("config") for info in infos]
+    # Runs that load their weights, and pass the samples in the order of the data, do not depend on their seed.
+    are_forward = all(isinstance(each, Mapping) and each.get("mode") == "forward" for each in configs)
+    if len(seeds) > 1 and not (are_forward and all((info.get("init_from") or {}).get("path") for info in infos)):
         return "seed"
     samples = [_samples(run, first) for run in runs]
     return "batches" if all(samples) and samples[0] != samples[1] else ""
-
-
-def _is_independent_of_the_seed(info: Mapping[str, Any]) -> bool:
-    """Return whether a run loads its weights, and passes the samples through the model in the order of the data."""
-    config = info.get("config")
-    is_forward = isinstance(config, Mapping) and config.get("mode") == "forward"
-    return is_forward and bool((info.get("init_from") or {}).get("path"))
 
 
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:

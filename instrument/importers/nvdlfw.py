@@ -162,8 +162,12 @@ def _convert_records(feature: Fields, layers: str | list[str], section: str, of_
             name = str(fields.take("tensor", ""))
             if kind in FEATURES_OF_QUANTIZED:
                 actions = _casts(fields, name, "nvfp4" if "Nvfp4" in kind else "fp8_current_scaling")
+            elif kind == "DumpTensors":
+                if fields.flag("quantized_tensor"):
+                    fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
+                actions = [{"stats": "none", "tensors": True}] if fields.flag("high_precision_tensor") else []
             else:
-                actions = _dump(fields) if kind == "DumpTensors" else _statistics(fields)
+                actions = _statistics(fields)
             schedules = _schedules(fields, of_engine)
             if name not in known:
                 message = f"no counterpart for the tensor {name!r}, which your code passes to the tool by this name"
@@ -206,12 +210,6 @@ def _statistics(fields: Fields) -> list[dict[str, Any]]:
     if "std" in statistics:
         fields.experiment.note("std", "divided by n here, by n - 1 in the source")
     return [{"stats": statistics}] if statistics else []
-
-
-def _dump(fields: Fields) -> list[dict[str, Any]]:
-    if fields.flag("quantized_tensor"):
-        fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
-    return [{"stats": "none", "tensors": True}] if fields.flag("high_precision_tensor") else []
 
 
 def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:

@@ -118,13 +118,6 @@ class ParametersFollowGradients(Relation):
         self._found.append(Checked(False, None, text, layer, path))
 
     def check(self) -> Iterator[Checked]:
-        self._check_forgotten()
-        found, self._found = self._found, []
-        yield from found
-        if self._count and not found:
-            yield Checked(True, self._count, "an optimizer changes parameters with gradients")
-
-    def _check_forgotten(self) -> None:
         parameters, self._forgotten = [*self._forgotten.values()], {}
         is_same = [*map(id, self._previous.parameters)] == [*map(id, parameters)]
         self._times = self._times + 1 if parameters and is_same and not any(self._previous.changed()) else 0
@@ -132,6 +125,10 @@ class ParametersFollowGradients(Relation):
         if self._times == TIMES - 1:
             for parameter in parameters:
                 self._add("this parameter has a gradient, but no optimizer holds it", parameter)
+        found, self._found = self._found, []
+        yield from found
+        if self._count and not found:
+            yield Checked(True, self._count, "an optimizer changes parameters with gradients")
 
     def _without_optimizer(self) -> list[Parameter]:
         optimizers, parameters = self.training.optimizers, self.training.parameters.values()

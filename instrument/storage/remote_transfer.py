@@ -107,21 +107,16 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
             sent.failed[name] = safe_message(error)
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
-    if not sent.failed:
-        _remove_replaced(folder, remote)
+    if not sent.failed:  # remove parts whose rows are in a merged part, and checkpoints that newer ones replaced
+        names, remote_parts = remote.sizes(), folder_at(remote.address)
+        for table in TABLES:
+            for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
+                remote.remove(f"{table}/{part.file(remote_parts, table).name}")
+        checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+        for name in names if checkpoints else ():
+            if name.startswith(CHECKPOINTS) and name not in checkpoints:
+                remote.remove(name)
     return sent
-
-
-def _remove_replaced(folder: Path, remote: RemoteFolder) -> None:
-    """Remove the remote parts whose rows are in a remote merged part, and the checkpoints that newer ones replaced."""
-    names, remote_parts = remote.sizes(), folder_at(remote.address)
-    for table in TABLES:
-        for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
-            remote.remove(f"{table}/{part.file(remote_parts, table).name}")
-    checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
-    for name in names if checkpoints else ():
-        if name.startswith(CHECKPOINTS) and name not in checkpoints:
-            remote.remove(name)
 
 
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:

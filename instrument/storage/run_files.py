@@ -256,18 +256,13 @@ class RunFiles:
             read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
         except FileNotFoundError:  # it was merged; see `retry_if_merged`
             raise
-        except UNREADABLE:
-            return self._read_one_by_one(table, columns, condition)
-        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return self._finished(table, pa.concat_tables(read), columns)
-
-    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
-        """Read the files one by one, and skip those with damaged contents."""
-        wanted = _with_keys(table, columns)
-        read = [table.schema.empty_table().select(wanted)]
-        for file, piece in self.fragments(table):
-            with self.errors_reported(file):
-                read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+        except UNREADABLE:  # read the files one by one, and skip those with damaged contents
+            read = [table.schema.empty_table().select(wanted)]
+            for file, piece in self.fragments(table):
+                with self.errors_reported(file):
+                    read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+        else:
+            read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
         return self._finished(table, pa.concat_tables(read), columns)
 
     def _finished(self, table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
