@@ -12,7 +12,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -137,17 +137,38 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
 
 
 def _interventions(run: RunTables) -> Iterator[Finding]:
-    effects = changed(run)
-    specs = (hooks_of(run.info) or {}) if effects else {}
-    for hook, effect in effects.items():
-        locations = f"{effect.locations} location{'s' if effect.locations > 1 else ''}"
-        norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
-        few = 0 < effect.changed_fraction < FEW
-        amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
-        held = f", condition held in {effect.held:,}" if effect.conditional else ""
-        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
+    """Yield the effect of each intervention, in the order in which they first fired. Norms are means of firings with both."""
+    location = ["hook", "layer", "path"]
+    parts = []
+    for batch in run.scan("effects", [*location, "numel", "changed", "norm_before", "norm_after", "held"]):
+        rows = plain_labels(pa.Table.from_batches([batch])).to_pandas()
+        normed = rows["norm_before"].notna() & rows["norm_after"].notna()
+        numbers = {
+            "firings": 1,
+            "held": rows["held"].eq(True),
+            "conditional": rows["held"].notna(),
+            "elements": rows["numel"],
+            "changed": rows["changed"],
+            "before": rows["norm_before"].where(normed),
+            "after": rows["norm_after"].where(normed),
+            "normed": normed,
+        }
+        parts.append(rows[location].assign(**numbers).groupby(location, sort=False).sum())
+    if not parts:
+        return
+    sums = pd.concat(parts).groupby(location, sort=False).sum().assign(locations=1)
+    totals = sums.groupby("hook", sort=False).sum().astype({"elements": int, "changed": int})
+    specs = hooks_of(run.info) or {}
+    for hook, effect in totals.to_dict("index").items():
+        locations = f"{effect['locations']} location{'s' if effect['locations'] > 1 else ''}"
+        norms = (effect[name] / max(1, effect["normed"]) for name in ("before", "after"))
+        norm_text = ", mean norm {:.4g} -> {:.4g}".format(*norms) if effect["normed"] else ""
+        fraction = effect["changed"] / max(1, effect["elements"])
+        amount = f"{effect['changed']:,} of {effect['elements']:,}" if 0 < fraction < FEW else f"{fraction:.1%}"
+        held = f", condition held in {effect['held']:,}" if effect["conditional"] else ""
+        where = f"{locations}, {effect['firings']:,} firing{'s' if effect['firings'] > 1 else ''}{held} ({hook})"
         what = describe_action(specs[hook]) if hook in specs else "changed"
-        yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction, hook=hook)
+        yield Finding(what, where, None, f"{amount} changed{norm_text}", number=fraction, hook=str(hook))
 
 
 def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
@@ -174,66 +195,6 @@ def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
             firings[row["hook"]] += row["fired"]
     of_rows = sum((_count(run, name) for name, table in TABLES.items() if table.fields), _count(run, "stats"))
     return firings, of_rows, _count(run, "tensors")
-
-
-@dataclass(frozen=True)
-class InterventionSummary:
-    """The effect of one intervention.
-
-    Attributes:
-        locations: Number of locations, which are pairs of layer and path.
-        held: Number of firings in which the condition of `when` held.
-        conditional: Number of firings with a condition.
-        elements: Number of elements of all modified tensors.
-        before: Sum of the L2 norms before, over firings with both norms.
-        after: Sum of the L2 norms after, over the same firings.
-        normed: Number of firings with both norms.
-    """
-
-    locations: int
-    firings: int
-    held: int
-    conditional: int
-    elements: int
-    changed: int
-    before: float
-    after: float
-    normed: int
-
-    @property
-    def changed_fraction(self) -> float:
-        """Fraction of the elements that were changed."""
-        return self.changed / max(1, self.elements)
-
-    @property
-    def norms(self) -> tuple[float, float] | None:
-        """Mean norm before and after; None if no firing has both."""
-        return (self.before / self.normed, self.after / self.normed) if self.normed else None
-
-
-def changed(run: RunTables) -> dict[str, InterventionSummary]:
-    """Return the effect of each intervention by hook, in the order in which they first fired."""
-    location = ["hook", "layer", "path"]
-    parts = []
-    for batch in run.scan("effects", [*location, "numel", "changed", "norm_before", "norm_after", "held"]):
-        rows = plain_labels(pa.Table.from_batches([batch])).to_pandas()
-        normed = rows["norm_before"].notna() & rows["norm_after"].notna()
-        numbers = {
-            "firings": 1,
-            "held": rows["held"].eq(True),
-            "conditional": rows["held"].notna(),
-            "elements": rows["numel"],
-            "changed": rows["changed"],
-            "before": rows["norm_before"].where(normed),
-            "after": rows["norm_after"].where(normed),
-            "normed": normed,
-        }
-        parts.append(rows[location].assign(**numbers).groupby(location, sort=False).sum())
-    if not parts:
-        return {}
-    sums = pd.concat(parts).groupby(location, sort=False).sum().assign(locations=1)
-    totals = sums.groupby("hook", sort=False).sum().astype({"elements": int, "changed": int})
-    return {str(hook): InterventionSummary(**numbers) for hook, numbers in totals.to_dict("index").items()}
 
 
 def _count(run: RunTables, table: str) -> Counter[str]:
