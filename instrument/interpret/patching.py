@@ -310,8 +310,8 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
     """
     finished, left_out = trainings(run)
-    names = dict.fromkeys(name for training in finished for name in training.interventions)
-    fields = {name: _differing_fields(finished, name) for name in names}
+    interventions = dict.fromkeys(name for training in finished for name in training.interventions)
+    fields = {name: _differing_fields(finished, name) for name in interventions}
     hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
@@ -320,7 +320,16 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         raise InstrumentError(Problem("sweep", message, given, fix=_FEWER))
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
-    _check_unique(treated, hook, keys)
+    start = f"{HOOKS}.{hook}."
+    others: dict[tuple[str | None, ...], dict[str, str]] = {}
+    for training in treated:  # runs in the same cell differ only in their seed
+        leaves = dict(training.leaves)
+        values = tuple(leaves.pop(start + key, None) for key in keys)
+        first = others.setdefault(values, leaves)
+        if first != leaves:
+            names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
+            message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
+            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
     row_values = {training.index: _field(training, hook, row) for training in treated}
     column_values = {training.index: _field(training, hook, column) for training in treated}
     rows, columns = _ordered(run, row_values.values()), _ordered(run, column_values.values())
@@ -332,7 +341,6 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
             columns.index(canonical_json(column_values[training.index])),
         )
         cells[(*at, training.seed)] = Cell(*at, training.index, controls.get(training.without([HOOKS, hook])))
-    start = f"{HOOKS}.{hook}."
     return InterventionGrid(
         hook,
         start + row,
@@ -383,20 +391,6 @@ def _select(
         fix = "sweep over it: -m 'hooks.patch.layers=blocks.0,blocks.1' 'hooks.patch.positions=[0],[1]'"
         raise InstrumentError(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix))
     return intervention or next(iter(fields))
-
-
-def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -> None:
-    """Check that runs in the same cell differ only in their seed."""
-    start = f"{HOOKS}.{hook}."
-    others: dict[tuple[str | None, ...], dict[str, str]] = {}
-    for training in treated:
-        leaves = dict(training.leaves)
-        at = tuple(leaves.pop(start + key, None) for key in keys)
-        first = others.setdefault(at, leaves)
-        if first != leaves:
-            names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
-            message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
-            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
 
 
 def _field(training: Training, hook: str, field: str) -> Any:
