@@ -594,7 +594,6 @@ class ActivationBatches(IterableDataset[Batch]):
             yield batch
 
     def _read(self, epoch: int, numbers: Array, workers: int) -> Iterator[Batch]:
-        """Yield the batches of these numbers, one of `workers`, in windows."""
         data, (size, shuffle, window, *_) = self.data, self.order
         share = len(data) // self.order.ranks
         offset = self.rank * share

@@ -119,7 +119,6 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
 
 
 def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return the columns `INDEX`, `low` and `high` of some rows."""
     rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
     groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[[*columns]]
     ranges = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()

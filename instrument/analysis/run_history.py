@@ -177,7 +177,6 @@ class RunHistory:
             self._called, self._order, self.order_version = ordered, None, self.version
 
     def _add_numbers(self, rows: pa.Table) -> None:
-        """Add the numbers of a table to the statistics of the same tensors."""
         names = [name for name in rows.schema.names if name not in ("step", "recompute", "module_type", *WHERE)]
         self._add_to(self._measured, rows, {name: floats(rows[name]) for name in names}, self.room)
 
@@ -234,7 +233,6 @@ class RunHistory:
         self.coverage += rows.to_pylist()
 
     def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
-        """Yield each series and location with the indices of its rows."""
         numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
         groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
         indices = (cells.values.to_numpy() for cells in groups["index_list"])

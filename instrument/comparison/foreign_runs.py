@@ -176,7 +176,6 @@ def _aligned(
 
 
 def _tokens_of(folder: ForeignFolder) -> Tokens | None:
-    """Return the tokens of a folder; None if its steps have no ids."""
     tables, shapes, offset, is_named = [], {}, 0, True
     for step, tensors in sorted(folder.ids.items()):
         ids = {name: tensor.numpy() for name, tensor in tensors.items()}

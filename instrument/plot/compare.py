@@ -174,7 +174,6 @@ def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
 
 
 def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
-    """Return a metric of each run over the steps, as the mean over ranks."""
     check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
     there = [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)]

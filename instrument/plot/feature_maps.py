@@ -149,7 +149,6 @@ def with_title(text: str) -> Figure:
 
 
 def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
-    """Return the maps of a sample as they were recorded."""
     try:
         return one.values(run, sample)
     except IndexError:

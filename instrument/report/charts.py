@@ -82,7 +82,6 @@ def _about(series: RecordedSeries) -> dict[str, Any]:
 
 
 def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> dict[str, Any]:
-    """Return the properties of a series, its locations in forward order, and the types of their modules."""
     return {
         **_about(series),
         "locations": [each.locations[row] for row in _rows(history, each)],
@@ -91,7 +90,6 @@ def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> d
 
 
 def _rows(history: RunHistory, each: StepHistory) -> list[int]:
-    """Return the rows of the locations in forward order."""
     rank = rank_in(history.order)
     layers = [history.places[name][0] for name in each.locations]
     return sorted(range(len(layers)), key=lambda row: rank(layers[row]))

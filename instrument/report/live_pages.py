@@ -30,7 +30,6 @@ class _ChangingPage:
         self._blocks: dict[str, tuple[str, int]] = {}  # by name: the HTML, and the version of its last change
 
     def _changed_blocks(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
-        """Return the HTML of the blocks that changed after a version, by name."""
         for name, html in render_blocks(self._template, words, self._names).items():
             if name not in self._blocks or self._blocks[name][0] != html:
                 self._blocks[name] = html, version

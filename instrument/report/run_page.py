@@ -175,7 +175,6 @@ def _alert(rule: str, message: str, severity: str = "error") -> dict[str, Any]:
 
 
 def _tree(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the module tree as nested dictionaries; None if no modules were recorded."""
     nodes: dict[str, dict[str, Any]] = {}
     for row in layers:
         above, _, name = row["layer"].rpartition(".")

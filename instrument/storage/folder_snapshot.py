@@ -121,7 +121,6 @@ class ReplacedRun:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move the files of a run, then remove the folders that are empty."""
     files = _run_files(source)
     for path in files if target.name == ASIDE else reversed(files):
         new = target / path.relative_to(source)
@@ -132,7 +131,6 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _remove(folder: Path, excluded: Collection[str] = ()) -> None:
-    """Remove the files of a run, except those under the excluded names, then the subfolders that are empty."""
     files = [path for path in _run_files(folder) if path.relative_to(folder).parts[0] not in excluded]
     for path in files:
         path.unlink()

@@ -165,7 +165,6 @@ class JournalReader:
             yield stack(first, bodies), first.num_rows
 
     def _messages(self) -> Iterator[pa.ipc.Message]:
-        """Yield the messages with rows, whose schema is `schema`."""
         while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
             message = self._next_message(self._source)

@@ -115,7 +115,6 @@ class RunFolder:
             raise
 
     def _create(self, where: str, record: dict[str, Any]) -> None:
-        """Lock the folder, and write the first run.json."""
         path = self.path
         self._snapshot = Snapshot.take(path)
         self._lock = FolderLock(path)

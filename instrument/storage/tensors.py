@@ -160,7 +160,6 @@ class TensorWriter:
             raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
 
     def _write_now(self) -> None:
-        """Write the collected tensors now, since no buffer is available."""
         self.check()
         self._pass_on(wait=True)
         self._submit(self._write_group)
