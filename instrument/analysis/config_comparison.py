@@ -87,10 +87,15 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
         for name, spec in hooks.items()
     }
     rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)}
+    rest["ranks"] = info.get("ranks", 1)
+    if isinstance(device := info.get("device"), str):
+        rest["device"] = device.partition(":")[0]  # the index of the device does not matter
+    if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
+        rest["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
     interventions = {
         name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
     }
-    return Training(index, info["seed"], rest | _used(config, info), specs, interventions)
+    return Training(index, info["seed"], rest, specs, interventions)
 
 
 def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) -> list[Training]:
@@ -126,16 +131,6 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _relevant(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in overrides.items() if key.partition(".")[0] not in IGNORED_KEYS}
-
-
-def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values used for settings that the configuration leaves open: device, ranks, fallback dataset."""
-    used: dict[str, Any] = {"ranks": info.get("ranks", 1)}
-    if isinstance(device := info.get("device"), str):
-        used["device"] = device.partition(":")[0]  # the index of the device does not matter
-    if isinstance(source := info.get("data"), Mapping) and source.get("fallback"):
-        used["data"] = {**(config.get("data") or {}), "dataset": source.get("dataset")}
-    return used
 
 
 def hooks_of(info: Mapping[str, Any]) -> Mapping[str, HookSpec] | None:

@@ -26,7 +26,7 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
     others = [leaves_of({key: other}) for other in values if isinstance(other, Mapping)]
     texts = leaves_of({key: value})
     fields = {
-        name: item for name, item in _leaves(value, key) if any(other.get(name) != texts[name] for other in others)
+        name: item for name, item in leaves(value, key) if any(other.get(name) != texts[name] for other in others)
     }
     return fields or {key: value}
 
@@ -63,13 +63,14 @@ def to_yaml(value: Any) -> str:
 
 def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
-    return {key: canonical_json(value) for key, value in _leaves(config, "")}
+    return {key: canonical_json(value) for key, value in leaves(config)}
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, also empty ones, by the names that lead to each, joined by dots to `key`."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
+            yield from leaves(item, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
 

@@ -15,7 +15,7 @@ import pandas as pd
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
-from .run_matching import RunMatch, RunMatches, match_runs
+from .run_matching import RunMatch, match_runs
 from .run_tables import RunTables
 
 MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
@@ -30,7 +30,12 @@ def effects_of(
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
-    _warn_unpaired(run, run_matches)
+    if run_matches.left_out:
+        counts = Counter(run_matches.left_out.values())
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MAX_REASONS])
+        reasons += "; ..." * (len(counts) > MAX_REASONS)
+        message = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair: {reasons}"
+        warnings.warn(f"{message}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=3)
     comparisons: dict[str, list[RunMatch]] = {}
     for match in run_matches.matches:
         comparisons.setdefault(match.comparison, []).append(match)
@@ -62,16 +67,6 @@ def _check_steps(steps: Any) -> None:
             return
     allowed = "(start, stop), half-open, such as (50, None)"
     raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
-
-
-def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
-    if not run_matches.left_out:
-        return
-    counts = Counter(run_matches.left_out.values())
-    reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MAX_REASONS])
-    more = "; ..." if len(counts) > MAX_REASONS else ""
-    unpaired = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair"
-    warnings.warn(f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4)
 
 
 def _cells(values: list[Any]) -> pd.Series:
@@ -136,14 +131,14 @@ def _intervals(seeds: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
     with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
         squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
         width, p_value = student(difference, squares, seed_counts, confidence)
-        low, high = difference - width, difference + width
+        low, high = (np.where(np.isfinite(end), end, np.nan) for end in (difference - width, difference + width))
     return {
         "n": seed_counts,
         "mean_baseline": before,
         "mean_value": after,
         "difference": difference,
-        "ci_low": _finite(low),
-        "ci_high": _finite(high),
+        "ci_low": low,
+        "ci_high": high,
         "confidence": np.full(low.shape, confidence),
         "p_value": p_value,
     }
@@ -156,10 +151,6 @@ def _mean(numbers: np.ndarray) -> np.ndarray:
     counts = np.maximum((~np.isnan(half)).sum(0), 1)
     mean: np.ndarray = 2 * (lowest + np.nansum((half - lowest) / counts, axis=0))
     return mean
-
-
-def _finite(bounds: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(bounds), bounds, np.nan)
 
 
 CONFIDENCE = 0.95  # the usual confidence level

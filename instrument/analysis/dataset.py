@@ -594,7 +594,6 @@ class ActivationBatches(IterableDataset[Batch]):
             yield batch
 
     def _read(self, epoch: int, numbers: Array, workers: int) -> Iterator[Batch]:
-        """Yield the batches of these numbers, one of `workers`, in windows."""
         data, (size, shuffle, window, *_) = self.data, self.order
         share = len(data) // self.order.ranks
         offset = self.rank * share
@@ -652,8 +651,7 @@ def _is_integer(value: object) -> bool:
 def _permutation(size: int, *seed: int) -> Array:
     """Return a uniformly random permutation of the integers below `size`, which depends on the seed only."""
     state = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
-    order: Array = torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1)))).numpy()
-    return order
+    return torch.randperm(size, generator=torch.Generator().manual_seed(int(state >> np.uint64(1)))).numpy()
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -668,7 +666,6 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _inverse(order: Array) -> Array:
-    """Return the inverse of a permutation."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
     return inverse

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +26,6 @@ class LocationDistributions:
     step_count: int = 0  # the number of recorded steps
     has_several: bool = False  # whether a step has several rows
 
-    def widen(self) -> None:
-        """Double the width of the groups; of two groups, the later row is kept."""
-        self.width *= 2
-        self.rows = {key // 2: self.rows[key] for key in sorted(self.rows)}
-
 
 class DistributionHistory:
     """The distributions of all locations of a run.
@@ -55,20 +49,18 @@ class DistributionHistory:
         steps, first = np.unique(rows["step"].to_numpy(), return_index=True)
         location.step_count += len(steps)
         location.has_several |= len(steps) < rows.num_rows
+        (row,) = rows.slice(int(first[0]), 1).to_pylist()
+        self._numbers = max(self._numbers, len(row["quantiles"] or ()) + len(row["counts"] or ()))
         while True:  # groups become wider until there are few enough
             keys = steps // location.width
-            self._numbers = max(self._numbers, _size(rows.slice(int(first[0]), 1).to_pylist()[0]))
             most = int(np.clip(MAX_VALUES // (len(self.locations) * self._numbers), FEWEST, MOST))
             if len({*location.rows, *keys.tolist()}) <= most:
                 break
-            location.widen()
+            location.width *= 2
+            location.rows = {key // 2: location.rows[key] for key in sorted(location.rows)}  # of two, the later row
             self.rebuilt = version
         last = np.append(keys[1:] != keys[:-1], True)
         kept = rows.take(first[last]).select(COLUMNS).to_pylist()
         for key, step, row in zip(keys[last].tolist(), steps[last].tolist(), kept, strict=True):
             if key not in location.rows or location.rows[key][0] < step:
                 location.rows[key] = step, version, row
-
-
-def _size(row: Mapping[str, Any]) -> int:
-    return sum(len(row[name] or ()) for name in ("quantiles", "counts"))

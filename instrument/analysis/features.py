@@ -127,13 +127,18 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
         InstrumentError: A tensor cannot be read.
     """
     layer = "" if selection.layer == "." else selection.layer
-    raw = RawTensors.of(files, [*INDEX, "layer"], _firings_at(layer))
+    # Without repeated calls and further gradients.
+    original = (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
+    raw = RawTensors.of(files, [*INDEX, "layer"], original)
     index = plain_labels(raw.index).to_pandas()
     index["tensor"] = np.arange(len(index))
     rows = select(files, selection, index)
     samples = samples_of(files, rows)
     tensors = list(batches_of(files, rows, samples, selection))
-    shape, dtype = squeezed(common_shape(tensors, selection)), _common_dtype(rows)
+    shape, names = squeezed(common_shape(tensors, selection)), rows["dtype"].unique().tolist()
+    if unknown := [name for name in names if not is_known(name)]:
+        raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
+    dtype = np.result_type(*map(_numpy_dtype, names))
     batches = [*{batch.key[:3]: batch for batch in tensors}.values()]  # those of several calls have the same samples
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
@@ -209,11 +214,6 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
         )
         raise ConfigError(Problem("step", message, selection.step, fix="select other steps"))
     return rows.sort_values(selection.key, kind="stable", ignore_index=True)
-
-
-def _firings_at(layer: str) -> ds.Expression:
-    """Return the condition on the original calls of a layer, without repeated ones and further gradients."""
-    return (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
 
 
 def shown(values: Sequence[Any]) -> list[str]:
@@ -341,13 +341,6 @@ def targets_of(samples: pd.DataFrame) -> Array | None:
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     dtype: np.dtype[Any] = array_of(None, b"", (0,), name).dtype
     return dtype
-
-
-def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
-    names = rows["dtype"].unique().tolist()
-    if unknown := [name for name in names if not is_known(name)]:
-        raise InstrumentError(f"NumPy does not support {', '.join(unknown)}; record with 'dtype: float32'")
-    return np.result_type(*map(_numpy_dtype, names))
 
 
 def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, first: int = 1) -> Shape:

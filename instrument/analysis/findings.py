@@ -12,7 +12,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -56,17 +56,13 @@ def findings(run: RunTables, *, evaluates: bool = True) -> list[Finding]:
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
-    judged = _rules(run, evaluates)
-    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
-    return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-def _rules(run: RunTables, evaluates: bool) -> list[Finding]:
     has_rules = "rules" in (run.info.get("config") or {})
     rules = rules_of(run.info) if has_rules else default_rules()
     evaluates &= not has_rules
     events = rule_events(run, parse_rules(rules)) if evaluates else recorded_events(run, rules)
-    return findings_of(events, rules, run.info, layers_of(run))
+    judged = findings_of(events, rules, run.info, layers_of(run))
+    others = [*_loss(run), *_gradients(run), *_not_fired(run), *_interventions(run)]
+    return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 def layers_of(run: RunTables) -> list[str]:
@@ -95,7 +91,14 @@ def _loss(run: RunTables) -> Iterator[Finding]:
 
 def _gradients(run: RunTables) -> Iterator[Finding]:
     """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
-    if (row := _largest_gradient(run)) is not None:
+    row: _Row | None = None
+    kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
+    gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
+    for batch in _finite(run, [*_IDENTITY, "l2"], gradient & ds.field("l2").is_valid()):
+        norms = batch["l2"].to_numpy()
+        if len(norms) and (row is None or norms.max() > row["l2"]):
+            (row,) = batch.slice(int(norms.argmax()), 1).to_pylist()
+    if row is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
         norms_here = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
         value = f"{row['l2']:.4g}, median at this location {np.median(np.concatenate(norms_here)):.4g}"
@@ -134,94 +137,7 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
 
 
 def _interventions(run: RunTables) -> Iterator[Finding]:
-    effects = changed(run)
-    specs = (hooks_of(run.info) or {}) if effects else {}
-    for hook, effect in effects.items():
-        locations = f"{effect.locations} location{'s' if effect.locations > 1 else ''}"
-        norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
-        few = 0 < effect.changed_fraction < FEW
-        amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
-        held = f", condition held in {effect.held:,}" if effect.conditional else ""
-        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
-        what = describe_action(specs[hook]) if hook in specs else "changed"
-        yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction, hook=hook)
-
-
-def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
-    batches = [batch.columns for batch in run.scan(table, columns, condition)]
-    empty = np.empty(0)
-    parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
-    return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
-
-
-def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
-    for batch in run.scan("stats", list(dict.fromkeys([*columns, *REQUIRED_COLUMNS])), condition):
-        yield batch.filter(pa.array(~not_finite_in(batch)))
-
-
-def _largest_gradient(run: RunTables) -> _Row | None:
-    """Return the first finite row of a gradient with the largest norm; None without one."""
-    best: _Row | None = None
-    kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
-    gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
-    for batch in _finite(run, [*_IDENTITY, "l2"], gradient & ds.field("l2").is_valid()):
-        norms = batch["l2"].to_numpy()
-        if len(norms) and (best is None or norms.max() > best["l2"]):
-            (best,) = batch.slice(int(norms.argmax()), 1).to_pylist()
-    return best
-
-
-def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Return what each record hook recorded.
-
-    Returns:
-        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
-    """
-    firings: Counter[str] = Counter()
-    for batch in run.scan("coverage", ["hook", "fired"]):
-        for row in batch.to_pylist():
-            firings[row["hook"]] += row["fired"]
-    of_rows = sum((_count(run, name) for name, table in TABLES.items() if table.fields), _count(run, "stats"))
-    return firings, of_rows, _count(run, "tensors")
-
-
-@dataclass(frozen=True)
-class InterventionSummary:
-    """The effect of one intervention.
-
-    Attributes:
-        locations: Number of locations, which are pairs of layer and path.
-        held: Number of firings in which the condition of `when` held.
-        conditional: Number of firings with a condition.
-        elements: Number of elements of all modified tensors.
-        before: Sum of the L2 norms before, over firings with both norms.
-        after: Sum of the L2 norms after, over the same firings.
-        normed: Number of firings with both norms.
-    """
-
-    locations: int
-    firings: int
-    held: int
-    conditional: int
-    elements: int
-    changed: int
-    before: float
-    after: float
-    normed: int
-
-    @property
-    def changed_fraction(self) -> float:
-        """Fraction of the elements that were changed."""
-        return self.changed / max(1, self.elements)
-
-    @property
-    def norms(self) -> tuple[float, float] | None:
-        """Mean norm before and after; None if no firing has both."""
-        return (self.before / self.normed, self.after / self.normed) if self.normed else None
-
-
-def changed(run: RunTables) -> dict[str, InterventionSummary]:
-    """Return the effect of each intervention by hook, in the order in which they first fired."""
+    """Yield the effect of each intervention, in the order in which they first fired. Norms are means of firings with both."""
     location = ["hook", "layer", "path"]
     parts = []
     for batch in run.scan("effects", [*location, "numel", "changed", "norm_before", "norm_after", "held"]):
@@ -239,10 +155,46 @@ def changed(run: RunTables) -> dict[str, InterventionSummary]:
         }
         parts.append(rows[location].assign(**numbers).groupby(location, sort=False).sum())
     if not parts:
-        return {}
+        return
     sums = pd.concat(parts).groupby(location, sort=False).sum().assign(locations=1)
     totals = sums.groupby("hook", sort=False).sum().astype({"elements": int, "changed": int})
-    return {str(hook): InterventionSummary(**numbers) for hook, numbers in totals.to_dict("index").items()}
+    specs = hooks_of(run.info) or {}
+    for hook, effect in totals.to_dict("index").items():
+        locations = f"{effect['locations']} location{'s' if effect['locations'] > 1 else ''}"
+        norms = (effect[name] / max(1, effect["normed"]) for name in ("before", "after"))
+        norm_text = ", mean norm {:.4g} -> {:.4g}".format(*norms) if effect["normed"] else ""
+        fraction = effect["changed"] / max(1, effect["elements"])
+        amount = f"{effect['changed']:,} of {effect['elements']:,}" if 0 < fraction < FEW else f"{fraction:.1%}"
+        held = f", condition held in {effect['held']:,}" if effect["conditional"] else ""
+        where = f"{locations}, {effect['firings']:,} firing{'s' if effect['firings'] > 1 else ''}{held} ({hook})"
+        what = describe_action(specs[hook]) if hook in specs else "changed"
+        yield Finding(what, where, None, f"{amount} changed{norm_text}", number=fraction, hook=str(hook))
+
+
+def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expression) -> list[np.ndarray[Any, Any]]:
+    batches = [batch.columns for batch in run.scan(table, columns, condition)]
+    empty = np.empty(0)
+    parts = zip(*batches, strict=True) if batches else [[] for _ in columns]
+    return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
+
+
+def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
+    for batch in run.scan("stats", list(dict.fromkeys([*columns, *REQUIRED_COLUMNS])), condition):
+        yield batch.filter(pa.array(~not_finite_in(batch)))
+
+
+def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Return what each record hook recorded.
+
+    Returns:
+        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
+    """
+    firings: Counter[str] = Counter()
+    for batch in run.scan("coverage", ["hook", "fired"]):
+        for row in batch.to_pylist():
+            firings[row["hook"]] += row["fired"]
+    of_rows = sum((_count(run, name) for name, table in TABLES.items() if table.fields), _count(run, "stats"))
+    return firings, of_rows, _count(run, "tensors")
 
 
 def _count(run: RunTables, table: str) -> Counter[str]:

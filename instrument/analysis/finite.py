@@ -56,5 +56,4 @@ def not_finite_in(batch: pa.RecordBatch) -> np.ndarray:
     """Return which rows of a batch with the columns NEEDED are non-finite; bool, shape [rows]."""
     if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in NON_FINITE_COUNTS):
         return np.zeros(batch.num_rows, dtype=bool)
-    rows: np.ndarray = is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()
-    return rows
+    return is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()

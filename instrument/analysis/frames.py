@@ -73,6 +73,11 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index:
         frame[name] = values.iloc[[index] * len(frame)].set_axis(frame.index)
 
 
+def floats(column: pa.Array | pa.ChunkedArray) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a column as float64; missing values are NaN, and fingerprints are rounded."""
+    return np.asarray(column.cast(pa.float64(), safe=False))
+
+
 def typed(values: Sequence[Any]) -> pd.Series:
     """Return values as a column of integers, floats, booleans or strings if all are of this type, otherwise of objects.
 
@@ -95,15 +100,12 @@ def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
     Keys that a row lacks are null. In object columns a missing key is NaN, and a null value is None.
     """
-    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
-    return pd.DataFrame({name: _column(rows, name) for name in names}, index=range(len(rows)))
-
-
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> pd.Series:
-    column = typed([row.get(name) for row in rows])
-    if column.dtype == object:
-        return pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
-    return column
+    columns = {
+        name: typed([row.get(name) for row in rows]) for name in dict.fromkeys(name for row in rows for name in row)
+    }
+    for name in [name for name, column in columns.items() if column.dtype == object]:
+        columns[name] = pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
+    return pd.DataFrame(columns, index=range(len(rows)))
 
 
 def _kind(value: Any) -> str:
@@ -121,11 +123,6 @@ def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
 
 
-def custom_metrics_of(files: RunFiles) -> list[str]:
-    """Return the names of the custom metrics of a run, in the order of their first values."""
-    return custom_metrics_in(batch.column(0) for batch in files.scan("metrics", [CUSTOM.name]))
-
-
 def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
     """Return the names in the column that contains the custom metrics, in the order of their first values."""
     names: dict[str, None] = {}
@@ -133,11 +130,6 @@ def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
         if cells.null_count < len(cells):
             names |= dict.fromkeys(pc.unique(cells.drop_null().keys).to_pylist())
     return list(names)
-
-
-def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the columns of a table with the custom ones in place of the column that contains them."""
-    return [name for column in columns for name in (names if column == CUSTOM.name else [column])]
 
 
 def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
@@ -235,8 +227,7 @@ def _from_bytes(data: Any, dtype: str, length: int = 1) -> _Array:
         import torch  # imported here, because other types do not need it
 
         if (float8 := getattr(torch, dtype, None)) is not None:
-            values: _Array = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
-            return values
+            return torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(float8).float().numpy()
     array = np.frombuffer(data, np.dtype(dtype))
     array.flags.writeable = False  # a view of mapped memory, which later readers would see changed
     return array

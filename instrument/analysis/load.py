@@ -65,7 +65,6 @@ class Run(RunTables):
     """
 
     def _repr_html_(self) -> str:
-        """Return the HTML representation for notebooks."""
         from .notebook import to_html
 
         return to_html(self)

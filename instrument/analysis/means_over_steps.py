@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,14 +56,15 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     if stop is not None:
         condition &= ds.field("step") < stop
     if table != "metrics":
-        batches = _batches(run, table, [*keys, *names], [condition, ~ds.field("recompute")])
-        return _means_of_batches(batches, keys, names)
-    training = _batches(run, table, [*keys, *names], [condition, ds.field("phase").isin(STEP_PHASES)])
-    last = _last_evaluation(run, condition)
-    if last is None:
-        return _means_of_batches(training, keys, names)
-    evaluated = _batches(run, table, [*keys, *names], [ds.field("phase") == "eval", ds.field("step") == last])
-    return _means_of_batches((batch for part in (training, evaluated) for batch in part), keys, names)
+        chosen = condition & ~ds.field("recompute")
+    else:
+        chosen, is_evaluation = condition & ds.field("phase").isin(STEP_PHASES), ds.field("phase") == "eval"
+        evaluations = run.scan("metrics", ["step"], condition & is_evaluation)
+        last = max((pc.max(batch["step"]).as_py() for batch in evaluations if len(batch)), default=None)
+        if last is not None:
+            chosen |= is_evaluation & (ds.field("step") == last)
+    batches = run.scan(table, [*keys, *names], chosen)
+    return _means_of_batches(map(_with_nan, batches) if table == "stats" else batches, keys, names)
 
 
 def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
@@ -76,22 +75,6 @@ def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
 def keys_of(table: str) -> list[str]:
     """Return the columns of a table that identify a location."""
     return [name for name in LOCATION_COLUMNS if name in TABLES[table].names]
-
-
-def _all(conditions: Sequence[ds.Expression]) -> ds.Expression:
-    return functools.reduce(operator.and_, conditions)
-
-
-def _last_evaluation(run: RunTables, condition: ds.Expression) -> int | None:
-    batches = run.scan("metrics", ["step"], condition & (ds.field("phase") == "eval"))
-    return max((pc.max(batch["step"]).as_py() for batch in batches if len(batch)), default=None)
-
-
-def _batches(
-    run: RunTables, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]
-) -> Iterator[pa.RecordBatch]:
-    for batch in run.scan(table, columns, _all(conditions)):
-        yield _with_nan(batch) if table == "stats" else batch
 
 
 def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:

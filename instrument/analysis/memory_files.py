@@ -41,20 +41,19 @@ class MemoryFiles(RunFiles):
         if name == "tensors":
             self.sink.wait()
         pieces = self._pieces[name]
-        if rows := self.sink.rows[name][sum(map(len, pieces)) :]:
-            pieces.append(_tensors(rows) if name == "tensors" else _table(TABLES[name], rows))
+        rows, table = self.sink.rows[name][sum(map(len, pieces)) :], TABLES[name]
+        if rows and name == "tensors":
+            pieces.append(_tensors(rows))
+        elif rows:
+            plain = pa.Table.from_batches([as_batch(table, rows)])
+            if table.is_sorted:
+                plain = plain.append_column(POSITION.name, pa.array(_positions(table, rows), POSITION.type))
+            pieces.append(as_table(table, plain))
         return [], list(pieces)
 
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:  # noqa: ARG002
         """Call `operation` and return its result."""
         return operation()
-
-
-def _table(table: Table, rows: Sequence[Row]) -> pa.Table:
-    plain = pa.Table.from_batches([as_batch(table, rows)])
-    if table.is_sorted:
-        plain = plain.append_column(POSITION.name, pa.array(_positions(table, rows), POSITION.type))
-    return as_table(table, plain)
 
 
 def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
@@ -63,8 +62,7 @@ def _positions(table: Table, rows: Sequence[Row]) -> np.ndarray[Any, Any]:
     moments = [(row[step], row[phase]) for row in rows]
     is_first = np.array([True, *(one != other for one, other in pairwise(moments))])
     index = np.arange(len(rows))
-    positions: np.ndarray[Any, Any] = index - np.maximum.accumulate(np.where(is_first, index, 0))
-    return positions
+    return index - np.maximum.accumulate(np.where(is_first, index, 0))
 
 
 def _tensors(rows: Sequence[Row]) -> pa.Table:

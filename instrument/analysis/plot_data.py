@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -187,9 +188,7 @@ def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
         order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
     rank = rank_in(order)
-    locations = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
-    triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
-    names = {(layer, path): location_name(layer, path, kind) for layer, path, kind in triples}
+    names = {(layer, path): name for (layer, path, _), name in location_names(frame).items()}
     ordered = sorted(names, key=lambda at: rank(at[0]))  # stable: paths stay as they appear
     labels = list(dict.fromkeys(names[at] for at in ordered))
     cells = [names[at] for at in zip(frame["layer"], frame["path"], strict=True)]
@@ -384,16 +383,15 @@ def evenly_spaced(count: int, most: int) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
 
 
-ELLIPSIS = "…"
-
-
 def short_names(names: Sequence[str], most: int) -> dict[str, str]:
     """Return a unique short name for each name.
 
     First the common prefix is removed. Then words are abbreviated, but numbers are kept. Then the beginning is cut. A
     name whose short form is not unique stays longer than `most`.
     """
-    shared = _shared_segments(names)
+    split = [name.split(".")[:-1] for name in names if "." in name.strip(".")]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*split, strict=False))
+    shared = len([*common]) if len(split) > 1 else 0  # the last segment of a name is never removed
     rests = {name: ".".join(name.split(".")[shared:]) for name in names}
     steps: list[Callable[[str], str]] = [lambda name: name, lambda name: rests[name]]
     steps += [lambda name, letters=letters: _abbreviated(rests[name], letters) for letters in (4, 3, 2, 1)]  # type: ignore[misc]
@@ -407,17 +405,6 @@ def short_names(names: Sequence[str], most: int) -> dict[str, str]:
     return chosen
 
 
-def _shared_segments(names: Sequence[str]) -> int:
-    """Return how many leading segments all dotted names share, not counting the last segment of a name."""
-    split = [name.split(".")[:-1] for name in names if "." in name.strip(".")]
-    shared = 0
-    while (
-        len(split) > 1 and all(len(parts) > shared for parts in split) and len({parts[shared] for parts in split}) == 1
-    ):
-        shared += 1
-    return shared
-
-
 def _abbreviated(name: str, letters: int) -> str:
     """Abbreviate the words of all segments except the last: `enc.lay_11.self_att.in_proj_weight`."""
     *above, last = name.split(".")
@@ -425,4 +412,4 @@ def _abbreviated(name: str, letters: int) -> str:
 
 
 def _cut(name: str, most: int) -> str:
-    return name if len(name) <= most else ELLIPSIS + name[1 - most :]
+    return name if len(name) <= most else f"…{name[1 - most :]}"

@@ -117,8 +117,8 @@ class RawTensors:
         """
         _, dtype, shape, place = self._cells[i]
         if place.block is None:
-            values, data = self._cells_outside(i)
-            whole = array_of(values, data, shape, dtype, copy=False)
+            group, row = self._rows[i]
+            whole = array_of(*(cells[row] for cells in self._group(group)), shape, dtype, copy=False)
             return whole[start:stop] if shape else whole
         content, shape = self._bytes(i, start, stop)
         return array_of(None, content.data, shape, dtype)
@@ -176,11 +176,6 @@ class RawTensors:
             return content, shape
         of_entry = place.size // length
         return self._blocks.read(rank, place, start * of_entry, stop * of_entry), (stop - start, *shape[1:])
-
-    def _cells_outside(self, i: int) -> tuple[Any, Any]:
-        group, row = self._rows[i]
-        values, data = self._group(group)
-        return values[row], data[row]
 
     @cached_property
     def _group(self) -> Any:

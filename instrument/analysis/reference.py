@@ -116,12 +116,10 @@ def ranges_of(run: RunTables, statistics: Sequence[str]) -> pd.DataFrame:
         rows = batch.to_pandas().replace([np.inf, -np.inf], np.nan)
         parts.append(_ranges(rows.assign(**{name: "" for name in KEY if name != "phase"}), metrics))
     of_batches = pd.concat(parts or [pd.DataFrame(columns=[*INDEX, "low", "high"])]).groupby(INDEX, sort=False)
-    ranges: pd.DataFrame = of_batches.agg({"low": "min", "high": "max"}).astype(float)
-    return ranges
+    return of_batches.agg({"low": "min", "high": "max"}).astype(float)
 
 
 def _ranges(rows: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Return the columns `INDEX`, `low` and `high` of some rows."""
     rows["phase_of_training"] = phase_of(rows["step"].to_numpy())
     groups = rows.groupby([*KEY, "phase_of_training"], sort=False, observed=True)[[*columns]]
     ranges = groups.min().melt(var_name="statistic", value_name="low", ignore_index=False).reset_index()
@@ -148,9 +146,10 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         fix = f"record statistics of tensors, such as {shorten(list(DEFAULT_STATISTICS))}"
         raise ConfigError(Problem(where, "the runs recorded no statistics", list(given), fix=fix))
     config = runs[0].info.get("config") or {}
+    batches = (batch for run in runs for table in ("stats", "metrics") for batch in run.scan(table, ["step"]))
     about = {
         "runs": [run.path.name for run in runs],
-        "last_step": max(_last_step(run) for run in runs),
+        "last_step": max((int(batch["step"].to_numpy().max(initial=0)) for batch in batches), default=0),
         "versions": runs[0].info.get("versions") or {},
         "config": {name: config[name] for name in SECTIONS if name in config},
     }
@@ -182,11 +181,6 @@ def _why_unhealthy(run: RunTables) -> str:
     return ""
 
 
-def _last_step(run: RunTables) -> int:
-    batches = (batch for table in ("stats", "metrics") for batch in run.scan(table, ["step"]))
-    return max((int(batch["step"].to_numpy().max(initial=0)) for batch in batches), default=0)
-
-
 def _table(runs: Sequence[pd.DataFrame]) -> pa.Table:
     """Return the rows of a reference from the ranges of each run; see `Reference`."""
     lows, highs = (pd.concat([run[name] for run in runs], axis=1) for name in ("low", "high"))
@@ -213,7 +207,12 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
 
     count = lows.shape[1]
     is_ratio = statistics.isin(RATIOS).to_numpy()
-    is_fraction = np.array([_is_fraction(name) for name in statistics], np.bool_)
+    is_fraction = np.array(
+        [
+            name == "accuracy" if name in METRICS else statistic_of(name).unit in ("fraction", "units")
+            for name in statistics
+        ]
+    )
     largest = np.asarray(np.fmax(lows.abs().max(axis=1), highs.abs().max(axis=1)), np.float64)
     ratio, fraction, other = FLOORS if count > 1 else FLOORS_OF_ONE_RUN
     floors = np.where(is_ratio, np.log(ratio), np.where(is_fraction, fraction, other * largest))
@@ -227,10 +226,6 @@ def _spreads(lows: pd.DataFrame, highs: pd.DataFrame, statistics: pd.Series[Any]
         widths = (high - low).max(axis=1)
     spreads: FloatArray = np.fmax(np.asarray(widths, np.float64), floors)
     return np.where(is_ratio, np.exp(np.minimum(spreads, LARGEST)), spreads)
-
-
-def _is_fraction(name: str) -> bool:
-    return name == "accuracy" if name in METRICS else statistic_of(name).unit in ("fraction", "units")
 
 
 def _scaled(values: pd.DataFrame, is_ratio: BoolArray) -> pd.DataFrame:

@@ -30,21 +30,16 @@ def replay(
         sink: The sink. It is not closed.
         tables: The names of the tables. `tensors` is not supported, because no sink of a replay writes tensors.
     """
-    streams = [
-        _entries(files, table, one, since)
-        for table in tables
-        for one in (_ranks(files, table) if rank is None else [rank])
-    ]
+    streams = []
+    for table in tables:
+        parts = [*part_files(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
+        every = sorted({part.rank for part in parts})
+        ranks = [rank] if rank is not None or len(every) < 2 else every
+        streams += [_entries(files, table, each, since) for each in ranks]
     for _, entries in groupby(heapq.merge(*streams, key=itemgetter(0)), itemgetter(0)):
         for _, table, row in entries:
             sink.write(table, [row])
         sink.end_step()
-
-
-def _ranks(files: RunFiles, table: str) -> list[int | None]:
-    parts = [*part_files(files.folder, table), *(part for _, part in journals_of(files.folder, table))]
-    ranks = sorted({part.rank for part in parts})
-    return [*ranks] if len(ranks) > 1 else [None]
 
 
 def _entries(files: RunFiles, table: str, rank: int | None, since: int | None) -> Iterator[Entry]:

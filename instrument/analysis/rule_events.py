@@ -19,6 +19,7 @@ from ..rules.step_rows import FloatArray, RelationRow, RowSite, StepRows, time_o
 from ..tables.kinds import KINDS
 from ..tables.schemas import IDENTITY, joined_table
 from ..tables.statistics import ALL
+from .frames import floats
 from .run_tables import RunTables
 
 Moment = tuple[int, str]
@@ -35,22 +36,14 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     Each process of a distributed run has its own rows, and so its own rules. The run is read in batches.
     """
     events: list[RuleEvent] = []
-    frozen_layers = _frozen_layers(run)
-    for rank in _ranks(run):
+    layers = (row for batch in run.scan("layers", ["layer", "parameters", "trainable"]) for row in batch.to_pylist())
+    frozen_layers = frozenset(row["layer"] for row in layers if row["parameters"] and row["trainable"] == 0)
+    batches = itertools.chain.from_iterable(run.scan(table, ["rank"]) for table in ("stats", "metrics", "relations"))
+    for rank in sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()}):
         rule_set = RuleSet(rules, events.append, frozen_layers)
         for rows in _steps(run, rule_set, ds.field("rank") == rank):
             rule_set.update(rows)
     return sorted(events, key=lambda event: event.step)
-
-
-def _frozen_layers(run: RunTables) -> frozenset[str]:
-    rows = (row for batch in run.scan("layers", ["layer", "parameters", "trainable"]) for row in batch.to_pylist())
-    return frozenset(row["layer"] for row in rows if row["parameters"] and row["trainable"] == 0)
-
-
-def _ranks(run: RunTables) -> list[int]:
-    batches = itertools.chain.from_iterable(run.scan(table, ["rank"]) for table in ("stats", "metrics", "relations"))
-    return sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()})
 
 
 def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepRows]:
@@ -145,7 +138,7 @@ def _rows_of(
         if len(step[moment]) > 1:
             rows = rows.take(pc.sort_indices(rows["position"]))
         sites = [RowSite(*cells) for cells in zip(*(rows[name].to_pylist() for name in RowSite._fields), strict=True)]
-        values = {name: _floats(rows[name]) for name in columns}
+        values = {name: floats(rows[name]) for name in columns}
         for each in joined:  # a custom statistic may have the same name
             numbers = each.of_rows(rows)
             values[each.name] = np.where(np.isnan(numbers), values.get(each.name, np.nan), numbers)
@@ -159,7 +152,7 @@ def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArra
     columns = [*_BATCH, "target"]
     for batch in run.scan("samples", columns, condition & ds.field("target_dtype").is_valid()):
         batches = zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)
-        for key, target in zip(batches, _floats(batch["target"]), strict=True):
+        for key, target in zip(batches, floats(batch["target"]), strict=True):
             if in_time is None or key in in_time:
                 targets.setdefault(key[:2], []).append(target)
     return {moment: np.array(values) for moment, values in targets.items()}
@@ -175,8 +168,3 @@ def _batches_in_time(run: RunTables, condition: ds.Expression) -> set[tuple[int,
     others = ds.field("kind").isin(kinds) & ~ds.field("hook").isin(keeping)
     scanned = run.scan("tensors", _BATCH, condition & others)
     return {key for batch in scanned for key in zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)}
-
-
-def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:
-    values: FloatArray = np.asarray(column.cast(pa.float64(), safe=False))  # rounds fingerprints
-    return values

@@ -19,7 +19,7 @@ from ..tables.statistics import STATISTICS
 from .distribution_history import COLUMNS, DistributionHistory
 from .findings import RULE_EVENT_COLUMNS
 from .finite import FINITE_STATISTICS, not_finite_in
-from .frames import custom_metrics_in, custom_statistics_of, with_custom_columns
+from .frames import custom_metrics_in, custom_statistics_of, floats, with_custom_columns
 from .plot_data import RecordedSeries, in_forward_order
 from .run_tables import RunTables
 from .step_history import StepHistory
@@ -146,12 +146,10 @@ class RunHistory:
             return None
         return float(history.last(name)[0])
 
-    # ---------------------------------------------------------------------------------------------- rows of each table
-
     def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
         names = [*(name for name in STATISTICS if name in TABLES["stats"].numbers), *self.custom]
-        values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
+        values = {name: floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
         if lost.any():
             finite = values.keys() & {*FINITE_STATISTICS, *self.custom}
@@ -179,12 +177,11 @@ class RunHistory:
             self._called, self._order, self.order_version = ordered, None, self.version
 
     def _add_numbers(self, rows: pa.Table) -> None:
-        """Add the numbers of a table to the statistics of the same tensors."""
         names = [name for name in rows.schema.names if name not in ("step", "recompute", "module_type", *WHERE)]
-        self._add_to(self._measured, rows, {name: _floats(rows[name]) for name in names}, self.room)
+        self._add_to(self._measured, rows, {name: floats(rows[name]) for name in names}, self.room)
 
     def _add_effects(self, rows: pa.Table) -> None:
-        self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS}, MAX_EFFECT_VALUES)
+        self._add_to(self.effects, rows, {name: floats(rows[name]) for name in EFFECTS}, MAX_EFFECT_VALUES)
         held = rows.filter(pc.fill_null(rows["held"], True))
         hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
         for hook in dict.fromkeys(hooks.tolist()):
@@ -195,8 +192,9 @@ class RunHistory:
     def _add_distributions(self, rows: pa.Table) -> None:
         for series, location, index in self._locations(rows):
             self.distributions.add((series, location), rows.take(index), self.version)
-        medians = map(_median, rows["levels"].to_pylist(), rows["quantiles"].to_pylist())
-        values = {"min": _floats(rows["low"]), "max": _floats(rows["high"]), "median": np.array([*medians], np.float64)}
+        pairs = zip(rows["levels"].to_pylist(), rows["quantiles"].to_pylist(), strict=True)
+        medians = (of[at.index(MIDDLE)] if at and of and MIDDLE in at else np.nan for at, of in pairs)
+        values = {"min": floats(rows["low"]), "max": floats(rows["high"]), "median": np.array([*medians], np.float64)}
         self._add_to(self._spread, rows, values, self.room)
 
     def _add_metrics(self, rows: pa.Table) -> None:
@@ -208,7 +206,7 @@ class RunHistory:
             here = phases == phase
             values = {}
             for name in names:
-                column, there = _floats(rows[name])[here], rows[name].is_valid().to_numpy(zero_copy_only=False)[here]
+                column, there = floats(rows[name])[here], rows[name].is_valid().to_numpy(zero_copy_only=False)[here]
                 bad = there & ~np.isfinite(column)
                 if bad.any():
                     bad_steps = self.not_finite.setdefault((phase, name), [])
@@ -235,8 +233,11 @@ class RunHistory:
         self.coverage += rows.to_pylist()
 
     def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
-        """Yield each series and location with the indices of its rows."""
-        for combination, index in _combinations(rows):
+        numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
+        groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
+        indices = (cells.values.to_numpy() for cells in groups["index_list"])
+        combinations = zip(groups.select(WHERE).to_pylist(), indices, strict=True)
+        for combination, index in sorted(combinations, key=lambda group: int(group[1][0])):
             series = RecordedSeries(*(combination[name] for name in WHERE[:4]))
             location = location_name(combination["layer"], combination["path"], series.kind)
             if location not in self.places:
@@ -284,21 +285,3 @@ def _adder_of(table: str) -> Callable[[RunHistory, pa.Table], None] | None:
 def shown_tables() -> tuple[str, ...]:
     """Return the tables of which something is shown, those with one row per tensor last: they are the largest."""
     return tuple(sorted(filter(_adder_of, TABLES), key=lambda name: TABLES[name].has_identity))
-
-
-def _median(levels: list[float] | None, quantiles: list[float] | None) -> float:
-    return quantiles[levels.index(MIDDLE)] if levels and quantiles and MIDDLE in levels else np.nan
-
-
-def _floats(column: pa.ChunkedArray) -> np.ndarray:
-    """Return a column as float64; missing values are NaN."""
-    numbers: np.ndarray = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
-    return numbers
-
-
-def _combinations(rows: pa.Table) -> Iterator[tuple[dict[str, str], np.ndarray]]:
-    """Yield each combination of hook, kind, role, phase, layer and path with the indices of its rows, by first row."""
-    numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
-    groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
-    indices = (cells.values.to_numpy() for cells in groups["index_list"])
-    yield from sorted(zip(groups.select(WHERE).to_pylist(), indices, strict=True), key=lambda group: int(group[1][0]))

@@ -77,7 +77,12 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
         InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
     """
     all_trainings, left_out = trainings(run)
-    by_values = [_values_by_run(run, name, all_trainings) for name in by]
+    by_values = []
+    for name in by:
+        compared, path = next(_comparisons(run, name, all_trainings))
+        groups = _groups(run, name, path, compared)
+        _check_differs(run, "by", name, groups)
+        by_values.append({training.index: group.label for group in groups for training in group.members})
     unmatched: list[dict[int, str]] = []
     for compared, path in _comparisons(run, key, all_trainings):
         comparison = _match(run, key, path, compared, baseline, by_values)
@@ -210,13 +215,6 @@ def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequen
     for group in collections:
         group.label = group.label if names[group.label] == 1 else to_yaml(group.value)
     return groups
-
-
-def _values_by_run(run: RunTables, key: str, all_trainings: Sequence[Training]) -> dict[int, Any]:
-    compared, path = next(_comparisons(run, key, all_trainings))
-    groups = _groups(run, key, path, compared)
-    _check_differs(run, "by", key, groups)
-    return {training.index: group.label for group in groups for training in group.members}
 
 
 def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group]) -> None:

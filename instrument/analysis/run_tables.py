@@ -21,7 +21,7 @@ from .config_fields import split_overrides
 from .frames import (
     add_overrides,
     cells_of,
-    custom_metrics_of,
+    custom_metrics_in,
     custom_statistics_of,
     set_exact_integers,
     to_frame,
@@ -108,7 +108,8 @@ class RunTables:
         """The names of the custom metrics of all runs: further columns of `metrics`, in the order of their first values."""
         for index, (files, info) in enumerate(zip(self.files, self.infos, strict=True)):
             if index not in self._metrics_of_runs or info["status"] == "running":
-                self._metrics_of_runs[index] = custom_metrics_of(files)
+                parts = (batch.column(0) for batch in files.scan("metrics", [CUSTOM.name]))
+                self._metrics_of_runs[index] = custom_metrics_in(parts)
         return tuple(dict.fromkeys(name for names in self._metrics_of_runs.values() for name in names))
 
     def custom_columns(self, table: str) -> tuple[str, ...]:

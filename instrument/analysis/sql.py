@@ -24,7 +24,6 @@ from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS
-from .frames import column_names
 from .run_tables import RunTables
 
 if TYPE_CHECKING:
@@ -84,8 +83,7 @@ def lazy_frame(run: RunTables, table: str) -> pl.LazyFrame:
         def answer(connection: duckdb.DuckDBPyConnection) -> pl.DataFrame:
             rows = connection.table(table).pl(lazy=True).filter(polars.lit(True) if condition is None else condition)
             rows = rows.select(polars.all() if columns is None else columns)
-            frame: pl.DataFrame = (rows if limit is None else rows.head(limit)).collect()
-            return frame
+            return (rows if limit is None else rows.head(limit)).collect()
 
         names = "*" if columns is None else ", ".join(map(_quoted_name, columns))
         yield _with_tables(run, f"select {names} from {table}", answer)
@@ -158,7 +156,9 @@ class _Views:
         if self._uses_runs:
             connection.register(RUNS, pa.table(_columns_of_runs(self.run.runs)))
         for name in self.names:
-            files = _table_files(self.run, name, with_data=_selects_data(name, self.query))
+            # DuckDB cannot read the data of tensors, which is in block files.
+            has_data = "data" in self.query.lower() or _ALL_COLUMNS.search(self.query) is not None
+            files = _table_files(self.run, name, with_data=name == "tensors" and has_data)
             self._listed += files.paths
             first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
@@ -168,19 +168,14 @@ class _Views:
                 selections.append(f'select * from "unwritten rows of {name}"')
             rows = " union all by name ".join(selections)
             if CUSTOM in TABLES[name].columns:
-                rows = self._with_custom_columns(rows, name)
+                # One column per custom statistic or metric, and per remainder that the query names.
+                remainders = [each for each in REMAINDERS.values() if name == "stats" and each in self.query.lower()]
+                custom = [*self.run.custom_columns(name), *remainders]
+                cells = {each: f"{CUSTOM.name}[{_quoted_string(each)}] as {_quoted_name(each)}" for each in custom}
+                columns = [*_all_columns(self.run, name), *remainders]
+                expressions = ", ".join(cells.get(each, _quoted_name(each)) for each in columns)
+                rows = f"select {expressions} from ({rows})"
             connection.execute(f"create view {name} as {rows}")
-
-    def _with_custom_columns(self, rows: str, table: str) -> str:
-        """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
-        remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
-        custom = [*self.run.custom_columns(table), *remainders]
-        names = [*_all_columns(self.run, table), *remainders]
-        expressions = [
-            f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
-            for name in names
-        ]
-        return f"select {', '.join(expressions)} from ({rows})"
 
     def repair(self, *, only_heads: bool) -> bool:
         """Return whether a cause of a failed query was found and removed. `only_heads`: the error is about a value, such as a cast."""
@@ -268,7 +263,9 @@ class _TableFiles(NamedTuple):
 
 
 def _own_columns(run: RunTables, table: str) -> list[str]:
-    return column_names(TABLES[table].schema.names, run.custom_columns(table))
+    """Return the columns of a table with the custom ones in place of the column that contains them."""
+    names, custom = TABLES[table].schema.names, run.custom_columns(table)
+    return [each for name in names for each in (custom if name == CUSTOM.name else [name])]
 
 
 def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
@@ -282,11 +279,6 @@ def _run_columns(run: RunTables, table: str) -> tuple[Columns, Columns]:
 def _all_columns(run: RunTables, table: str) -> list[str]:
     before, after = _run_columns(run, table)
     return [*before, *_own_columns(run, table), *after]
-
-
-def _selects_data(table: str, query: str) -> bool:
-    """Return whether a query may return the data of tensors, which DuckDB cannot read from block files."""
-    return table == "tensors" and ("data" in query.lower() or _ALL_COLUMNS.search(query) is not None)
 
 
 def _table_files(run: RunTables, table: str, *, with_data: bool) -> _TableFiles:
@@ -322,13 +314,11 @@ def _columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> C
         while name.lower() in names:
             name = f"override.{name}"
         names.add(name.lower())
-        columns[name] = _plain(values)
+        if values.dtype == object:
+            cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
+            texts = [v if v is None or isinstance(v, str) else json.dumps(v) for v in cells]
+            columns[name] = pa.array(texts, pa.string())
+        else:
+            array = pa.array(values)
+            columns[name] = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return columns
-
-
-def _plain(values: pd.Series) -> pa.Array:
-    if values.dtype == object:
-        cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
-        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
-    array = pa.array(values)
-    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array

@@ -141,11 +141,19 @@ class StepHistory:
             unique, index = np.unique(steps // self.width, return_inverse=True)
         for key in unique.tolist():
             self._column_of.setdefault(key, len(self._column_of))
-        self._allocate()
+        rows, columns = self._shape  # the arrays grow by at least a factor of two
+        while rows < len(self.locations):
+            rows *= 2
+        while columns < len(self._column_of):
+            columns *= 2
+        self._groups = np.hstack([self._groups, np.repeat(NO_STEPS, columns - self._shape[1], axis=1)])
+        if (rows, columns) != self._shape:
+            self._shape = (rows, columns)
+            for values in self._values.values():
+                values.grow(self._shape)
         return np.array([self._column_of[key] for key in unique.tolist()], np.int64)[index]
 
     def _widen(self, version: int) -> None:
-        """Double the width of the groups."""
         self.width *= 2
         self.rebuilt = version
         if not self._column_of:
@@ -159,19 +167,6 @@ class StepHistory:
         self._groups[:] = NO_STEPS
         self._groups[:, : len(starts)] = merged
         self._column_of = {key: column for column, key in enumerate(halves.tolist())}
-
-    def _allocate(self) -> None:
-        """Enlarge the arrays for all locations and groups, by at least a factor of two."""
-        rows, columns = self._shape
-        while rows < len(self.locations):
-            rows *= 2
-        while columns < len(self._column_of):
-            columns *= 2
-        self._groups = np.hstack([self._groups, np.repeat(NO_STEPS, columns - self._shape[1], axis=1)])
-        if (rows, columns) != self._shape:
-            self._shape = (rows, columns)
-            for values in self._values.values():
-                values.grow(self._shape)
 
     def groups(self, since: int = -1) -> np.ndarray:
         """Return the columns of the groups that changed after a version, in the order of the steps; int64."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Archive, Context
-from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
 from ..storage.run_search import NoRunError
 from ..tables.kinds import KINDS
@@ -24,19 +23,6 @@ from .load import Run, load
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and step of a spec
 _INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "placement", "scope", "shape", "source_shape")
-
-
-def _dim_of_shards(rows: pd.DataFrame) -> int:
-    """Return the dimension along which the shards of a tensor are joined.
-
-    Raises:
-        LookupError: It is sharded over several dimensions of a mesh.
-    """
-    placement = rows["placement"].iloc[0] or "shard(0)"  # missing in runs of earlier versions
-    match = re.fullmatch(r"shard\((\d+)\)", placement)
-    if match is None:
-        raise LookupError(f"the shards of the recorded tensor, placed {placement!r}, cannot be joined")
-    return int(match[1])
 
 
 class _Place(NamedTuple):
@@ -154,20 +140,9 @@ class RunArchive(Archive):
         """Return the index of an opened run's tensors: step, micro_step, phase, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
-    def ranks_of(self, run: str) -> int:
-        """Return the number of processes of an opened run."""
-        ranks: int = self._runs[run].info.get("ranks", 1)
-        return ranks
-
-    def accumulate_of(self, run: str) -> int:
-        """Return `train.accumulate` of an opened run; 0 for your own loop."""
-        accumulate: int = self._runs[run].info.get("config", {}).get("train", {}).get("accumulate", 0)
-        return accumulate
-
-    def split_of(self, run: str, phase: str) -> str | None:
-        """Return the split of the dataset in a phase of an opened run; None if it has none or is unknown."""
-        data = self._runs[run].info.get("data") or {}
-        return data.get("train_split" if phase in STEP_PHASES else "eval_split")
+    def info_of(self, run: str) -> dict[str, Any]:
+        """Return the content of run.json of an opened run."""
+        return self._runs[run].info
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """See `Archive.tensors_at`.
@@ -240,7 +215,11 @@ class RunArchive(Archive):
         full tensor assembled from all ranks, or the batch shard of this process.
         """
         place = _Place.of(context, any_phase=hook is not None, pinned=pinned)
-        current = self._at_step((run, hook, step), context.step if step is None else step)
+        source, number = (run, hook, step), context.step if step is None else step
+        current = self._steps.get(source)
+        if current is None or current.number != number:
+            of_hook = {} if hook is None else {"hook": hook}
+            current = self._steps[source] = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
         if place not in current.tensors:
             current.tensors[place] = self._tensor(run, current, place)
         return current.tensors[place]
@@ -249,7 +228,7 @@ class RunArchive(Archive):
         rows = step.rows
         for column, value in place.like:
             rows = rows[rows[column] == value]
-        ranks = self.ranks_of(run)
+        ranks: int = self._runs[run].info.get("ranks", 1)
         one_stands_for_all = rows["scope"].isin(["global", "averaged"]).all()
         are_shards = len(rows) > 0 and rows["scope"].eq("shard").all()  # interventions operate on the full tensor
         if ranks > 1 and not are_shards and (one_stands_for_all or ranks == self.ranks):
@@ -265,17 +244,13 @@ class RunArchive(Archive):
         if len(rows) > 1 and not are_shards and (self.ranks > 1 or not place.has_samples):
             counts = f"recorded by {ranks} processes; cannot be used with {self.ranks}"
             raise LookupError(f"{run}: the tensor of step {step.number} at {location} was {counts}")
-        values = np.concatenate([*rows.sort_values("rank")["values"]], axis=_dim_of_shards(rows) if are_shards else 0)
+        placement = rows["placement"].iloc[0] if are_shards else None
+        match = re.fullmatch(r"shard\((\d+)\)", placement or "shard(0)")  # missing in runs of earlier versions
+        if match is None:
+            raise LookupError(f"the shards of the recorded tensor, placed {placement!r}, cannot be joined")
+        values = np.concatenate([*rows.sort_values("rank")["values"]], axis=int(match[1]))
         if ranks == 1 and place.has_samples and self.shard is not None and values.ndim:
             samples = self.shard(range(len(values)))
             values = values[samples.start : samples.stop]
         tensor = torch.from_numpy(values)
         return tensor.pin_memory() if place.pinned else tensor
-
-    def _at_step(self, source: _Source, number: int) -> _Step:
-        current = self._steps.get(source)
-        if current is None or current.number != number:
-            run, hook, _ = source
-            of_hook = {} if hook is None else {"hook": hook}
-            current = self._steps[source] = _Step(number, self._runs[run].tensors(step=number, **of_hook), {})
-        return current

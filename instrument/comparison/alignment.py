@@ -17,6 +17,7 @@ import pyarrow.dataset as ds
 from ..analysis.frames import to_frame
 from ..analysis.run_tables import RunTables
 from ..config.schedule import STEP_PHASES
+from ..storage.parts import grouped
 from ..tables.kinds import KINDS
 from ..tables.schemas import POSITION, TABLES
 
@@ -89,16 +90,8 @@ def batches(
     run: RunTables, table: str, columns: Sequence[str], condition: ds.Expression | None
 ) -> Iterator[pd.DataFrame]:
     """Iterate over the rows of a table as DataFrames with plain labels. Small batches are combined."""
-    pending: list[pa.RecordBatch] = []
-    rows = size = 0
-    for batch in run.scan(table, columns, condition):
-        pending.append(batch)
-        rows, size = rows + batch.num_rows, size + batch.nbytes
-        if rows >= BATCH_ROWS or size >= BATCH_BYTES:
-            yield to_frame(pa.Table.from_batches(pending))
-            pending, rows, size = [], 0, 0
-    if rows:
-        yield to_frame(pa.Table.from_batches(pending))
+    for group in grouped(run.scan(table, columns, condition), BATCH_ROWS, BATCH_BYTES):
+        yield to_frame(pa.Table.from_batches(group))
 
 
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:

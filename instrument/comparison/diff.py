@@ -96,7 +96,13 @@ def diff(
     plain = {old: new for old, new in (rename or {}).items() if not _EXPRESSION.search(old + new)}
     expressions = {old: new for old, new in (rename or {}).items() if old not in plain}
     runs, measured, alignment = _opened((a, b), plain, expressions, foreign=foreign)
-    _check_runs(runs, steps)
+    folders = [run.folders[0] for run in runs]
+    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
+        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
+    for run in runs:
+        if run.info["status"] == "running" and steps[1] is None:
+            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
+            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
     condition = _condition(steps)
     tables = {
         table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
@@ -160,8 +166,12 @@ def _opened(
     Returns:
         The runs; and if at least one is a folder of tensors, the rounding noise and a description of the alignment.
     """
-    runs = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
-    opened = [None if run is None else _single_run(run) for run in runs]
+    opened = [run if isinstance(run, Run) else _run_at(run, foreign=foreign) for run in given]
+    for run in opened:
+        if run is not None and len(run.folders) > 1:
+            some = [str(folder) for folder in run.folders[:MAX_NAMES]]
+            message = f"the folder contains {len(run.folders)} runs, and a comparison requires one"
+            raise ConfigError(Problem(str(run.path), message, fix=f"pass one of them: {', '.join(some)}"))
     if opened[0] is not None and opened[1] is not None and not expressions:
         return (opened[0], opened[1]), None, ""
     from .foreign_runs import opened_folders  # imports torch, which a comparison of two runs does not need
@@ -180,24 +190,6 @@ def _run_at(path: str | Path, *, foreign: bool) -> Run | None:
         if is_address(path) or not is_foreign(path):
             raise
     return None
-
-
-def _single_run(opened: Run) -> Run:
-    if len(opened.folders) > 1:
-        some = [str(folder) for folder in opened.folders[:MAX_NAMES]]
-        message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
-        raise ConfigError(Problem(str(opened.path), message, fix=f"pass one of them: {', '.join(some)}"))
-    return opened
-
-
-def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
-    folders = [run.folders[0] for run in runs]
-    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
-        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
-    for run in runs:
-        if run.info["status"] == "running" and steps[1] is None:
-            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
-            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
 
 
 def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:
@@ -252,29 +244,21 @@ def _nothing_in_common(
     else:
         message, texts = "no row has a counterpart with the same call, rank and scope", scopes
         fix = "with several processes, record with reduce=global"
-    given = [_some(names) for names in texts]
+    given = [shorten([name or ROOT for name in names], MAX_NAMES) or "none" for names in texts]
     return Problem("", f"nothing to compare: {message}", f"A: {given[0]}; B: {given[1]}", fix=fix)
-
-
-def _some(names: Sequence[str]) -> str:
-    return shorten([name or ROOT for name in names], MAX_NAMES) or "none"
 
 
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:
     """Return the reason why the first difference is not evidence against its layer; see `Diff.cause`."""
     infos = [run.info for run in runs]
     seeds = {info["seed"] for info in infos} - {None}  # folders of tensors have none
-    if len(seeds) > 1 and not all(_is_independent_of_the_seed(info) for info in infos):
+    configs = [info.get("config") for info in infos]
+    # Runs that load their weights, and pass the samples in the order of the data, do not depend on their seed.
+    are_forward = all(isinstance(each, Mapping) and each.get("mode") == "forward" for each in configs)
+    if len(seeds) > 1 and not (are_forward and all((info.get("init_from") or {}).get("path") for info in infos)):
         return "seed"
     samples = [_samples(run, first) for run in runs]
     return "batches" if all(samples) and samples[0] != samples[1] else ""
-
-
-def _is_independent_of_the_seed(info: Mapping[str, Any]) -> bool:
-    """Return whether a run loads its weights, and passes the samples through the model in the order of the data."""
-    config = info.get("config")
-    is_forward = isinstance(config, Mapping) and config.get("mode") == "forward"
-    return is_forward and bool((info.get("init_from") or {}).get("path"))
 
 
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
@@ -289,22 +273,17 @@ def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
 
 def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the settings, versions and devices that differ; see `Diff.settings`."""
-    known = [_flat_settings(info) for info in (one, other)]
+    known: list[dict[str, str]] = []
+    for info in (one, other):
+        training = training_of(0, info)
+        leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
+        settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
+        settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
+        flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
+        known.append(flat | {key: str(value) for key, value in settings.items()})
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
-    training = training_of(0, info)
-    leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
-    versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
-    settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
-    return {
-        **{key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"},
-        **{key: str(value) for key, value in settings.items()},
-        **versions,
-    }
 
 
 def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataFrame:

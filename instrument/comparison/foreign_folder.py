@@ -148,7 +148,6 @@ class ForeignFolder(RunFiles):
             yield from as_table(TABLES[name], rows_of([(row, flat, False)])).select(list(columns)).to_batches()
 
     def _row(self, entry: Entry) -> dict[str, Any]:
-        """Return the columns about the location of a tensor."""
         place = {name: getattr(entry, name) for name in ("step", "layer", "module_type", "role", "path", "call")}
         place |= {"kind": KIND_OF_ROLE[entry.role], "phase": self.phase, "hook": "dump", "scope": "global"}
         zeros = dict.fromkeys(("micro_step", "epoch", "rank", "backward"), 0)
@@ -190,7 +189,12 @@ def read_folder(path: str | Path) -> ForeignFolder:
     if not is_foreign(folder):
         message = "the folder contains no tensors" if folder.is_dir() else "folder not found"
         raise ConfigError(Problem(str(path), message, allowed=f"a folder with {', '.join(SUFFIXES)} files"))
-    meaning = _meaning_of(folder)
+    meaning: Meaning | None = None
+    if (names := folder / NAMES_FILE).exists():
+        meaning = _of_names_file(names)
+    elif reports := sorted(folder.rglob(REPORT), key=lambda report: _natural(str(report))):
+        calls = [call for report in reports for call in read_source(report).get("data") or {}]
+        meaning = partial(_of_msprobe, {call: index for index, call in reversed([*enumerate(calls)])})
     result = ForeignFolder(folder)
     found: dict[tuple[Any, ...], tuple[Any, Entry, str]] = {}
     for number, file in enumerate(sorted(_files(folder), key=lambda file: _natural(str(file)))):
@@ -295,16 +299,6 @@ def _of_plain_name(name: str) -> dict[str, Any]:
     layer, _, last = name.rpartition(".")
     place = (layer, "param", last) if last in ("weight", "bias") else (name, "output", "")
     return dict(zip(("layer", "role", "path"), place, strict=True))
-
-
-def _meaning_of(folder: Path) -> Meaning | None:
-    """Return what the names in a folder mean; None if neither `names.yaml` nor msprobe determines it."""
-    if (file := folder / NAMES_FILE).exists():
-        return _of_names_file(file)
-    if reports := sorted(folder.rglob(REPORT), key=lambda report: _natural(str(report))):
-        calls = [call for report in reports for call in read_source(report).get("data") or {}]
-        return partial(_of_msprobe, {call: index for index, call in reversed([*enumerate(calls)])})
-    return None
 
 
 def _of_msprobe(order: Mapping[str, int], name: str) -> dict[str, Any] | None:

@@ -118,7 +118,6 @@ def _errors(entries: Sequence[Entry], exact: Sequence[Entry]) -> dict[tuple[str,
 
 
 def _phase(run: Run | None) -> str:
-    """Return the phase of the recorded tensors of a run."""
     batches = () if run is None else run.scan("tensors", ["phase"])
     return next((str(batch["phase"][0]) for batch in batches if batch.num_rows), "forward")
 
@@ -177,7 +176,6 @@ def _aligned(
 
 
 def _tokens_of(folder: ForeignFolder) -> Tokens | None:
-    """Return the tokens of a folder; None if its steps have no ids."""
     tables, shapes, offset, is_named = [], {}, 0, True
     for step, tensors in sorted(folder.ids.items()):
         ids = {name: tensor.numpy() for name, tensor in tensors.items()}

@@ -25,62 +25,33 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
         ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the
             same name.
     """
-    names, used = _names(rename, layers)
-    _check(rename, used, layers, others)
-    if twice := _taken_twice(names, others):
-        same = ", ".join(_shown(layer) for layer, name in names.items() if name == twice[0])
-        raise ConfigError(Problem("rename", f"several layers of A get the name {_shown(twice[0])}", same))
-    return names
-
-
-def _names(rename: Mapping[str, str], layers: Sequence[str]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Return the new name of each layer, and the new names that each entry makes."""
     names = dict(zip(layers, layers, strict=True))
-    used: dict[str, list[str]] = {old: [] for old in rename}
+    used: dict[str, list[str]] = {old: [] for old in rename}  # the new names that each entry makes
     rules = [(old, pattern_of(old, new), new) for old, new in rename.items()]
     for layer in layers:
-        matching = [(old, match, new) for old, pattern, new in rules if (match := pattern.fullmatch(_dotted(layer)))]
+        dotted = f"{layer}." if layer else ""  # each segment of a pattern can match its own dot
+        matching = [(old, match, new) for old, pattern, new in rules if (match := pattern.fullmatch(dotted))]
         if matching:
-            old, match, new = max(matching, key=lambda rule: _segments(rule[0]))
+            old, match, new = max(matching, key=lambda rule: 0 if rule[0] == ROOT else rule[0].count(".") + 1)
             names[layer] = replaced(new, match)
             used[old].append(names[layer])
-    return names, used
-
-
-def _taken_twice(names: Mapping[str, str], others: Sequence[str]) -> list[str]:
-    taken, known = Counter(names.values()), {*others}
-    return [name for name in names.values() if taken[name] > 1 and name in known]
-
-
-def _check(
-    rename: Mapping[str, str], used: Mapping[str, Sequence[str]], layers: Sequence[str], others: Sequence[str]
-) -> None:
+    own, theirs = ([layer or ROOT for layer in side] for side in (layers, others))
     problems = []
     for old, new in rename.items():
         where = f"rename {old}={new}"
         if not used[old]:
-            near = similar_names(old, [_shown(layer) for layer in layers])
             message = "matches no recorded layer of A, or only layers that a longer entry renames"
-            problems.append(Problem(where, message, old, shorten([*map(_shown, layers)]), near))
+            problems.append(Problem(where, message, old, shorten(own), similar_names(old, own)))
         elif not set(used[old]) & set(others):
-            near = similar_names(used[old][0], [_shown(layer) for layer in others])
-            message = "no recorded layer of B has the new name"
-            problems.append(Problem(where, message, used[old][0], shorten([*map(_shown, others)]), near))
+            message, wrong = "no recorded layer of B has the new name", used[old][0]
+            problems.append(Problem(where, message, wrong, shorten(theirs), similar_names(wrong, theirs)))
     if problems:
         raise ConfigError(*problems)
-
-
-def _shown(layer: str) -> str:
-    return layer or ROOT
-
-
-def _segments(pattern: str) -> int:
-    return 0 if pattern == ROOT else pattern.count(".") + 1
-
-
-def _dotted(layer: str) -> str:
-    """Add a dot after every segment, so that each segment of a pattern can match its own dot."""
-    return f"{layer}." if layer else ""
+    taken, known = Counter(names.values()), {*others}
+    if twice := [name for name in names.values() if taken[name] > 1 and name in known]:
+        same = ", ".join(layer or ROOT for layer, name in names.items() if name == twice[0])
+        raise ConfigError(Problem("rename", f"several layers of A get the name {twice[0] or ROOT}", same))
+    return names
 
 
 def pattern_of(old: str, new: str) -> re.Pattern[str]:

@@ -151,7 +151,10 @@ def compare_operators(
             compared, different = compared + len(pairs), different + count
             unmatched = [total + len(rows) - len(pairs) for total, rows in zip(unmatched, sides, strict=True)]
             found.append(firsts)
-        earliest = (min(filter(None, those), key=_number, default=None) for those in zip(*found, strict=True))
+        earliest = (
+            min(filter(None, those), key=lambda one: int(one.a["number"]), default=None)
+            for those in zip(*found, strict=True)
+        )
         first, above = (before or of_step for before, of_step in zip((first, above), earliest, strict=True))
     rest = (unmatched[0], unmatched[1])
     joined = pd.concat(relations) if relations else None
@@ -199,7 +202,6 @@ def _relations(
 
 
 def _dtypes(run: RunTables, condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
-    """Yield the steps and the dtypes of the operators of a run."""
     for rows in batches(run, "operators", ["step", "dtype"], condition):
         yield rows.drop_duplicates()
 
@@ -362,10 +364,6 @@ def _details(one: OperatorDifference) -> Iterator[str]:
     for name, names in zip("AB", one.between, strict=True):
         if names:
             yield f"Since the last matched operator, only {name} has {shorten(names, MAX_LISTED)}: not compared."
-
-
-def _number(one: OperatorDifference) -> int:
-    return int(one.a["number"])
 
 
 def _place(one: OperatorDifference) -> str:

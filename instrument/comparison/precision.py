@@ -68,8 +68,12 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     config = info.get("config")
     train = config.get("train") if isinstance(config, Mapping) else None
     named = _AUTOCAST.get(str(train.get("precision"))) if isinstance(train, Mapping) else None
-    measured = _of_extremes(extremes)
-    precisions = [PRECISIONS[name] for name in (named, *([measured] if measured else dtypes)) if name in PRECISIONS]
+    types = (_type_of(rows) for _, rows in extremes.groupby("location"))
+    known = [PRECISIONS[name] for name in types if name is not None]
+    # Those that a quarter of the locations have, or a coarser one; none if all types are unclear.
+    enough = [one for one in known if sum(each.digits <= one.digits for each in known) >= _FRACTION * len(known)]
+    measured = [coarsest(enough).dtype] if enough else dtypes
+    precisions = [PRECISIONS[name] for name in (named, *measured) if name in PRECISIONS]
     return coarsest(precisions) if precisions else PRECISIONS["float32"]
 
 
@@ -90,15 +94,6 @@ def rounding_noise(precision: Precision, depth: int, terms: int) -> float:
 def coarsest(precisions: Sequence[Precision]) -> Precision:
     """Return the precision with the fewest binary digits."""
     return min(precisions, key=lambda precision: precision.digits)
-
-
-def _of_extremes(extremes: pd.DataFrame) -> str | None:
-    """Return the coarsest type such that a quarter of the locations have it or a coarser one; None if all types are unclear."""
-    types = [_type_of(rows) for _, rows in extremes.groupby("location")]
-    known = [name for name in types if name is not None]
-    counted = ((name, sum(PRECISIONS[each].digits <= PRECISIONS[name].digits for each in known)) for name in known)
-    enough = [PRECISIONS[name] for name, count in counted if count >= _FRACTION * len(known)]
-    return coarsest(enough).dtype if enough else None
 
 
 def _type_of(extremes: pd.DataFrame) -> str | None:

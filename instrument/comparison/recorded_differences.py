@@ -289,35 +289,30 @@ class Comparison:
             row, name = rows.iloc[at], shape if are_other[at] else statistics[at]
             pair = [math.nan if name == VALUES else row[f"{name}_{side}"] for side in "ab"]  # type: list[Any]
             a, b = (tuple(map(int, each)) if are_other[at] else float(each) for each in pair)
-            self._set_first(
-                FirstDifference(
-                    step=int(row["step"]),
-                    phase=str(self.locations["phase"][row["location"]]),
-                    location=int(row["location"]),
-                    order=int(row.get("order", row["location"])),
-                    call=int(row["call"]),
-                    statistic=name,
-                    a=a,
-                    b=b,
-                    difference=float(differences[at]),
-                    before=max(self._before, float(differences[:at].max(initial=0.0))),
-                )
+            candidate = FirstDifference(
+                step=int(row["step"]),
+                phase=str(self.locations["phase"][row["location"]]),
+                location=int(row["location"]),
+                order=int(row.get("order", row["location"])),
+                call=int(row["call"]),
+                statistic=name,
+                a=a,
+                b=b,
+                difference=float(differences[at]),
+                before=max(self._before, float(differences[:at].max(initial=0.0))),
             )
+            # At the same tensor, that of a statistic counts, which is found first.
+            self.first = min((each for each in (self.first, candidate) if each is not None), key=self._moment)
         self._before = max(self._before, float(differences.max(initial=0.0)))
 
-    def _set_first(self, candidate: FirstDifference) -> None:
-        """Keep the earlier one of two differences. If both are at the same tensor, keep that of a statistic, which is found first."""
-
-        def moment(difference: FirstDifference) -> tuple[int, bool, int]:
-            return difference.step, bool(self._is_step[difference.location]), difference.order
-
-        if self.first is None or moment(candidate) < moment(self.first):
-            self.first = candidate
+    def _moment(self, difference: FirstDifference) -> tuple[int, bool, int]:
+        return difference.step, bool(self._is_step[difference.location]), difference.order
 
     def _set_precisions(self, rows: pd.DataFrame) -> None:
+        sides = [{f"{name}_{side}": name for name in ("min", "max", "abs_max")} for side in "ab"]
         self.precisions = tuple(
-            run_precision(run.info, _side(rows, side), table.dtypes)
-            for run, side, table in zip(self.runs, "ab", self._tables["tensors"], strict=True)
+            run_precision(run.info, rows.rename(columns=of).reindex(columns=["location", *of.values()]), table.dtypes)
+            for run, of, table in zip(self.runs, sides, self._tables["tensors"], strict=True)
         )
         if math.isnan(self.tolerance):
             self.tolerance = coarsest(self.precisions).tolerance
@@ -346,12 +341,6 @@ def _between(steps: Sequence[int]) -> ds.Expression:
     """Return the condition that selects some ascending steps. Row groups are skipped by its bounds."""
     step = ds.field("step")
     return (step >= steps[0]) & (step <= steps[-1]) & step.isin(pa.array(steps))
-
-
-def _side(rows: pd.DataFrame, side: str) -> pd.DataFrame:
-    """Return the extremes of one run."""
-    names = {f"{name}_{side}": name for name in ("min", "max", "abs_max")}
-    return rows.rename(columns=names).reindex(columns=["location", *names.values()])
 
 
 def _without_leading_ones(rows: pd.DataFrame) -> pd.DataFrame:
@@ -388,7 +377,6 @@ def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return the differences of several tensors of one location."""
     total = {name: one[name] + other[name] for name in ("tensors", "elements", "ulp")}
     extreme = {name: np.fmax(one[name], other[name]) for name in ("l2", "max_abs", "max_rel")}
     dtypes = {name: (one if one["dtype_a"] != one["dtype_b"] else other)[name] for name in ("dtype_a", "dtype_b")}

@@ -150,7 +150,10 @@ def summary(diff: Diff) -> list[str]:
         "",
         *(verdict(diff) if len(diff.layers) else ()),
         *(() if diff.operators is None else operator_summary(diff.operators)),
-        *_metrics(diff),
+        *(
+            f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
+            for row in records(diff.other_losses.head(1))
+        ),
         *_unmatched(diff),
     ]
 
@@ -170,7 +173,14 @@ def verdict(diff: Diff) -> Iterator[str]:
         if diff.first_bits is not None:
             step, location, call = diff.first_bits
             yield f"  the first bits that differ: step {step}, {place(records(diff.layers)[location], call)}"
-        yield from _drift(diff)
+        rows = diff.layers[diff.layers["role"] == "output"]
+        errors = rows["difference"].to_numpy(np.float64)
+        depth = np.arange(1, len(errors) + 1)[errors > 0]
+        if diff.noise and len(depth) >= MIN_DEPTH:  # error = c * depth**exponent, by least squares
+            errors = errors[errors > 0]
+            exponent = np.polyfit(np.log(depth), np.log(errors), 1)[0]
+            ends = f"from {errors[0]:.2g} to {errors[-1]:.2g}"
+            yield f"  drift with depth: {ends} over {len(rows):,} outputs, like depth**{exponent:.1f}"
         if names := [*diff.metrics[diff.metrics["difference"] > 0]["metric"].unique()]:
             yield f"  metrics that differ: {', '.join(names)}"
     elif diff.cause:
@@ -212,17 +222,6 @@ _REASONS = {
         "Repeat one of the runs with the data and the order of the other one.",
     ),
 }
-
-
-def _drift(diff: Diff) -> Iterator[str]:
-    """Yield how the errors of outputs of other programs grow with depth: the exponent p of error = c * depth**p, by least squares."""
-    rows = diff.layers[diff.layers["role"] == "output"].reset_index(drop=True)
-    errors = rows["difference"].to_numpy(np.float64)
-    depth = np.arange(1, len(errors) + 1)[errors > 0]
-    if diff.noise and len(depth) >= MIN_DEPTH:
-        exponent = np.polyfit(np.log(depth), np.log(errors[errors > 0]), 1)[0]
-        first, last = errors[errors > 0][[0, -1]]
-        yield f"  drift with depth: from {first:.2g} to {last:.2g} over {len(rows):,} outputs, like depth**{exponent:.1f}"
 
 
 def _numbers(first: FirstDifference) -> str:
@@ -280,20 +279,13 @@ def number_text(value: Any) -> str:
 
 def ulp_text(counts: Sequence[int]) -> str:
     """Return a histogram of distances as text, such as `0: 81%, 1: 19%`; empty without elements."""
-    total = sum(counts)
-    return ", ".join(
-        f"{name}: {_percent(count / total)}" for name, count in zip(ULP_BINS, counts, strict=True) if count
-    )
-
-
-def _percent(fraction: float) -> str:
-    return (
-        f"{fraction:.0%}"
-        if 0.01 <= fraction <= 0.99 or fraction == 1.0
-        else f"{fraction:.1%}"
-        if fraction > 0.001
-        else "<0.1%"
-    )
+    texts = []
+    for name, count in zip(ULP_BINS, counts, strict=True):
+        if count:
+            fraction = count / sum(counts)
+            digits = 0 if 0.01 <= fraction <= 0.99 or fraction == 1.0 else 1
+            texts.append(f"{name}: {fraction:.{digits}%}" if fraction > 0.001 else f"{name}: <0.1%")
+    return ", ".join(texts)
 
 
 def _step(first: FirstDifference) -> str:
@@ -335,11 +327,6 @@ def _compared(diff: Diff) -> Iterator[str]:
         yield f"tolerance: {NOISE_RATIO:.0f} times the rounding noise of each layer, {diff.noise}"
     else:
         yield f"tolerance: {diff.tolerance:.2g}"
-
-
-def _metrics(diff: Diff) -> Iterator[str]:
-    for row in records(diff.other_losses.head(1)):
-        yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
 
 
 def _unmatched(diff: Diff) -> Iterator[str]:

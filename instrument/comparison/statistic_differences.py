@@ -89,8 +89,7 @@ def decisive(differences: pd.DataFrame, *, all_decide: bool = False) -> tuple[np
 
 
 def _values(rows: pd.DataFrame, name: str, side: str) -> np.ndarray:
-    values: np.ndarray = rows[f"{name}_{side}"].to_numpy(np.float64, na_value=np.nan)
-    return values
+    return rows[f"{name}_{side}"].to_numpy(np.float64, na_value=np.nan)
 
 
 def _sizes(rows: pd.DataFrame, names: Sequence[str], name: str, side: str) -> np.ndarray:

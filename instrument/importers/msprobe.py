@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from ..errors import ConfigError, Problem
@@ -94,7 +95,11 @@ def convert_msprobe(source: Any) -> ConvertedExperiment:
         task = str(fields.take("task", "statistics"))
         if task not in TASKS:
             raise ConfigError(Problem("task", "unknown task", given=task, allowed=TASKS))
-        schedule = _schedule(fields)
+        ranges = read_ranges(fields.take("step", []), "step")
+        steps = sorted({step for each in ranges for step in each})
+        schedule: dict[str, Any] = {"steps": steps} if steps else {}
+        if len(ranges) == 1 and len(steps) > 1:
+            schedule = {"start": ranges[0].start, "stop": ranges[0].stop}
         level = str(fields.take("level", "L1"))
         fields.note_given(ELSEWHERE)
         if (seed := fields.number("seed")) is not None:
@@ -105,15 +110,6 @@ def convert_msprobe(source: Any) -> ConvertedExperiment:
             _convert_task(task, level, options, schedule)
         fields.note_given(dict.fromkeys(TASKS, f"not used by task {task}"))
     return experiment
-
-
-def _schedule(fields: Fields) -> dict[str, Any]:
-    """Return the fields of the steps: numbers, and ranges such as "4-6"."""
-    ranges = read_ranges(fields.take("step", []), "step")
-    if len(ranges) == 1 and len(ranges[0]) > 1:
-        return {"start": ranges[0].start, "stop": ranges[0].stop}
-    steps = sorted({step for each in ranges for step in each})
-    return {"steps": steps} if steps else {}
 
 
 def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any]) -> None:
@@ -127,7 +123,13 @@ def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str,
         message = f"no counterpart for {level!r}: modules (L0) and functions (L1) can be recorded, kernels cannot"
         options.experiment.note("level", message)
         return
-    modes = _modes(options)
+    given = options.texts("data_mode")
+    if unknown := [mode for mode in given if mode not in ("all", "forward", "backward", "input", "output")]:
+        allowed = "all, forward, backward, input, output"
+        raise ConfigError(Problem(options.key("data_mode"), "unknown mode", given=unknown[0], allowed=allowed))
+    # A direction or a side that is not named is not restricted.
+    directions = [each for each in ("forward", "backward") if each in given] or ["forward", "backward"]
+    modes = [*product(directions, [each for each in ("input", "output") if each in given] or ["input", "output"])]
     statistics = ["nan_count", "inf_count"] if task == "overflow_check" else _statistics(options)
     action: dict[str, Any] = {"stats": statistics, **({"tensors": True} if task == "tensor" else {})}
     scope, names, full = options.texts("scope"), options.texts("list"), options.texts("tensor_list")
@@ -136,17 +138,6 @@ def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str,
     _add_hooks(level, [*(scope if len(scope) == 1 else []), *names], _Plan(modes, schedule, action), options)
     if full:
         _add_hooks(level, full, _Plan(modes, schedule, {"stats": "none", "tensors": True}, "tensors_"), options)
-
-
-def _modes(options: Fields) -> list[tuple[str, str]]:
-    """Return the tensors that `data_mode` selects. A direction or a side that is not named is not restricted."""
-    given = options.texts("data_mode")
-    if unknown := [mode for mode in given if mode not in ("all", "forward", "backward", "input", "output")]:
-        allowed = "all, forward, backward, input, output"
-        raise ConfigError(Problem(options.key("data_mode"), "unknown mode", given=unknown[0], allowed=allowed))
-    directions = [each for each in ("forward", "backward") if each in given] or ["forward", "backward"]
-    sides = [each for each in ("input", "output") if each in given] or ["input", "output"]
-    return [(direction, side) for direction in directions for side in sides]
 
 
 def _statistics(options: Fields) -> list[str]:

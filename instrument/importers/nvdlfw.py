@@ -59,7 +59,9 @@ def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
-    if not isinstance(source, Mapping) or not all(_is_section(value) for value in source.values()) or not source:
+    selects = {"enabled", "layers", "layer_name_regex_pattern"}
+    sections = [*source.values()] if isinstance(source, Mapping) else []
+    if not sections or not all(isinstance(each, Mapping) and selects & {*each} for each in sections):
         message = "is not a configuration of nvidia-dlfw-inspect: its sections have the fields 'enabled' and 'layers'"
         raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
     experiment = ConvertedExperiment("nvidia-dlfw-inspect")
@@ -72,10 +74,6 @@ def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     if any(spec["action"] == "record" for spec in experiment.hooks.values()):
         experiment.settings["reduce"] = "global"  # The tool also computes statistics over all processes.
     return experiment
-
-
-def _is_section(value: Any) -> bool:
-    return isinstance(value, Mapping) and bool({"enabled", "layers", "layer_name_regex_pattern"} & {*value})
 
 
 def _convert_section(section: Fields) -> None:
@@ -164,8 +162,12 @@ def _convert_records(feature: Fields, layers: str | list[str], section: str, of_
             name = str(fields.take("tensor", ""))
             if kind in FEATURES_OF_QUANTIZED:
                 actions = _casts(fields, name, "nvfp4" if "Nvfp4" in kind else "fp8_current_scaling")
+            elif kind == "DumpTensors":
+                if fields.flag("quantized_tensor"):
+                    fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
+                actions = [{"stats": "none", "tensors": True}] if fields.flag("high_precision_tensor") else []
             else:
-                actions = _dump(fields) if kind == "DumpTensors" else _statistics(fields)
+                actions = _statistics(fields)
             schedules = _schedules(fields, of_engine)
             if name not in known:
                 message = f"no counterpart for the tensor {name!r}, which your code passes to the tool by this name"
@@ -208,12 +210,6 @@ def _statistics(fields: Fields) -> list[dict[str, Any]]:
     if "std" in statistics:
         fields.experiment.note("std", "divided by n here, by n - 1 in the source")
     return [{"stats": statistics}] if statistics else []
-
-
-def _dump(fields: Fields) -> list[dict[str, Any]]:
-    if fields.flag("quantized_tensor"):
-        fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
-    return [{"stats": "none", "tensors": True}] if fields.flag("high_precision_tensor") else []
 
 
 def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:

@@ -103,9 +103,6 @@ def attention(
     return with_title(plain(title, 110))
 
 
-# ------------------------------------------------------------------------------------------------ selection
-
-
 def _tensors(
     run: Run | pd.DataFrame, layers: Sequence[str] | None, hook: str | None, phase: str | None, step: int | None
 ) -> list[AttentionTensor]:
@@ -122,7 +119,9 @@ def _tensors(
         check_choice(str(step), steps, "step", "no attention was recorded at this step")
         selected = [one for one in selected if one.batch.step == step]
     chosen = [one for one in selected if hook in (None, one.series.hook) and phase in (None, one.series.phase)]
-    probable = _probabilities(run, chosen)
+    last = {(one.series, one.location): one for one in sorted(chosen, key=lambda one: one.batch.step)}
+    are = {key for key, one in last.items() if not one.series.is_gradient and one.are_probabilities(one.read(run))}
+    probable = [one for one in chosen if (one.series, one.location) in are]
     named = [one for one in chosen if hook is not None or (layers and one.location in layers and one.path)]
     if chosen and not probable and not named:
         shapes = {one.location: f"{one.location} {list(one.source_shape)}" for one in chosen}
@@ -138,13 +137,6 @@ def _tensors(
 _HOW_TO_RECORD = (
     "record them, with {kind: function, functions: softmax, action: record, tensors: true} at the attention modules"
 )
-
-
-def _probabilities(run: Run | pd.DataFrame, tensors: Sequence[AttentionTensor]) -> list[AttentionTensor]:
-    """Return the tensors at locations where the last tensor has probabilities."""
-    last = {(one.series, one.location): one for one in sorted(tensors, key=lambda one: one.batch.step)}
-    are = {key for key, one in last.items() if not one.series.is_gradient and one.are_probabilities(one.read(run))}
-    return [one for one in tensors if (one.series, one.location) in are]
 
 
 def _find_sample(
@@ -185,9 +177,6 @@ def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: 
     return Row(tensor, maps, tensor.are_probabilities(values))
 
 
-# ------------------------------------------------------------------------------------------------ labels
-
-
 def _labels(
     run: Run | pd.DataFrame, row: Row, batch: Batch, position: int, tokens: Tokens
 ) -> tuple[list[str], list[str]]:
@@ -209,9 +198,6 @@ def _labels(
     of_keys = [token_label(name) for name in names] if names else [str(at) for at in range(keys)]
     of_queries = of_keys if names and queries == keys else [str(at) for at in range(queries)]
     return [of_queries[at] for at in row.maps.queries], [of_keys[at] for at in row.maps.keys]
-
-
-# ------------------------------------------------------------------------------------------------ drawing
 
 
 def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> None:

@@ -151,7 +151,6 @@ def _of_run(
 
 
 def _layers(run: Run, order: Sequence[str], layers: str | Sequence[str] | None, roles: list[str]) -> list[str]:
-    """Return the selected layers whose values and gradients were recorded."""
     rows = run.read("tensors", ["layer", "kind", "role"])
     rows = rows[rows["role"].isin(roles)]
     known = [set(rows[rows["kind"].isin(kinds)]["layer"]) for kinds in (_FORWARD, _BACKWARD)]

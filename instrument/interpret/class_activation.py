@@ -112,13 +112,27 @@ def _of_weights(
     run: Run, recorded: Recorded, layer: str, features: Features, classifier: Any, classes: int | Sequence[int] | None
 ) -> tuple[Array, Array]:
     """Return the maps [N, classes, H, W] and their classes [N, classes]."""
-    weight, bias = _classifier(run, classifier)
+    bias: Array | float = 0.0
+    if isinstance(classifier, str):
+        weights, name = saved_weights(run), classifier.removesuffix(".weight")
+        weight: Array = weight_named(weights, f"{name}.weight", "classifier").double().numpy()
+        bias = weights[f"{name}.bias"].double().numpy() if f"{name}.bias" in weights else bias
+    else:
+        given = classifier.detach().cpu().double().numpy() if hasattr(classifier, "detach") else classifier
+        weight = np.asarray(given, np.float64)
     channels = features.X.shape[1]
     if weight.ndim != 2 or weight.shape[1] != channels:
         allowed = f"a matrix [classes, {channels}], because {layer} has {channels} channels"
         raise InstrumentError(Problem("classifier", "wrong shape", f"{list(weight.shape)}", allowed))
     if isinstance(classifier, str):
-        _check_step(run, recorded, layer)
+        # Only the final weights are saved, so the maps of a training must have been recorded after its last update.
+        steps, rows = run.read("metrics", ["step", "phase"]), recorded.rows(run, ["step", "phase"], layer)
+        last = steps[steps["phase"].isin(STEP_PHASES) & (steps["phase"] != "forward")]["step"].max() + 1
+        early = rows[(rows["phase"] != "forward") & (rows["step"] < last)]
+        if len(early):
+            message = f"the saved weights are those after {last} steps, and the feature maps were recorded with earlier weights"
+            fix = f"record with phase: probe at step {last}, or in a run with mode=forward init_from={run.path}"
+            raise InstrumentError(Problem("step", message, int(early["step"].min()), fix=fix))
     maps = features.X.astype(np.float64)
     if classes is None:
         scores = maps.mean((2, 3)) @ weight.T + bias  # [N, classes]
@@ -129,30 +143,6 @@ def _of_weights(
             raise InstrumentError(Problem("classes", "no such class", bad[0], f"0 to {len(weight) - 1}"))
         chosen = np.tile(np.array(given, np.int64), (len(maps), 1))
     return np.einsum("nkhw,nck->nchw", maps, weight[chosen]), chosen
-
-
-def _classifier(run: Run, classifier: Any) -> tuple[Array, Array | float]:
-    """Return the weight [classes, C] and the bias of the classifier, in float64; 0 without a bias."""
-    if not isinstance(classifier, str):
-        given = classifier.detach().cpu().double().numpy() if hasattr(classifier, "detach") else classifier
-        return np.asarray(given, np.float64), 0.0
-    weights, name = saved_weights(run), classifier.removesuffix(".weight")
-    weight, bias = weight_named(weights, f"{name}.weight", "classifier"), weights.get(f"{name}.bias")
-    return weight.double().numpy(), 0.0 if bias is None else bias.double().numpy()
-
-
-def _check_step(run: Run, recorded: Recorded, layer: str) -> None:
-    """Check that the maps of a training were recorded after its last update, because only the final weights are saved."""
-    steps = run.read("metrics", ["step", "phase"])
-    rows = recorded.rows(run, ["step", "phase"], layer)
-    last = steps[steps["phase"].isin(STEP_PHASES) & (steps["phase"] != "forward")]["step"].max() + 1
-    early = rows[(rows["phase"] != "forward") & (rows["step"] < last)]
-    if len(early):
-        message = (
-            f"the saved weights are those after {last} steps, and the feature maps were recorded with earlier weights"
-        )
-        fix = f"record with phase: probe at step {last}, or in a run with mode=forward init_from={run.path}"
-        raise InstrumentError(Problem("step", message, int(early["step"].min()), fix=fix))
 
 
 def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) -> Array:

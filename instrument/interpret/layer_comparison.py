@@ -66,7 +66,15 @@ def layer_similarity(
     is_symmetric = other is None and columns == rows
     left = [of_rows.read(run, layer) for layer in rows]
     right = left if is_symmetric else [of_columns.read(other or run, layer) for layer in columns]
-    common = _common([features.ids for features in (*left, *right)])
+    all_ids = [features.ids for features in (*left, *right)]
+    common: Array = reduce(np.intersect1d, all_ids)
+    most = max(map(len, all_ids))
+    if len(common) < 2:
+        message = f"{len(common)} of up to {most} samples are common to all layers; at least 2 are required"
+        raise InstrumentError(Problem("run", message, fix="record the same samples, with ids, at all layers"))
+    if len(common) < most:
+        message = f"{most - len(common)} of {most} samples are left out: some layers were recorded without them"
+        warnings.warn(message, InstrumentWarning, stacklevel=2)
     left_values = [_centered(features, common) for features in left]
     right_values = left_values if is_symmetric else [_centered(features, common) for features in right]
     sizes = [[_product_norm(each, each) for each in side] for side in (left_values, right_values)]
@@ -80,18 +88,6 @@ def layer_similarity(
     table = pd.DataFrame(values, index=pd.Index(rows, name="layer"), columns=pd.Index(columns, name="layer"))
     table.attrs["samples"] = len(common)
     return table
-
-
-def _common(ids: Sequence[Array]) -> Array:
-    common: Array = reduce(np.intersect1d, ids)
-    most = max(map(len, ids))
-    if len(common) < 2:
-        message = f"{len(common)} of up to {most} samples are common to all layers; at least 2 are required"
-        raise InstrumentError(Problem("run", message, fix="record the same samples, with ids, at all layers"))
-    if len(common) < most:
-        message = f"{most - len(common)} of {most} samples are left out: some layers were recorded without them"
-        warnings.warn(message, InstrumentWarning, stacklevel=3)
-    return common
 
 
 def _centered(features: Features, samples: Array) -> Array:

@@ -39,7 +39,10 @@ def attribution_of_model(  # noqa: PLR0917
     if not isinstance(model, nn.Module):
         raise InstrumentError(Problem("source", "must be a model or a run", type(model).__name__))
     if method == INTEGRATED and baseline is None:
-        baseline = _zeros(inputs)
+        if not any(tensor.is_floating_point() for _, tensor in iter_tensors(inputs)):
+            message = "is required, because the inputs have no floating-point values that can be zero"
+            raise InstrumentError(Problem("baseline", message, fix="pass inputs such as padding tokens"))
+        baseline = map_tensors(inputs, lambda _, each: torch.zeros_like(each) if each.is_floating_point() else each)
     if (baseline is None) != (method == GRADIENT):
         message = f"{method} has no baseline" if method == GRADIENT else f"{method} requires the corrupted inputs"
         raise InstrumentError(Problem("baseline", message))
@@ -146,11 +149,3 @@ class _Passes:
                 effects.setdefault(at, {})[name], _ = self.run(batch)
         self._new = {}
         return effects
-
-
-def _zeros(inputs: Any) -> Any:
-    """Return the inputs with zeros in place of floating-point values."""
-    if not any(tensor.is_floating_point() for _, tensor in iter_tensors(inputs)):
-        message = "is required, because the inputs have no floating-point values that can be zero"
-        raise InstrumentError(Problem("baseline", message, fix="pass inputs such as padding tokens"))
-    return map_tensors(inputs, lambda _, each: torch.zeros_like(each) if each.is_floating_point() else each)

@@ -122,9 +122,6 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
     }
 
 
-# ------------------------------------------------------------------------------------------------ targets
-
-
 def _targets(
     run: Run, recorded: Recorded, streams: Features, positions: Sequence[int], length: int, *, tokens: Any, targets: Any
 ) -> Array:
@@ -170,12 +167,8 @@ def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tup
             continue
         at = positions_of(features.ids, streams.ids)
         if features.X.shape[1:] == shape[1:] and (at >= 0).all():
-            tokens: Array = features.X[at].astype(np.int64)
-            return tokens
+            return features.X[at].astype(np.int64)
     return None
-
-
-# ------------------------------------------------------------------------------------------------ output layer
 
 
 def _projection(run: Run, unembed: Any) -> tuple[Projection, int | None]:

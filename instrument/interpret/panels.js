@@ -16,10 +16,9 @@ function drawAttention(layers) {
     const cell = document.createElement("div");
     const title = document.createElement("h3");
     title.textContent = layer.heads.length ? `Head ${layer.heads[i]}` : "";
-    const at = document.createElement("div");
-    at.className = "chart picture";
-    cell.append(title, at);
+    cell.append(title);
     root.append(cell);
+    const at = chart(cell);
     const side = Math.min(at.clientWidth, 420);
     const trace = {
       type: "heatmap", z, zmin: 0, zmax: layer.high, colorscale: VIRIDIS, showscale: false, hoverongaps: false,

@@ -16,6 +16,7 @@ from ..plot.compare import final_values
 from ..plot.importance import importance
 from ..report.numbers import rounded
 from ..report.panels import Panel, as_svg
+from ..report.sweep_page import METRICS
 from .attribution import attribute
 from .patching import intervention_grid, patching
 from .recorded_layers import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
@@ -24,7 +25,6 @@ MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
 MAX_ELEMENTS = 100_000_000  # maximum number of recorded values that a page reads for attributions
-METRICS = ("loss", "accuracy")
 PANEL_WIDTH = 3.6  # width of the figures of importance, in inches
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 HTML = """

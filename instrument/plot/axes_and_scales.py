@@ -72,20 +72,17 @@ def new_charts(
     ax = current().ax
     if ax is not None and rows == columns == 1 and not as_grid:
         return np.array([[ax]])
-    place = new_figure(width, height) if ax is None else _subfigure(ax)
+    if ax is None:
+        place: Picture | SubFigure = new_figure(width, height)
+    else:
+        spec, figure = ax.get_subplotspec(), ax.get_figure(root=False)
+        if spec is None or figure is None:
+            fix = "pass axes of figure.subplots() or figure.add_subplot()"
+            raise InstrumentError(Problem("ax", "several charts need axes that belong to a grid", fix=fix))
+        ax.remove()
+        current().place = place = figure.add_subfigure(spec)
     charts: np.ndarray = place.subplots(rows, columns, squeeze=False, **grid)
     return charts
-
-
-def _subfigure(ax: Axes) -> SubFigure:
-    """Replace axes by a subfigure."""
-    spec, figure = ax.get_subplotspec(), ax.get_figure(root=False)
-    if spec is None or figure is None:
-        fix = "pass axes of figure.subplots() or figure.add_subplot()"
-        raise InstrumentError(Problem("ax", "several charts need axes that belong to a grid", fix=fix))
-    ax.remove()
-    current().place = place = figure.add_subfigure(spec)
-    return place
 
 
 def charts_beside(width: float, height: float, count: int, **beside: Any) -> np.ndarray:

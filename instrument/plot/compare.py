@@ -48,7 +48,6 @@ from .source import REQUIRED_COLUMNS, check_columns, series_with
 from .style import axis_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
@@ -115,12 +114,18 @@ def compare(
         InstrumentError: No data matches the arguments or more than one series matches them.
     """
     several, table, frame, overrides = _opened(runs, y)
-    at = _override(x, overrides)
+    at = x if x is None or x in overrides else f"override.{x}"  # if the table has a column of the same name
+    if x is not None and at not in overrides:
+        check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
         rows = _metric(frame, y, phase or _usual_phase(frame, y, x))
     elif layer is not None:
-        rows = _at_layer(frame, y, layer, wanted)
+        fitting = pd.concat([series.of(frame) for series in series_with(frame, y)])
+        series, location, found = select_location(fitting, layer, **wanted)
+        merged = finite_only(found).groupby(["run", "step"], sort=False)[y].agg(statistic_of(y).merged)
+        values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
+        rows = Curves(f"{y} of {location} ({series.label})", axis_name(y), values)
     elif x is None:
         return _draw_over_locations(*_over_locations(frame, y, forward_order(several), wanted), overrides)
     else:
@@ -159,16 +164,6 @@ def _opened(
     return several, table, frame, overrides_of(frame.drop(columns=[*own]), table)
 
 
-def _override(x: str | None, overrides: pd.DataFrame) -> str | None:
-    """Return the column of an override; it is `override.<name>` if the table has a column of the same name."""
-    if x is None:
-        return None
-    column = x if x in overrides else f"override.{x}"
-    if column not in overrides:
-        check_choice(x, [str(name) for name in overrides], "x", "the runs do not differ in this override")
-    return column
-
-
 def _usual_phase(metrics: pd.DataFrame, name: str, x: str | None) -> str:
     phases = ["eval", *STEP_PHASES] if x else STEP_PHASES
     return next((phase for phase in phases if _has(metrics, name, phase)), "train")
@@ -179,22 +174,12 @@ def _has(metrics: pd.DataFrame, name: str, phase: str) -> bool:
 
 
 def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
-    """Return a metric of each run over the steps, as the mean over ranks."""
     check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
     there = [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)]
     check_choice(name, there, "y", f"no run has a value of this metric in phase {phase}")
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
     return Curves(f"{name} ({phase})", METRICS.get(name, name), values)
-
-
-def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:
-    """Return a statistic of one location of each run over the steps; several calls in a step are merged."""
-    fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
-    series, location, rows = select_location(fitting, layer, **wanted)
-    merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(statistic_of(name).merged)
-    values = {str(run): part.droplevel("run").sort_index() for run, part in merged.groupby("run", sort=False)}
-    return Curves(f"{name} of {location} ({series.label})", axis_name(name), values)
 
 
 def _over_locations(
@@ -212,9 +197,6 @@ def _over_locations(
         steps.add(int(table.last[0]))
     when = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"
     return Curves(f"{name} of {series.label}, last recorded step ({when})", axis_name(name), values), locations
-
-
-# ------------------------------------------------------------------------------------------------ drawing
 
 
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
@@ -314,7 +296,11 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
     scale(axes, "y", np.array(list(finals.values())))
-    _label_values(axes, x, at, names)
+    places = np.unique(list(at.values()))
+    scale(axes, "x", places, is_log=not names and is_rate(x, places.tolist()))
+    if names or len(places) <= FEW_VALUES:
+        axes.set_xticks(places, [plain(name, 16) for name in names or map(value_text, places)])
+        axes.minorticks_off()
     bars = f"; bars: {100 * current().interval:g}% intervals" if has_intervals else ""
     over = f"{plain(x)}\npoints: runs; lines: means over runs{bars}"
     return finished(charts, f"{curves.title}, last recorded", at_side=True, xlabel=over, ylabel=curves.axis)
@@ -332,15 +318,6 @@ def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
 
 def _is_number(cell: object) -> bool:
     return isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell)
-
-
-def _label_values(axes: Axes, x: str, at: dict[str, float], names: list[str]) -> None:
-    """Set up the horizontal axis of an override: logarithmic for rates, one tick per value for few values."""
-    values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and is_rate(x, values.tolist()))
-    if names or len(values) <= FEW_VALUES:
-        axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
-        axes.minorticks_off()
 
 
 def is_rate(name: str, cells: Sequence[object]) -> bool:
@@ -383,9 +360,6 @@ def _chart(labels: Sequence[str], height: float, left: float) -> np.ndarray:
     return charts
 
 
-# ------------------------------------------------------------------------------------------------ runs and their labels
-
-
 def combine_runs(runs: Run | Sequence[Run]) -> Run:
     """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
 
@@ -404,16 +378,13 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
     """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
     known = TABLES[table].names
-    own = [str(name) for name in frame if name != "run" and name not in known and _is_constant(frame, str(name))]
+    own = [str(name) for name in frame if name != "run" and name not in known]
+    # A custom statistic or metric has several values in a run.
+    floats = [name for name in own if pd.api.types.is_float_dtype(frame[name])]
+    varying = {name for name in floats if (frame.groupby("run")[name].nunique(dropna=False) != 1).any()}
+    own = [name for name in own if name not in varying]
     first = frame.drop_duplicates("run").set_index("run")[own]
     return first[[name for name in own if first[name].map(str).nunique() > 1]]
-
-
-def _is_constant(frame: pd.DataFrame, name: str) -> bool:
-    """Return whether a column has one value in each run: a custom statistic or metric is not an override."""
-    if not pd.api.types.is_float_dtype(frame[name]):
-        return True
-    return bool((frame.groupby("run")[name].nunique(dropna=False) == 1).all())
 
 
 def labels_of(overrides: pd.DataFrame) -> dict[str, str]:

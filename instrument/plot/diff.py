@@ -74,7 +74,6 @@ def diff(difference: Diff, **look: Unpack[Look]) -> Figure:
 
 
 def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.ndarray) -> None:
-    """Draw the difference of each layer, with the tolerance."""
     first, columns = difference.first, difference.steps.columns
     column = None if first is None else int(np.searchsorted(columns, first.step, side="right")) - 1
     shown = np.fmax.reduce(values, axis=1) if column is None else values[:, column]

@@ -75,7 +75,10 @@ def feature_maps(
         InstrumentError: No data matches the arguments or more than one series matches them.
     """
     check_choice(scale, list(get_args(Scale)), "scale", "unknown color scale")
-    all_maps = _known(run)
+    check_source(run, "tensors")
+    if not (all_maps := maps_in(run)):
+        fix = "set 'tensors: true' and 'samples: 1' in a record hook"
+        raise InstrumentError(f"no images, feature maps or filters were recorded: {fix}")
     selected = at_layers(all_maps, layer, "no maps of this layer were recorded")
     if hook is None and role is None:
         features = [one for one in selected if one.what == "feature maps"]
@@ -91,15 +94,6 @@ def feature_maps(
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MAX_PLACES} of {len(locations)} locations" if len(locations) > MAX_PLACES else ""
     return with_title(plain(f"{series.label}{of_sample}{more}", 90))
-
-
-def _known(run: Run | pd.DataFrame) -> list[TensorMaps]:
-    check_source(run, "tensors")
-    maps = maps_in(run)
-    if not maps:
-        fix = "set 'tensors: true' and 'samples: 1' in a record hook"
-        raise InstrumentError(f"no images, feature maps or filters were recorded: {fix}")
-    return maps
 
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
@@ -131,7 +125,9 @@ def _draw_figure(
         else:
             draw_image(axes, image.values(run, sample), f"image, step {image.batch.step:,}")
     for line, row, arrays in zip(panels[len(above) :], rows, values, strict=True):
-        shared = _shared_limits([array for array in arrays if array is not None])
+        ends = [limits(array) for array in arrays if array is not None]
+        high = max(high for _, high in ends)
+        shared = (-high if min(low for low, _ in ends) < 0 else 0.0), high
         for axes, one, array in zip(line, row, arrays, strict=True):
             if one is None or array is None:
                 axes.axis("off")
@@ -149,18 +145,10 @@ def with_title(text: str) -> Figure:
     place = current().place
     assert place is not None
     place.suptitle(text)
-    figure: Figure = place.get_figure(root=True)
-    return figure
-
-
-def _shared_limits(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
-    bounds = [limits(array) for array in arrays]
-    high = max(high for _, high in bounds)
-    return (-high if min(low for low, _ in bounds) < 0 else 0.0), high
+    return place.get_figure(root=True)
 
 
 def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
-    """Return the maps of a sample as they were recorded."""
     try:
         return one.values(run, sample)
     except IndexError:
@@ -173,9 +161,6 @@ def _image(column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], samp
     image = next((image_of(one, all_maps) for one in column if one is not None), None)
     has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])
     return image if has_it and image not in column else None
-
-
-# ------------------------------------------------------------------------------------------------ mosaics and images
 
 
 def cut(values: np.ndarray) -> np.ndarray:

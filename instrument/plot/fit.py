@@ -45,7 +45,13 @@ def fit(figure: Figure, drawn: Sequence[Axes]) -> None:
         if current().grow(before - _height(drawn)):
             figure.draw_without_rendering()
     for axes in every:
-        _turn(axes.xaxis)
+        boxes = [box for *_, box in _labels(axes.xaxis)]
+        if (
+            axes.xaxis.get_tick_params().get("rotation") and boxes
+        ):  # vertical labels, which may have room to be horizontal
+            gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axes.bbox.width)
+            if max(box.height for box in boxes) + GAP <= gap:
+                axes.xaxis.set_tick_params(rotation=0)
         _thin(axes.xaxis)
         _thin(axes.yaxis)
         _fit_cells(axes)
@@ -118,15 +124,6 @@ def _labels(axis: Axis) -> list[tuple[float, str, Bbox]]:
             gap = GAP if label.get_rotation() else ACROSS
             found.append((at, label.get_text(), label.get_window_extent().padded(gap / 2, GAP / 2)))
     return found
-
-
-def _turn(axis: Axis) -> None:
-    """Make vertical labels horizontal if they have enough room."""
-    boxes = [box for *_, box in _labels(axis)]
-    if axis.get_tick_params().get("rotation") and boxes:
-        gap = min((b.x0 - a.x0 for a, b in pairwise(boxes)), default=axis.axes.bbox.width)
-        if max(box.height for box in boxes) + GAP <= gap:
-            axis.set_tick_params(rotation=0)
 
 
 def _thin(axis: Axis) -> None:

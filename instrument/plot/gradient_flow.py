@@ -108,7 +108,6 @@ def _draw_figure(charts: list[FirstAndLast]) -> Figure:
 
 
 def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
-    """Draw one mark per location and step, and connect the marks of each location."""
     at = np.array([rows.index(location) for location in chart.table.locations])
     shown = np.where(chart.table.values > 0, chart.table.values, np.nan)
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))

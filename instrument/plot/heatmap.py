@@ -9,7 +9,6 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import (
-    Matrix,
     forward_order,
     matrices,
     row_locations,
@@ -38,7 +37,6 @@ from .source import series_with, table_of
 from .style import ZERO, axis_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH = 6.0  # width of the chart without labels, in inches
@@ -85,34 +83,25 @@ def heatmap(
     charts = new_charts(WIDTH + width_of(table.locations) + 1.2, height + 1.1)
     axes = charts[0, 0]
     scale = colours(table.values, name)
-    _draw(axes, table, name, height, scale)
-    _mark_missing(
-        axes, table, np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0), "norm" in scale
-    )
+    axes.grid(False)
+    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
+    label_locations(axes, table.locations, middle=0.5)
+    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
+    colour_bar(axes, cells, axis_name(name), height)
+    # Cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors.
+    if np.isnan(table.values).any():
+        add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
+    if (table.values == 0.0).any() and "norm" in scale:
+        draw_zeros(axes, table.values)
+        axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
+    bad = np.sum([np.nan_to_num(tables[count].values) for count in counted], axis=0)
+    if bad.any():
+        places = np.argwhere(bad) + 0.5
+        size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
+        marks: dict[str, Any] = {"markersize": size, "color": colour_of(5), "label": "has NaN or infinite elements"}
+        axes.plot(places[:, 1], places[:, 0], "x", **marks)
     ylabel = f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order"
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
     merged = statistic_of(name).merged
     xlabel = "step" + merge_note(table, rows["step"].nunique(), merged, several)
     return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)
-
-
-def _draw(axes: Axes, table: Matrix, statistic: str, height: float, scale: dict[str, Any]) -> None:
-    axes.grid(False)
-    cells = axes.pcolormesh(np.ma.masked_invalid(table.values), **scale)
-    label_locations(axes, table.locations, middle=0.5)
-    label_steps(axes, table.first.tolist(), middle=0.0 if table.is_grouped else 0.5)
-    colour_bar(axes, cells, axis_name(statistic), height)
-
-
-def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray, is_log: bool) -> None:
-    """Mark cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors."""
-    if np.isnan(table.values).any():
-        add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
-    if (table.values == 0.0).any() and is_log:
-        draw_zeros(axes, table.values)
-        axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
-    if bad.any():
-        rows, columns = np.nonzero(bad)
-        size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
-        marks: dict[str, Any] = {"markersize": size, "color": colour_of(5), "label": "has NaN or infinite elements"}
-        axes.plot(columns + 0.5, rows + 0.5, "x", **marks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -80,7 +79,8 @@ def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
     """Draw one column per step that has a histogram, with a common color scale; one without finite values is hatched."""
     cells = list(zip(rows["low"], rows["high"], rows["counts"], strict=True))
     counted = [at for at, (_, _, counts) in enumerate(cells) if counts is not None]
-    shares = {at: share_of(cells[at][2]) for at in counted if np.isfinite(cells[at][0])}
+    counts_of = {at: np.asarray(cells[at][2], np.float64) for at in counted if np.isfinite(cells[at][0])}
+    shares = {at: counts / counts.sum() for at, counts in counts_of.items()}
     span = float(np.nanmax(rows["high"]) - np.nanmin(rows["low"])) if shares else 0.0
     scale = colours(np.concatenate([share[share > 0] for share in shares.values()])) if shares else {}
     drawn = None
@@ -93,12 +93,6 @@ def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
     for at in counted:
         if at not in shares:
             add_hatch(axes, at, at + 1, "no finite elements")
-
-
-def share_of(counts: Sequence[int]) -> np.ndarray:
-    """Return counts as fractions of their sum; float64, shape [bins]."""
-    numbers: np.ndarray = np.asarray(counts, np.float64)
-    return numbers / float(numbers.sum())
 
 
 def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:

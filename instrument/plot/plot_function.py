@@ -86,7 +86,6 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
 
 
 def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
-    """Raise an InstrumentError for arguments that the plot refuses, or that are not allowed."""
     for key, reason in refused.items():
         if look.get(key) is not None:
             takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]

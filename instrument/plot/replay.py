@@ -70,6 +70,5 @@ def replay(run: Run, *, source: str | Path | None = None, **look: Unpack[Look]) 
 
 
 def _steps(run: Run) -> pd.DataFrame:
-    """Return the metrics of the steps of rank 0, indexed by step."""
     rows = run.read("metrics", ["step", "phase", "rank", *METRICS])
     return rows[rows["phase"].isin(STEP_PHASES) & (rows["rank"] == 0)].set_index("step")

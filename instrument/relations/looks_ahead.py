@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation
 from .token_targets import causality, token_targets
 
 
@@ -16,9 +16,7 @@ class LooksAhead(Relation):
 
     sources = ("inputs", "losses")
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._is_done = False
+    _is_done = False
 
     def check(self) -> Iterator[Checked]:
         found = [] if self._is_done else [each for each in token_targets(self.training) if each.shift == 1]

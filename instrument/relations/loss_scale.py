@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation
 
 MINIMUM = 1.0
 """Below 1, the factor no longer protects small gradients, which is its purpose (Micikevicius et al. 2018, "Mixed Precision Training",
@@ -28,12 +28,11 @@ class LossScale(Relation):
     A factor that is below 1 from the start was chosen.
     """
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._left: float | None = None  # the fraction of the gradient that is left in this step
-        self._times = 0
-        # The norm and the largest element of all gradients, times the scale, if little is left.
-        self._sizes: tuple[float, ...] = ()
+    _left: float | None = None  # the fraction of the gradient that is left in this step
+    _times = 0
+    _sizes: tuple[
+        float, ...
+    ] = ()  # the norm and the largest element of all gradients, times the scale, if little is left
 
     def attach(self) -> None:
         self._is_chosen = self.training.scaler is not None and self.training.scaler.get_scale() < MINIMUM

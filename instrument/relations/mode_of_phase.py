@@ -38,14 +38,12 @@ class ModeOfPhase(Relation):
 
     phases = ("train", "eval")
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._in_training: _Mode | None = None
-        self._in_evaluation: _Mode | None = None
-        self._has_trained = False  # in training mode, in an earlier step
-        self._first: int | None = None  # the first step that trains the model
-        self._last_evaluated: int | None = None  # the last step of phase `train` with a call that evaluates
-        self._evaluated: int | None = None  # the first one of these steps after a step without
+    _in_training: _Mode | None = None
+    _in_evaluation: _Mode | None = None
+    _has_trained = False  # in training mode, in an earlier step
+    _first: int | None = None  # the first step that trains the model
+    _last_evaluated: int | None = None  # the last step of phase `train` with a call that evaluates
+    _evaluated: int | None = None  # the first one of these steps after a step without
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self.training.clock.moment.phase != "train":

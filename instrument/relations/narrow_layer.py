@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from .relation import RELATIONS, Checked, Relation, Training
+from .relation import RELATIONS, Checked, Relation
 
 MIN_CLASSES, MIN_SAMPLES = 3, 8
 MIN_DIFFERENT = 3  # any two logits are on a line
@@ -20,10 +20,7 @@ class NarrowLayer(Relation):
 
     sources = ("losses",)
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._layers: list[str] = []
-        self._times = 0
+    _times = 0
 
     def attach(self) -> None:
         parts = self.training.model.named_modules()

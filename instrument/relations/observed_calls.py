@@ -261,9 +261,11 @@ def _describe_loss(name: str, args: tuple[Any, ...], result: Tensor) -> AnyLossC
     if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
         broadcasts = result.ndim == 0 and _is_outer(*args[:2])
         return PairLossCall(name, args[0].shape, broadcasts, _operation(args[0]), args[1], result)
-    if len(args) < 5 or not _has_classes(args[1]):
+    if len(args) < 5 or args[1].dtype != torch.int64 or not is_readable(args[1]):
         return None
     logits, targets, weight, reduction, ignore_index = args[:5]
+    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     return LossCall(
         logits.shape,
         targets,
@@ -296,11 +298,6 @@ def _operation(tensor: Tensor) -> str:
             return name
         node = node.next_functions[0][0]
     return ""
-
-
-def _has_classes(targets: Tensor) -> bool:
-    is_captured = targets.is_cuda and torch.cuda.is_current_stream_capturing()
-    return targets.dtype == torch.int64 and is_readable(targets) and not is_captured
 
 
 LOSSES = ObservedFunctions([(module, name) for name, module in _NAMES.items()], _observed_loss)

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..values.nested import iter_tensors
 from .padding_in_loss import leading, repeated_end
-from .relation import RELATIONS, Checked, ModelCall, Relation, Training
+from .relation import RELATIONS, Checked, ModelCall, Relation
 from .token_targets import TOLERANCE, call_again, call_with
 
 
@@ -22,9 +22,7 @@ class PaddingAttended(Relation):
 
     sources = ("inputs",)
 
-    def __init__(self, training: Training) -> None:
-        super().__init__(training)
-        self._is_done = False
+    _is_done = False
 
     def check(self) -> Iterator[Checked]:
         for call in [] if self._is_done else self.training.inputs[:1]:

@@ -93,15 +93,15 @@ class ParametersFollowGradients(Relation):
         self._before[optimizer] = _Sample(trainable), _Sample(frozen)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        samples = self._before.pop(optimizer, None)
-        if samples is None or _is_skipped(optimizer):
+        samples, found_inf = self._before.pop(optimizer, None), getattr(optimizer, "found_inf", None)
+        # A fused optimizer skips its step if a gradient scaler found values that are not finite.
+        if samples is None or (found_inf is not None and bool(found_inf > 0)):
             return
         trainable, frozen = samples
         for parameter, has_changed in zip(frozen.parameters, frozen.changed(), strict=True):
             if has_changed:
-                self._add(
-                    "an optimizer changes this frozen parameter, because of an old gradient or its momentum", parameter
-                )
+                text = "an optimizer changes this frozen parameter, because of an old gradient or its momentum"
+                self._add(text, parameter)
         for parameter in self._without_optimizer():
             self._forgotten[id(parameter)] = parameter
         if not _is_representable(trainable, optimizer):
@@ -118,13 +118,6 @@ class ParametersFollowGradients(Relation):
         self._found.append(Checked(False, None, text, layer, path))
 
     def check(self) -> Iterator[Checked]:
-        self._check_forgotten()
-        found, self._found = self._found, []
-        yield from found
-        if self._count and not found:
-            yield Checked(True, self._count, "an optimizer changes parameters with gradients")
-
-    def _check_forgotten(self) -> None:
         parameters, self._forgotten = [*self._forgotten.values()], {}
         is_same = [*map(id, self._previous.parameters)] == [*map(id, parameters)]
         self._times = self._times + 1 if parameters and is_same and not any(self._previous.changed()) else 0
@@ -132,6 +125,10 @@ class ParametersFollowGradients(Relation):
         if self._times == TIMES - 1:
             for parameter in parameters:
                 self._add("this parameter has a gradient, but no optimizer holds it", parameter)
+        found, self._found = self._found, []
+        yield from found
+        if self._count and not found:
+            yield Checked(True, self._count, "an optimizer changes parameters with gradients")
 
     def _without_optimizer(self) -> list[Parameter]:
         optimizers, parameters = self.training.optimizers, self.training.parameters.values()
@@ -177,9 +174,3 @@ def _is_representable(sample: _Sample, optimizer: Optimizer) -> bool:
     change = np.repeat(rates, sample.sizes) * np.abs(sample.gradients())
     rounding = MARGIN * np.repeat(precisions, sample.sizes) * np.abs(sample.values)
     return bool(((change > rounding) & np.isfinite(change)).any())
-
-
-def _is_skipped(optimizer: Optimizer) -> bool:
-    """Return whether a fused optimizer skipped its step, because a gradient scaler found values that are not finite."""
-    found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found > 0)

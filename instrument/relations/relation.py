@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -147,10 +146,8 @@ class Training:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the model by their first name, in this step."""
         named: dict[int, tuple[str, nn.Parameter]] = {}
-        for layer, module in self.modules.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    named.setdefault(id(parameter), (f"{layer}.{name}" if layer else name, parameter))
+        for name, parameter in all_parameters(self.modules.items()):
+            named.setdefault(id(parameter), (name, parameter))
         return dict(named.values())
 
     def end_step(self) -> None:
@@ -161,12 +158,12 @@ class Training:
             self.__dict__.pop(name, None)
 
 
-def calls_hooks(model: nn.Module) -> bool:
-    """Return whether a hook on the model is called, and changes nothing.
-
-    TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
-    """
-    return not isinstance(model, nn.TransformerEncoderLayer | torch.jit.ScriptModule)
+def all_parameters(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of each module by name, also those of another module. A module can be a part of itself."""
+    for layer, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{layer}.{name}" if layer else name, parameter
 
 
 class Relation(ABC):

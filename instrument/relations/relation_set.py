@@ -22,7 +22,7 @@ from ..rules.step_rows import RelationRow
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
 from .observed_calls import BATCHES, LOSSES, AnyLossCall, BinaryLossCall, LoaderBatch, LossCall, copied
-from .relation import RELATIONS, Checked, ModelCall, Relation, Training, calls_hooks
+from .relation import RELATIONS, Checked, ModelCall, Relation, Training
 
 EVERY = 200
 _EARLY = frozenset([*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1))])
@@ -71,7 +71,8 @@ class RelationSet(InertWhenCopied):
         training.replicated_by = wrappers[0] if wrappers else None
         sources = [source for relation in self._relations.values() for source in relation.sources]
         self.reads_fingerprints = has_processes() and "fingerprints" in sources
-        if calls_hooks(training.model):
+        # TorchScript calls no hooks. PyTorch computes an encoder layer with hooks in another way.
+        if not isinstance(training.model, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
             self.handles.append(training.model.register_forward_pre_hook(self._before_call, with_kwargs=True))
         for optimizer in training.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(self._before_step))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,9 @@ class ReplicasEqual(Relation):
             return
         self._exchange = self._exchange or Exchange()
         parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
-        digests = evidence + _digests(parameters)
+        layout = repr([(name, tuple(each.shape), each.dtype) for name, each in parameters.items()])
+        bits = _numbers([*map(fingerprint, parameters.values())]).tobytes()
+        digests = evidence + hash_of(layout.encode()) + bits
         for step, values in self._exchange.post(self.training.clock.moment.step, digests):
             inputs, equal = {value[:SIZE] for value in values}, {value[SIZE : 2 * SIZE] for value in values}
             self._is_synchronized |= len(inputs) == len(values) and len(equal) == 1
@@ -85,12 +87,6 @@ def keeps_all_equal(wrapper: DistributedDataParallel) -> bool:
     states = [type(state).__name__ for _, state in getattr(wrapper, "_comm_hooks", ())]
     is_complete = wrapper.process_group.size() == dist.get_world_size() > 1
     return is_complete and "PostLocalSGDState" not in states
-
-
-def _digests(parameters: Mapping[str, Tensor]) -> bytes:
-    """Return a hash of the names and shapes, and the fingerprint of each parameter, int64."""
-    layout = repr([(name, tuple(each.shape), each.dtype) for name, each in parameters.items()])
-    return hash_of(layout.encode()) + _numbers([*map(fingerprint, parameters.values())]).tobytes()
 
 
 def _numbers(bits: Sequence[Tensor]) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .relation import RELATIONS, Checked, Relation
+from .relation import RELATIONS, Checked, Relation, all_parameters
 
 
 @RELATIONS.register("tied_weights")
@@ -17,12 +17,12 @@ class TiedWeights(Relation):
 
     def attach(self) -> None:
         names: dict[tuple[object, ...], list[str]] = {}
-        for name, parameter in _parameters(self.training.model):
+        for name, parameter in all_parameters(self.training.model.named_modules()):
             names.setdefault(_memory(parameter), []).append(name)
         self._tied = [several for several in names.values() if len(several) > 1]
 
     def check(self) -> Iterator[Checked]:
-        parameters = dict(_parameters(self.training.model)) if self._tied else {}
+        parameters = dict(all_parameters(self.training.modules.items())) if self._tied else {}
         tied = [[(name, parameters[name]) for name in names if name in parameters] for names in self._tied]
         tied += _declared(self.training.model)
         count = 0
@@ -31,18 +31,13 @@ class TiedWeights(Relation):
                 count += 1
                 if parameter is not reference and not _are_equal(parameter, reference):
                     layer, _, path = name.rpartition(".")
-                    text = f"{name} differs from {first}, with which it is tied"
-                    yield Checked(False, _distance(parameter, reference), text, layer, path)
+                    text, distance = f"{name} differs from {first}, with which it is tied", float("nan")
+                    if parameter.shape == reference.shape:
+                        own = parameter.detach().to(reference.device, reference.dtype)
+                        distance = float((own - reference.detach()).abs().max())
+                    yield Checked(False, distance, text, layer, path)
         if count:
             yield Checked(True, count, f"{count} tied parameters are equal")
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of each module by name, also those of another module. A module can be a part of itself."""
-    for layer, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{layer}.{name}" if layer else name, parameter
 
 
 def _memory(parameter: Tensor) -> tuple[object, ...]:
@@ -64,9 +59,3 @@ def _declared(model: nn.Module) -> list[list[tuple[str, nn.Parameter]]]:
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and (_memory(one) == _memory(other) or torch.equal(one.to(other.device), other))
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    if one.shape != other.shape:
-        return float("nan")
-    return float((one.detach().to(other.device, other.dtype) - other.detach()).abs().max())

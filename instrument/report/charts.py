@@ -77,13 +77,11 @@ def lanes(history: RunHistory) -> dict[str, Any]:
 
 
 def _about(series: RecordedSeries) -> dict[str, Any]:
-    """Return the label and the properties of a series."""
     properties = {"gradient": series.is_gradient, "parameters": series.is_of_parameters}
     return {"label": series.label, **asdict(series), **properties}
 
 
 def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> dict[str, Any]:
-    """Return the properties of a series, its locations in forward order, and the types of their modules."""
     return {
         **_about(series),
         "locations": [each.locations[row] for row in _rows(history, each)],
@@ -92,14 +90,12 @@ def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> d
 
 
 def _rows(history: RunHistory, each: StepHistory) -> list[int]:
-    """Return the rows of the locations in forward order."""
     rank = rank_in(history.order)
     layers = [history.places[name][0] for name in each.locations]
     return sorted(range(len(layers)), key=lambda row: rank(layers[row]))
 
 
 def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str, Any]:
-    """Return the values of the groups of steps that changed after a version."""
     groups = history.groups(since)
     first, last, _ = history.steps(groups)
     return {
@@ -112,7 +108,6 @@ def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str,
 
 
 def _distributions(location: LocationDistributions, since: int) -> dict[str, Any]:
-    """Return the distributions of a location that changed after a version."""
     changed = {key: (step, row) for key, (step, version, row) in sorted(location.rows.items()) if version > since}
     steps = [step for step, _ in changed.values()]
     return {

@@ -30,7 +30,6 @@ class _ChangingPage:
         self._blocks: dict[str, tuple[str, int]] = {}  # by name: the HTML, and the version of its last change
 
     def _changed_blocks(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
-        """Return the HTML of the blocks that changed after a version, by name."""
         for name, html in render_blocks(self._template, words, self._names).items():
             if name not in self._blocks or self._blocks[name][0] != html:
                 self._blocks[name] = html, version
@@ -126,7 +125,6 @@ class LiveSweepPage(_ChangingPage):
         return {**changes, "runs": numbers["runs"], "curves": new}
 
     def _content(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the values of the template, and the data of the charts with the version."""
         sweep = self.source
         keys = list(dict.fromkeys(key for job in sweep.jobs for key in sweep.source.differing(job)))
         names = [str(live.info.get("name")) for live in sweep.runs.values()]

@@ -144,7 +144,11 @@ class LiveRun(RunHistory):
         return True
 
     def _read_new(self, until: float) -> bool:
-        changed = self._refresh_info()
+        info = self._read_info()
+        changed = bool(info != self.info)
+        if any(info.get(key) != self.info.get(key) for key in ("started", "resumed")):
+            raise RowsRemovedError(self.folder)  # a resumed or another run
+        self.info = info
         for reader in self._readers:
             for rows in reader.read(until):
                 if rows.num_rows:
@@ -156,12 +160,3 @@ class LiveRun(RunHistory):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are listed as problems
             return self._files.info()
-
-    def _refresh_info(self) -> bool:
-        """Read run.json, and return whether it has changed; a resumed or another run raises a RowsRemovedError."""
-        info = self._read_info()
-        changed = bool(info != self.info)
-        if any(info.get(key) != self.info.get(key) for key in ("started", "resumed")):
-            raise RowsRemovedError(self.folder)
-        self.info = info
-        return changed

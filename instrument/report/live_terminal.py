@@ -28,10 +28,17 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         live: The run.
         height: The number of lines on the screen. Default: None, all layers are shown.
     """
-    findings = live.findings()
-    parts: list[RenderableType] = [_progress(live), Text()]
+    findings, status = live.findings(), live.info["status"]
+    name = (str(live.info.get("name") or live.folder.name), "bold")
+    text = Text.assemble(name, "  ", (status, STATUS_COLOURS.get(status, "yellow")), f"  step {live.progress}")
+    seconds = live.last_metric("train", "seconds")
+    if live.is_running and live.steps and seconds:
+        text.append(f"  {timedelta(seconds=round(max(0, live.steps - live.step) * seconds))} left")
+    if live.info.get("error"):
+        text.append(f"\n{live.info['error']}", style="red")
+    parts: list[RenderableType] = [text, Text()]
     if live.metrics:
-        parts += [_metrics(live), Text()]
+        parts += [_table("", METRIC_COLUMNS, ("last",), metric_rows(live)), Text()]
     parts += [Text(f"{problem}", style="red") for problem in live.problems]
     shown = findings if height is None else findings[:MAX_FINDINGS]
     if findings:
@@ -51,36 +58,12 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         parts.append(Text())
     if live.series:
         room = None if height is None else max(FEWEST_LAYERS, height - OTHER_LINES - len(SHOWN_METRICS) - len(shown))
-        parts.append(_layers(live, room))
+        rows, total = layer_rows(live, room)
+        count = f"{len(rows)} of {total}" if len(rows) < total else str(total)
+        parts.append(_table(f"Layers, largest change first ({count})", LAYER_COLUMNS, LAYER_COLUMNS[-2:], rows))
     if live.fraction_read < 1:
         parts.append(Text(f"reading earlier steps: {live.fraction_read:.0%}", style="dim"))
     return Group(*parts)
-
-
-def _progress(live: LiveRun) -> Text:
-    status = live.info["status"]
-    name = str(live.info.get("name") or live.folder.name)
-    text = Text.assemble(
-        (name, "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow")), f"  step {live.progress}"
-    )
-    steps = live.steps
-    seconds = live.last_metric("train", "seconds")
-    if live.is_running and steps and seconds:
-        text.append(f"  {timedelta(seconds=round(max(0, steps - live.step) * seconds))} left")
-    if live.info.get("error"):
-        text.append(f"\n{live.info['error']}", style="red")
-    return text
-
-
-def _metrics(live: LiveRun) -> Table:
-    return _table("", METRIC_COLUMNS, ("last",), metric_rows(live))
-
-
-def _layers(live: LiveRun, room: int | None) -> Table:
-    """Return the table of locations, those that changed most first."""
-    rows, total = layer_rows(live, room)
-    count = f"{len(rows)} of {total}" if len(rows) < total else str(total)
-    return _table(f"Layers, largest change first ({count})", LAYER_COLUMNS, LAYER_COLUMNS[-2:], rows)
 
 
 def _table(title: str, columns: Sequence[str], numbers: Collection[str], rows: Iterable[Row] = ()) -> Table:

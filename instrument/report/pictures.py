@@ -39,8 +39,15 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     """
     all_maps = [one for one in maps_in(run) if (one.series, one.location) not in others]
     locations = _locations(all_maps, order)
-    turns = _rounds(locations)
-    pixels = _pixels_for(turns[0] if turns else [])
+    chosen = [evenly_spaced(len(location), STEPS) for location in locations]
+    ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
+    all_turns = zip_longest(*([each[at] for at in steps] for each, steps in zip(locations, ordered, strict=True)))
+    # The maps in the order in which they are added: the last one of each location, the first, the others.
+    turns = [[one for one in turn if one is not None] for turn in all_turns]
+    first = turns[0] if turns else []  # every location has one map of these
+    sizes = range(PIXELS, FEWEST_PIXELS, -4)
+    fitting = (size for size in sizes if sum(_size(one, size) for one in first) <= MAX_VALUES // 2)
+    pixels = next(fitting, FEWEST_PIXELS)
     images: dict[TensorMaps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.batch.step) for rank, location in enumerate(locations) for one in location}
@@ -67,22 +74,6 @@ def _locations(all_maps: list[TensorMaps], order: Sequence[str]) -> list[Locatio
             if one.batch.step not in {other.batch.step for other in at}:
                 at.append(one)
     return sorted(locations.values(), key=lambda location: (location[0].what, rank(location[0].layer)))
-
-
-def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
-    """Return the maps in the order in which they are added: the last one of each location, the first, the others."""
-    chosen = [evenly_spaced(len(location), STEPS) for location in locations]
-    ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
-    maps = [[location[at] for at in steps] for location, steps in zip(locations, ordered, strict=True)]
-    return [[one for one in turn if one is not None] for turn in zip_longest(*maps)]
-
-
-def _pixels_for(first: Sequence[TensorMaps]) -> int:
-    """Return the largest map size for which every location has one map."""
-    for pixels in range(PIXELS, FEWEST_PIXELS, -4):
-        if sum(_size(one, pixels) for one in first) <= MAX_VALUES // 2:
-            return pixels
-    return FEWEST_PIXELS
 
 
 def _size(one: TensorMaps, pixels: int) -> int:

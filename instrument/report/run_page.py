@@ -107,68 +107,45 @@ def _command(arguments: list[str]) -> str:
     return shlex.join(arguments if module is None else ["python", "-m", module, *arguments[1:]])
 
 
-def _replay_text(info: Mapping[str, Any]) -> str | None:
-    """Return which run and steps a replay repeats; None for other runs."""
-    if not (replay := info.get("replay")):
-        return None
-    start, stop = replay["steps"]
-    what = "counterfactual" if replay["counterfactual"] else "replay"
-    return f"{what} of {replay['source']}, steps {start} to {stop - 1}"
-
-
 def _facts(history: RunHistory) -> list[tuple[str, str]]:
     info = history.info
-    steps = history.step - (info.get("replay") or {"steps": [0]})["steps"][0]
     data = info.get("data") or {}
-    model = ((info.get("config") or {}).get("model") or {}).get("_target_")
-    forward = _forward_text(info)
+    config, replay, forward = info.get("config") or {}, info.get("replay"), None
+    if config.get("mode") == "forward":
+        passes = ForwardConfig.model_validate(config.get("forward") or {})
+        forward = f"forward, no training: {describe_forward(passes)}"
+    samples = f"{data['train_samples']:,}" if data.get("train_samples") else None
+    if samples and forward is None:
+        samples += f" for training, {data['eval_samples']:,} for evaluation"
+    origin, first = None, 0
+    if replay:
+        first, stop = replay["steps"]
+        what = "counterfactual" if replay["counterfactual"] else "replay"
+        origin = f"{what} of {replay['source']}, steps {first} to {stop - 1}"
     means = info.get("metrics") or {}
-    total = history.steps if info["status"] == "running" and forward is None and not info.get("replay") else None
+    steps = history.step - first
+    total = history.steps if info["status"] == "running" and forward is None and not replay else None
     of_forward = {} if forward is None else {f"mean {name}": means.get(name) for name in ("loss", "accuracy")}
+    started, ended = (datetime.fromisoformat(info[key]) if info.get(key) else None for key in ("started", "ended"))
     facts = {
-        "origin": _replay_text(info),
-        "model": model,
+        "origin": origin,
+        "model": (config.get("model") or {}).get("_target_"),
         "data": data.get("dataset"),
         "mode": forward,
-        "samples": _samples_text(data, trains=forward is None),
+        "samples": samples,
         "device": info.get("device"),
         "steps" if forward is None else "batches": f"{steps:,}" + (f" of {total:,}" if total else ""),
         **{name: format_number(mean) or None for name, mean in of_forward.items()},
         "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
-        "started": _moment(info.get("started")),
-        "duration": _duration(info),
+        "started": None if started is None else started.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "duration": None if started is None or ended is None else ended - started,
         "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} per step",
         "parameters": f"{sum(row['parameters'] for row in history.layers):,}" if history.layers else None,
         "torch": (info.get("versions") or {}).get("torch"),
         "revision": (info.get("git_revision") or "")[:12] or None,
     }
     return [(name, str(value)) for name, value in facts.items() if value is not None]
-
-
-def _forward_text(info: Mapping[str, Any]) -> str | None:
-    """Return a description of a run that does not train; None for a training."""
-    config = info.get("config") or {}
-    if config.get("mode") != "forward":
-        return None
-    return f"forward, no training: {describe_forward(ForwardConfig.model_validate(config.get('forward') or {}))}"
-
-
-def _samples_text(data: Mapping[str, Any], *, trains: bool) -> str | None:
-    if not data.get("train_samples"):
-        return None
-    samples = f"{data['train_samples']:,}"
-    return f"{samples} for training, {data['eval_samples']:,} for evaluation" if trains else samples
-
-
-def _moment(text: str | None) -> str | None:
-    return None if text is None else datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M:%S %Z")
-
-
-def _duration(info: Mapping[str, Any]) -> str | None:
-    if not info.get("started") or not info.get("ended"):
-        return None
-    return str(datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"]))
 
 
 def _alerts(history: RunHistory) -> list[dict[str, Any]]:
@@ -198,7 +175,6 @@ def _alert(rule: str, message: str, severity: str = "error") -> dict[str, Any]:
 
 
 def _tree(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the module tree as nested dictionaries; None if no modules were recorded."""
     nodes: dict[str, dict[str, Any]] = {}
     for row in layers:
         above, _, name = row["layer"].rpartition(".")

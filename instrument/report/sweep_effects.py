@@ -90,7 +90,6 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
 
 
 def _pairs_of_keys(run: Run, unpaired: dict[str, str]) -> Iterator[Pair]:
-    """Yield the pairs of each key: the runs with the baseline value, and those with another value."""
     for key in comparable_keys(run, trainings(run)[0]):
         try:
             comparison = match_runs(run, key)

@@ -107,7 +107,12 @@ def page(
             "status": row.status,
             "seed": row.overrides.get("seed"),
             "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
-            "metrics": {key: _number(value) for key, value in row.metrics.items() if isinstance(value, int | float)},
+            # A number that is not finite is a text.
+            "metrics": {
+                key: rounded(value) if math.isfinite(value) else str(value)
+                for key, value in row.metrics.items()
+                if isinstance(value, int | float)
+            },
         }
         for row in rows
     ]
@@ -118,18 +123,15 @@ def page(
     return words, {**numbers, "series": [], "ends": {}}
 
 
-def _number(value: float) -> float | str:
-    """Return a number as JSON; a text if it is not finite."""
-    number: float | str = rounded(value) if math.isfinite(value) else str(value)
-    return number
-
-
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     order = forward_order(load(run.folders[0]))
     runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
     rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
-    words, numbers = page(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
+    keys = differing_keys(run.overrides)
+    if "seed" not in keys and len({info["seed"] for info in run.infos}) > 1:
+        keys.append("seed")
+    words, numbers = page(rows, keys, run.path, [str(info.get("name")) for info in run.infos])
     effect_rows, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, rows),
@@ -139,9 +141,10 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "parts": list(PARTS.items()),
         "panels": panels(run, SWEEP_PANELS),
     }
-    layers = _layers_of_all([row.summaries for row in rows])
-    charts = {"series": layers, "ends": SUMMARIES}
-    return words | more, numbers | charts
+    known = list(dict.fromkeys(series for row in rows for series in row.summaries))
+    room = MAX_VALUES // max(1, len(known))
+    layers = [_layers(series, [row.summaries.get(series, {}) for row in rows], room) for series in known]
+    return words | more, numbers | {"series": layers, "ends": SUMMARIES}
 
 
 def _row(
@@ -164,7 +167,6 @@ def _row(
 
 
 def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
-    """Return the first failed runs with their errors, and all unreadable files."""
     states = zip(run.names, run.infos, strict=True)
     failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
     alerts = [
@@ -189,13 +191,6 @@ def _override_text(overrides: Mapping[str, Any], key: str) -> str:
     return to_yaml(overrides[key]) if key in overrides else "null" if removed else ""
 
 
-def _overrides(run: Run) -> list[str]:
-    """Return the overrides in which the runs differ, of mappings their fields, and `seed` if the seeds differ."""
-    differing = differing_keys(run.overrides)
-    seeds = {info["seed"] for info in run.infos}
-    return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
-
-
 def _summaries(run: Run, order: Sequence[str]) -> Summaries:
     """Return the last, largest and smallest number of each statistic of a run at each location."""
     stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
@@ -207,13 +202,6 @@ def _summaries(run: Run, order: Sequence[str]) -> Summaries:
             ends = {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
             summaries.setdefault(series, {})[name] = pd.DataFrame(ends)
     return summaries
-
-
-def _layers_of_all(runs: Sequence[Summaries]) -> list[dict[str, Any]]:
-    """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
-    known = list(dict.fromkeys(series for run in runs for series in run))
-    room = MAX_VALUES // max(1, len(known))
-    return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
 
 
 def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:

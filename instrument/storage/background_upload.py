@@ -148,7 +148,6 @@ class Upload(OwnedByProcess):
             self._ended.wait(pause_after(failures) if failures else CHECK_SECONDS)
 
     def _send_new_parts(self) -> None:
-        """Send the parts that were completed since the last check."""
         if self._remote_files is None:
             if self.rank == 0:
                 self._put_record()

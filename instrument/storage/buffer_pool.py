@@ -45,7 +45,11 @@ class Pool:
                 self._idle_bytes -= size
                 return buffers.pop()
             while self._idle_bytes and self.used + self._idle_bytes > self.limit:
-                self._free_one()
+                key = next(iter(self._idle))  # the size that has been unused the longest
+                self._idle[key].pop()
+                self._idle_bytes -= key[0]
+                if not self._idle[key]:
+                    del self._idle[key]
         with torch.inference_mode(False):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
@@ -58,11 +62,3 @@ class Pool:
                 self._idle.setdefault((size, buffer.is_pinned()), []).append(buffer)
                 self._idle_bytes += size
             self._changed.notify_all()
-
-    def _free_one(self) -> None:
-        """Free an idle buffer of the size that has been unused the longest."""
-        key = next(iter(self._idle))
-        self._idle[key].pop()
-        self._idle_bytes -= key[0]
-        if not self._idle[key]:
-            del self._idle[key]

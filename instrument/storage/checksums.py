@@ -162,8 +162,7 @@ class CheckedFile(io.RawIOBase):
         return base + offset
 
     def tell(self) -> int:
-        position: int = getattr(self._position, "value", 0)
-        return position
+        return getattr(self._position, "value", 0)
 
     def readable(self) -> bool:
         return True
@@ -180,6 +179,7 @@ _files: WeakSet[CheckedFile] = WeakSet()
 _WAIT_SECONDS = 0.5  # for files that other code still refers to
 
 
+@atexit.register
 def _wait_for_arrow() -> None:
     """Wait until Arrow's threads have released the files that they have read.
 
@@ -188,9 +188,6 @@ def _wait_for_arrow() -> None:
     end = time.monotonic() + _WAIT_SECONDS
     while _files and time.monotonic() < end:
         time.sleep(0.001)
-
-
-atexit.register(_wait_for_arrow)
 
 
 def open_checked(path: str) -> CheckedFile:

@@ -104,7 +104,6 @@ def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
 
 
 def _remove_merged(folder: Path, table: str) -> None:
-    """Remove the parts whose rows are in merged parts."""
     counted = part_files(folder, table)
     for part, file in written_parts(folder, table).items():
         if part not in counted:

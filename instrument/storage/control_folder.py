@@ -200,22 +200,18 @@ def request_changes(
         message = send(folder, changes)
     except OSError as error:
         raise InstrumentError(f"{folder} cannot be written: {error.strerror}") from None
+    began, has_called = time.monotonic(), False
     try:
-        return _wait(folder, message, on_long_wait, seconds)
+        while (answer := answer_to(message)) is None:
+            if not is_locked(folder) and answer_to(message) is None:
+                raise InstrumentError(f"{folder}: the run ended before it read the message")
+            if not has_called and time.monotonic() - began > LONG_SECONDS:
+                has_called = True
+                on_long_wait()
+            if time.monotonic() - began > seconds:
+                raise InstrumentError(f"the step did not end within {seconds:g} seconds: nothing was changed")
+            time.sleep(POLL_SECONDS)
+        return answer
     finally:
         for suffix in (MESSAGE, ANSWER):
             message.with_suffix(suffix).unlink(missing_ok=True)
-
-
-def _wait(folder: Path, message: Path, on_long_wait: Callable[[], None], seconds: float) -> Answer:
-    began, has_called = time.monotonic(), False
-    while (answer := answer_to(message)) is None:
-        if not is_locked(folder) and answer_to(message) is None:
-            raise InstrumentError(f"{folder}: the run ended before it read the message")
-        if not has_called and time.monotonic() - began > LONG_SECONDS:
-            has_called = True
-            on_long_wait()
-        if time.monotonic() - began > seconds:
-            raise InstrumentError(f"the step did not end within {seconds:g} seconds: nothing was changed")
-        time.sleep(POLL_SECONDS)
-    return answer

@@ -58,7 +58,6 @@ class CustomSink:
             self._call("close")
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method, unless the sink has failed. Convert its exceptions to `SinkError`."""
         if self._has_failed:
             return None
         try:

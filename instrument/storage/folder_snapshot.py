@@ -70,7 +70,6 @@ class Snapshot:
 
 
 def _has(folder: Path, *names: str) -> bool:
-    """Return whether a folder or its subfolders contain a file or folder with one of these names."""
     return any(next(folder.rglob(name), None) is not None for name in names)
 
 
@@ -99,7 +98,12 @@ class ReplacedRun:
         with FolderLock(self.folder).held(ConfigError(Problem(where, message, given=str(self.folder), fix=fix))):
             shutil.rmtree(self._aside, ignore_errors=True)  # left if a process was killed after it replaced a run
             with uninterrupted():
-                self._move_aside(where)
+                try:
+                    _move(self.folder, self._aside)
+                except OSError as error:
+                    _move(self._aside, self.folder)
+                    message = f"the run in this folder cannot be replaced: {error.strerror}"
+                    raise ConfigError(Problem(where, message, given=str(self.folder))) from None
                 self._is_set_aside = True
 
     def restore(self) -> None:
@@ -115,17 +119,8 @@ class ReplacedRun:
         if self._is_set_aside:
             shutil.rmtree(self._aside, ignore_errors=True)
 
-    def _move_aside(self, where: str) -> None:
-        try:
-            _move(self.folder, self._aside)
-        except OSError as error:
-            _move(self._aside, self.folder)
-            message = f"the run in this folder cannot be replaced: {error.strerror}"
-            raise ConfigError(Problem(where, message, given=str(self.folder))) from None
-
 
 def _move(source: Path, target: Path) -> None:
-    """Move the files of a run, then remove the folders that are empty."""
     files = _run_files(source)
     for path in files if target.name == ASIDE else reversed(files):
         new = target / path.relative_to(source)
@@ -136,7 +131,6 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _remove(folder: Path, excluded: Collection[str] = ()) -> None:
-    """Remove the files of a run, except those under the excluded names, then the subfolders that are empty."""
     files = [path for path in _run_files(folder) if path.relative_to(folder).parts[0] not in excluded]
     for path in files:
         path.unlink()
@@ -150,18 +144,12 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _run_files(folder: Path) -> list[Path]:
-    """Return the files that a run writes. Runs create no symbolic links."""
-    paths = (path for pattern in _patterns() for path in folder.glob(pattern))
-    return [path for path in paths if path.is_file() and not path.is_symlink()]
-
-
-def _patterns() -> list[str]:
-    """Return the patterns of the files of a run, with run.json first: without it, the rest is not read as a run."""
+    """Return the files that a run writes, run.json first: without it, the rest is not read as a run. None is a symbolic link."""
     from ..tables.schemas import TABLES  # Imported late: they import pyarrow, which most errors do not need.
     from ..trackers.tracking import TRACKER_FOLDERS
     from .parts import BLOCKS, JOURNALS
 
-    return [
+    patterns = [
         *RECORDS,
         REPORT,
         *(f"{table}/part-*.parquet" for table in TABLES),
@@ -169,5 +157,7 @@ def _patterns() -> list[str]:
         f"{JOURNALS}/*",
         f"{CONTROL}/*",
         f"{CHECKPOINTS}/step-*",
-        *(f"{folder}/events.out.tfevents.*" for folder in TRACKER_FOLDERS.values()),
+        *(f"{name}/events.out.tfevents.*" for name in TRACKER_FOLDERS.values()),
     ]
+    paths = (path for pattern in patterns for path in folder.glob(pattern))
+    return [path for path in paths if path.is_file() and not path.is_symlink()]

@@ -55,7 +55,7 @@ class Journal:
         self._fsync = fsync
         # In append mode: the position is always the end of the file, so that truncation by another process shows in its
         # size.
-        self._file = open(path, "xb", buffering=0, opener=_appending)  # noqa: SIM115
+        self._file = open(path, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o666))  # noqa: SIM115
         try:
             self._write(schema.serialize())
         except OSError:
@@ -92,10 +92,6 @@ class Journal:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _appending(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_APPEND, 0o666)
 
 
 @dataclass
@@ -169,7 +165,6 @@ class JournalReader:
             yield stack(first, bodies), first.num_rows
 
     def _messages(self) -> Iterator[pa.ipc.Message]:
-        """Yield the messages with rows, whose schema is `schema`."""
         while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
             message = self._next_message(self._source)

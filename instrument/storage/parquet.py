@@ -40,13 +40,6 @@ def warn(message: str) -> None:
     warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
-def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
-    """Return step and phase of the last one of some rows."""
-    if isinstance(rows, StepColumns):
-        return rows.latest
-    return rows[-1][0], rows[-1][phase_at]
-
-
 class ParquetSink:
     """Writes rows and tensors to the folder of a run, which has to exist when the first rows are written.
 
@@ -134,12 +127,14 @@ class ParquetSink:
         except OSError as error:
             self._fail(error)
         else:
-            latest = [_latest_moment(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
+            last = [(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
+            latest = [
+                rows.latest if isinstance(rows, StepColumns) else (rows[-1][0], rows[-1][at]) for rows, at in last
+            ]
             self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
             self._rows = {}
 
     def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
-        """Return the rows of a step and table for the journal."""
         if len(groups) > 1:
             return as_batch(TABLES[table], *groups)
         (rows,) = groups
@@ -186,7 +181,6 @@ class ParquetSink:
             self._counts.release()
 
     def _count(self, tables: Iterable[str]) -> None:
-        """Write the number of rows in the journals of tables to the row count file."""
         writers = [(name, self._writers[name]) for name in tables]
         self._counts.write([(name, writer.part.number, writer.rows) for name, writer in writers])
 
@@ -205,7 +199,6 @@ class ParquetSink:
             self._has_reserve = True
 
     def _describe_saved(self) -> str:
-        """Describe which steps were written, for error messages."""
         try:
             stat = os.stat(self.folder)
         except (FileNotFoundError, NotADirectoryError):

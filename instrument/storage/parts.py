@@ -79,10 +79,6 @@ class Part(NamedTuple):
         """Return the journal of its rows, which exists until the Parquet file does."""
         return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
 
-    def temporary(self, folder: Path, table: str) -> Path:
-        """Return its temporary file."""
-        return self.journal(folder, table).with_suffix(".tmp")
-
 
 def part_files(folder: Path, table: str) -> dict[Part, Path]:
     """Return the Parquet files of a table in order, without those whose rows are in a merged part."""
@@ -229,7 +225,7 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
             batches = (with_positions(table, *each) for each in reading.stacks())
-            for group in _groups(_combine_small(batches), max_rows):
+            for group in grouped(_combine_small(batches), max_rows, ROW_GROUP_BYTES):
                 rows = in_order(table, as_table(table, joined(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
@@ -250,19 +246,25 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     """
     # Removed first: as long as it exists, missing journals are reported.
     row_counts_of(folder, rank).unlink(missing_ok=True)
-    for name in TABLES:
-        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
-        blocks = block_files(folder) if name == "tensors" else {}
-        for part, file in (*written_parts(folder, name).items(), *blocks.items()):
-            if part.rank == rank and part.number >= kept:
-                file.unlink()
-            elif part.rank == rank and part.end > kept:
-                raise OSError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
+    for file in files_after(folder, rank, counts, OSError):
+        file.unlink()
     for (_, part), file in journals_of(folder).items():
         if part.rank == rank:
             file.unlink()
     for temporary in (folder / JOURNALS).glob("*.tmp"):
         temporary.unlink(missing_ok=True)  # another process may have removed it
+
+
+def files_after(folder: Path, rank: int, counts: Mapping[str, int], error: type[Exception]) -> Iterator[Path]:
+    """Yield the parts and block files of one process after a number of parts per table. Raise `error` if one mixes rows."""
+    for name in TABLES:
+        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
+        blocks = block_files(folder) if name == "tensors" else {}
+        for part, file in (*written_parts(folder, name).items(), *blocks.items()):
+            if part.rank == rank and part.number >= kept:
+                yield file
+            elif part.rank == rank and part.end > kept:
+                raise error(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
 
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:
@@ -297,24 +299,24 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
         yield from joined(small_batches).combine_chunks().to_batches()
 
 
-def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
-    """Group batches until a group has `max_rows` rows or `ROW_GROUP_BYTES` bytes."""
+def grouped(batches: Iterator[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[list[pa.RecordBatch]]:
+    """Group batches until a group has a number of rows or of bytes."""
     group: list[pa.RecordBatch] = []
     rows = size = 0
     for batch in batches:
         group.append(batch)
         rows, size = rows + batch.num_rows, size + batch.get_total_buffer_size()
-        if rows >= max_rows or size >= ROW_GROUP_BYTES:
+        if rows >= max_rows or size >= max_bytes:
             yield group
             group, rows, size = [], 0, 0
-    if group:
+    if rows:
         yield group
 
 
 @contextmanager
 def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Iterator[pq.ParquetWriter]:
     """Create a part. It is renamed to its final name when the block ends; after an error, no file remains."""
-    temporary, file = part.temporary(folder, table.name), part.file(folder, table.name)
+    temporary, file = part.journal(folder, table.name).with_suffix(".tmp"), part.file(folder, table.name)
     file.parent.mkdir(exist_ok=True)
     temporary.parent.mkdir(exist_ok=True)
     try:

@@ -58,8 +58,11 @@ def recover(folder: Path) -> RecoveryResult:
     for name in TABLES:
         lost = lost_journals(folder, name)
         result.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
+    is_moved = False  # tables without parts are then expected
+    with suppress(OSError, ValueError, AttributeError):
+        is_moved = moved_to(json.loads((folder / "run.json").read_text())) is not None
     for name, table in TABLES.items():
-        if not part_files(folder, name) and not has_moved(folder):
+        if not part_files(folder, name) and not is_moved:
             with new_part(folder, table, Part(0, 0)):
                 pass
     for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
@@ -69,10 +72,3 @@ def recover(folder: Path) -> RecoveryResult:
     with suppress(OSError):  # a damaged journal is kept
         (folder / JOURNALS).rmdir()
     return result
-
-
-def has_moved(folder: Path) -> bool:
-    """Return whether the parts of a run were moved to a remote folder, so that tables without parts are expected."""
-    with suppress(OSError, ValueError, AttributeError):
-        return moved_to(json.loads((folder / "run.json").read_text())) is not None
-    return False

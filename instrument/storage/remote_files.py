@@ -46,8 +46,8 @@ def open_remote(files: Any, path: str) -> CheckedFile:
         InstrumentError: The remote folder cannot be reached.
     """
     with remote_errors(path):
-        file = _File(files.open(path, mode="rb", cache_type="none"), path)
-    return CheckedFile(cast(BinaryIO, file))
+        file = files.open(path, mode="rb", cache_type="none")
+    return _File(file, path)
 
 
 class _Handler(FSSpecHandler):  # type: ignore[misc]
@@ -58,17 +58,13 @@ class _Handler(FSSpecHandler):  # type: ignore[misc]
         return PythonFile(open_remote(self.fs, path), mode="r")
 
 
-class _File:
+class _File(CheckedFile):
     """A remote file whose reads raise `InstrumentError` if the connection fails."""
 
-    def __init__(self, file: Any, path: str) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO, path: str) -> None:
         self._path = path
+        super().__init__(file)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def read(self, size: int = -1) -> bytes:
-        """Read the next bytes."""
+    def _bytes(self, start: int, end: int) -> bytes:
         with remote_errors(self._path):
-            return cast(bytes, self._file.read(size))
+            return super()._bytes(start, end)

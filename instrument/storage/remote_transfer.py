@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..tables.schemas import TABLES
 from .lock import LOCK
-from .parts import JOURNALS, block_files, part_files, written_parts
+from .parts import JOURNALS, block_files, files_after, part_files, written_parts
 from .remote_errors import safe_message
 from .remote_folder import RemoteFolder, UploadError, folder_at
 
@@ -107,21 +107,16 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
             sent.failed[name] = safe_message(error)
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
-    if not sent.failed:
-        _remove_replaced(folder, remote)
+    if not sent.failed:  # remove parts whose rows are in a merged part, and checkpoints that newer ones replaced
+        names, remote_parts = remote.sizes(), folder_at(remote.address)
+        for table in TABLES:
+            for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
+                remote.remove(f"{table}/{part.file(remote_parts, table).name}")
+        checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+        for name in names if checkpoints else ():
+            if name.startswith(CHECKPOINTS) and name not in checkpoints:
+                remote.remove(name)
     return sent
-
-
-def _remove_replaced(folder: Path, remote: RemoteFolder) -> None:
-    """Remove the remote parts whose rows are in a remote merged part, and the checkpoints that newer ones replaced."""
-    names, remote_parts = remote.sizes(), folder_at(remote.address)
-    for table in TABLES:
-        for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
-            remote.remove(f"{table}/{part.file(remote_parts, table).name}")
-    checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
-    for name in names if checkpoints else ():
-        if name.startswith(CHECKPOINTS) and name not in checkpoints:
-            remote.remove(name)
 
 
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
@@ -155,11 +150,5 @@ def pause_after(failures: int) -> float:
 
 def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
     """Remove the remote parts of one process after a number of parts per table; see `remove_rows_after_checkpoint`."""
-    folder = folder_at(remote.address)
-    for table, count in counts.items():
-        blocks = block_files(folder) if table == "tensors" else {}
-        for part, file in (*written_parts(folder, table).items(), *blocks.items()):
-            if part.rank == rank and part.number >= count:
-                remote.remove(f"{file.parent.name}/{file.name}")
-            elif part.rank == rank and part.end > count:
-                raise UploadError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
+    for file in files_after(folder_at(remote.address), rank, counts, UploadError):
+        remote.remove(f"{file.parent.name}/{file.name}")

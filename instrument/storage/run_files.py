@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,7 +96,9 @@ class RunFiles:
         """
         path = self.folder / "run.json"
         try:
-            info = json.loads(self._text_of(path))
+            with remote_errors(path) if self._is_remote else nullcontext():
+                content = path.read_bytes()
+            info = json.loads(content)
         except (OSError, ValueError) as error:
             self._problem(path, f"cannot be read: {error}")
             info = None
@@ -113,16 +115,12 @@ class RunFiles:
             info["status"] = "killed"
         return info
 
-    def _text_of(self, path: Path) -> str:
-        if not self._is_remote:
-            return path.read_text()
-        with remote_errors(path):
-            content = path.read_bytes()
-        return content.decode()
-
     def table_files(self, name: str) -> tuple[list[Path], list[pa.Table]]:
         """Return the Parquet files of a table that are not known to be damaged, and the rows of its journals."""
-        self._check_foreign_files(name)
+        for subfolder in {name, JOURNALS} - self._checked_folders if not self._is_remote else ():
+            self._checked_folders.add(subfolder)
+            for file in foreign_files(self.folder, subfolder):
+                self._problem(file, "not a file of a run: skipped")
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
         parts = self._parts(name)
@@ -211,8 +209,10 @@ class RunFiles:
                 options = _ONE_AT_A_TIME if is_large else {}
                 for part in row_groups(piece) if is_large else [piece]:
                     # Arrow copies the values of the rows that a filter selects, also if it selects all of them.
-                    selects_all = is_large and condition is not None and _selects_all(part, condition)
-                    rest = None if selects_all else condition
+                    rest = condition
+                    if is_large and condition is not None:  # only the columns of the condition are read
+                        chosen = part.count_rows(filter=condition, use_threads=False)
+                        rest = None if chosen == part.count_rows() else condition
                     for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
                         for rows in _pieces(batch) if "data" in wanted else [batch]:
                             yield from self._finished(table, pa.Table.from_batches([rows]), columns).to_batches()
@@ -256,18 +256,13 @@ class RunFiles:
             read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
         except FileNotFoundError:  # it was merged; see `retry_if_merged`
             raise
-        except UNREADABLE:
-            return self._read_one_by_one(table, columns, condition)
-        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return self._finished(table, pa.concat_tables(read), columns)
-
-    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
-        """Read the files one by one, and skip those with damaged contents."""
-        wanted = _with_keys(table, columns)
-        read = [table.schema.empty_table().select(wanted)]
-        for file, piece in self.fragments(table):
-            with self.errors_reported(file):
-                read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+        except UNREADABLE:  # read the files one by one, and skip those with damaged contents
+            read = [table.schema.empty_table().select(wanted)]
+            for file, piece in self.fragments(table):
+                with self.errors_reported(file):
+                    read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+        else:
+            read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
         return self._finished(table, pa.concat_tables(read), columns)
 
     def _finished(self, table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
@@ -348,12 +343,6 @@ class RunFiles:
                 self._damaged_files.add(file)
             self._problem(file, f"cannot be read: {first_line(error)}; {REMEDY}")
 
-    def _check_foreign_files(self, table: str) -> None:
-        for subfolder in {table, JOURNALS} - self._checked_folders if not self._is_remote else ():
-            self._checked_folders.add(subfolder)
-            for file in foreign_files(self.folder, subfolder):
-                self._problem(file, "not a file of a run: skipped")
-
     def _problem(self, file: Path, problem: str) -> None:
         message = f"{file.relative_to(self.folder)}: {problem}"
         if message not in self.problems:
@@ -363,8 +352,7 @@ class RunFiles:
 
 def row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
     """Return the row groups of a Parquet file; other fragments are returned unchanged."""
-    groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
-    return groups
+    return piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
 
 
 def _pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -372,11 +360,6 @@ def _pieces(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     pieces = np.cumsum(rows["size"].fill_null(0).to_numpy()) // ROW_GROUP_BYTES
     for start, end in pairwise([0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(pieces)]):
         yield rows.slice(start, end - start)
-
-
-def _selects_all(piece: ds.Fragment, condition: ds.Expression) -> bool:
-    """Return whether a condition selects all rows. Only the columns of the condition are read."""
-    return bool(piece.count_rows(filter=condition, use_threads=False) == piece.count_rows())
 
 
 def size_on_disk(folder: Path) -> int:

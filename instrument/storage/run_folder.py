@@ -115,7 +115,6 @@ class RunFolder:
             raise
 
     def _create(self, where: str, record: dict[str, Any]) -> None:
-        """Lock the folder, and write the first run.json."""
         path = self.path
         self._snapshot = Snapshot.take(path)
         self._lock = FolderLock(path)
@@ -125,7 +124,21 @@ class RunFolder:
                 message = "another process has just started a run in this folder"
                 raise ConfigError(Problem(where, message, given=str(path)))
             create_free_folder(path, where)  # A run may have started and ended since the first check.
-            self.record = _first_record(record)
+            versions = {name: installed_version(name) for name in PACKAGES}
+            self.record = {
+                "status": "running",
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+                "ended": None,
+                "error": None,
+                **record,
+                "versions": {
+                    "python": platform.python_version(),
+                    "instrument": installed_version(DISTRIBUTION),
+                    **versions,
+                },
+                "git_revision": git_revision(),
+                "command": sys.argv,
+            }
             self._write()
             self._announce()
         except BaseException as error:
@@ -260,24 +273,6 @@ class RunFolder:
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of run.json when a run starts, with these entries of the caller."""
-    return {
-        "status": "running",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "ended": None,
-        "error": None,
-        **entries,
-        "versions": {
-            "python": platform.python_version(),
-            "instrument": installed_version(DISTRIBUTION),
-            **{name: installed_version(name) for name in PACKAGES},
-        },
-        "git_revision": git_revision(),
-        "command": sys.argv,
-    }
-
-
 class WorkerRunFolder:
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
 
@@ -365,7 +360,6 @@ class WorkerRunFolder:
         self._lock.release()
 
     def _discard(self) -> None:
-        """Restore the previous content of a separate folder."""
         self.close()
         self._snapshot.restore()
         with suppress(OSError):  # the folder contains other files

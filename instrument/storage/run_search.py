@@ -23,23 +23,18 @@ class NoRunError(InstrumentError):
 
 
 def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
-    """Return the opened folder, and the folders of the runs in it.
+    """Return the opened folder, and the folders of the runs: itself, or all below it in natural order.
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
     root = open_folder(path)
-    folders = runs_in(root)
+    folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
     if not folders:
         exists = root.is_dir()
         raise NoRunError(f"no run.json in or below {root}" if exists else f"folder not found: {root}")
     return root, folders
-
-
-def runs_in(root: Path) -> list[Path]:
-    """Return the folder itself if it is a run, otherwise the folders of all runs below it in natural order."""
-    return [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
 
 
 def _runs_below(root: Path) -> Iterator[Path]:

@@ -75,17 +75,13 @@ class RemoteCopy:
             ConfigError: The remote folder is not writable, or contains another run.
         """
         if self._remote is not None:
-            if own_rank() == 0:
-                self._archive_previous_attempts(self._remote)
+            attempts = (self.folder.parent / PREVIOUS_ATTEMPTS).glob(f"{self.folder.name}.*")
+            for attempt in sorted(attempts) if own_rank() == 0 else ():  # of a job of a sweep
+                with suppress(Exception):  # An unreachable server is reported when the upload begins.
+                    if is_same_run(attempt, self._remote):
+                        self._remote.move(f"{PREVIOUS_ATTEMPTS}/{attempt.name}")
             self._upload = Upload(self.folder, self._remote, rank=own_rank(), keep_local=self.keep_local)
             self._upload.begin()
-
-    def _archive_previous_attempts(self, remote: RemoteFolder) -> None:
-        """Move the remote files of previous attempts of a sweep's job to the folder of previous attempts."""
-        for attempt in sorted((self.folder.parent / PREVIOUS_ATTEMPTS).glob(f"{self.folder.name}.*")):
-            with suppress(Exception):  # An unreachable server is reported when the upload begins.
-                if is_same_run(attempt, remote):
-                    remote.move(f"{PREVIOUS_ATTEMPTS}/{attempt.name}")
 
     def messages(self) -> list[str]:
         """Return the messages about failed and recovered uploads since the last call."""
@@ -138,7 +134,6 @@ class RemoteCopy:
         return self._upload.sent
 
     def _report_result(self, result: TransferResult) -> None:
-        """Call `uploaded` with the number of bytes, or warn about files that are missing."""
         if result.failed:
             name, problem = next(iter(result.failed.items()))
             first = f"{name}: {problem}" if name else problem

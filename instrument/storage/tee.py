@@ -65,20 +65,14 @@ class TeeSink:
     def close(self) -> None:
         """Close all sinks, the main sink last, and raise the first exception that propagates."""
         errors: list[BaseException] = []
-        for name, sink in list(self.others.items()):
+        for name, sink in [*self.others.items(), (None, self.first)]:
             try:
                 sink.close()
-            except Exception as error:
-                if name in self.required:
-                    errors.append(error)
-                else:
-                    self._drop_sink(name, error)
             except BaseException as error:
-                errors.append(error)
-        try:
-            self.first.close()
-        except BaseException as error:
-            errors.append(error)
+                if isinstance(error, Exception) and name is not None and name not in self.required:
+                    self._drop_sink(name, error)
+                else:
+                    errors.append(error)
         if errors:
             raise errors[0]
 

@@ -160,7 +160,6 @@ class TensorWriter:
             raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
 
     def _write_now(self) -> None:
-        """Write the collected tensors now, since no buffer is available."""
         self.check()
         self._pass_on(wait=True)
         self._submit(self._write_group)
@@ -210,7 +209,6 @@ class TensorWriter:
             self._block = None
 
     def _write_group(self) -> None:
-        """Write the collected tensors to the part of this step."""
         if self._pending:
             if self._part is None:
                 self._part = self._end_of_part.enter_context(self.writer.new_part())
@@ -232,7 +230,6 @@ class TensorWriter:
             self._end_block()
 
     def _message(self) -> pa.RecordBatch | Message:
-        """Return the rows of the step for the journal."""
         if self._buffers:
             return rows_of(self._pending).combine_chunks().to_batches()[0]
         rows = [(*row, None, None) for row, *_ in self._pending]
@@ -253,10 +250,13 @@ def rows_of(tensors: Iterable[tuple[Row, Tensor | None, bool]]) -> pa.Table:
     table = TABLES["tensors"]
     rows, flat, as_list = zip(*tensors, strict=True)
     columns = pa.array(rows, _KEYS).flatten()
-    values = [_list_of(elements) if in_list else _NO_LIST for elements, in_list in zip(flat, as_list, strict=True)]
+    values = [
+        pa.ListArray.from_arrays(np.array([0, each.numel()], np.int32), each.numpy()) if in_list else _NO_LIST
+        for each, in_list in zip(flat, as_list, strict=True)
+    ]
     data = [
-        _NO_BYTES if in_list or elements is None else _bytes_of(elements)
-        for elements, in_list in zip(flat, as_list, strict=True)
+        _NO_BYTES if in_list or each is None else binary_of(bytes_of(each))
+        for each, in_list in zip(flat, as_list, strict=True)
     ]
     return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
 
@@ -264,13 +264,3 @@ def rows_of(tensors: Iterable[tuple[Row, Tensor | None, bool]]) -> pa.Table:
 _KEYS = pa.struct(list(TABLES["tensors"].plain_schema)[:-2])  # all columns except `values` and `data`
 _NO_LIST = pa.nulls(1, pa.list_(pa.float32()))
 _NO_BYTES = pa.nulls(1, pa.large_binary())
-
-
-def _list_of(flat: Tensor) -> pa.Array:
-    """Return an array with one list of float32."""
-    return pa.ListArray.from_arrays(np.array([0, flat.numel()], np.int32), flat.numpy())
-
-
-def _bytes_of(flat: Tensor) -> pa.Array:
-    """Return an array with one cell: the bytes of the elements."""
-    return binary_of(bytes_of(flat))

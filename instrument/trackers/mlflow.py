@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
+from ..values.containers import leaves
 from .step_summary import StepSummary
 from .tracking import Outcome, TrackedRun
 
@@ -34,7 +35,8 @@ class Mlflow:
         self.client = MlflowClient()
         experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.name)
         self.id = self.client.create_run(experiment, run_name=run.title).info.run_id
-        params = [Param(key, value) for key, value in flat(run.config)]
+        settings = leaves(run.config, lambda value: not (isinstance(value, Mapping) and value))
+        params = [Param(key[-KEY_LENGTH:], _text(value)) for key, value in settings if key]
         for start in range(0, len(params), PARAMS):
             self.client.log_batch(self.id, params=params[start : start + PARAMS])
 
@@ -60,16 +62,6 @@ class Mlflow:
         self.client.set_terminated(self.id, STATUS[outcome])
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Flatten a configuration into names such as `train.batch_size` and texts.
-
-    Lists become JSON; long texts are truncated.
-    """
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{key}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            text = text if len(text) <= VALUE_LENGTH else f"{text[: VALUE_LENGTH - 3]}..."
-            yield key[-KEY_LENGTH:], text
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= VALUE_LENGTH else f"{text[: VALUE_LENGTH - 3]}..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -70,34 +70,26 @@ class SummaryCollector:
     """Collects rows and returns one summary per step."""
 
     def __init__(self) -> None:
-        self._steps: defaultdict[int, _CollectedStep] = defaultdict(_CollectedStep)
+        self._steps: defaultdict[int, StepSummary] = defaultdict(StepSummary)
+        self._values: defaultdict[int, defaultdict[tuple[str, Fold], list[float]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
 
     def add(self, table: str, rows: Sequence[Row]) -> None:
         """Add rows of any table except `tensors`."""
         for row in rows if table in SCALAR_TABLES else ():
             for tag, step, value, fold in scalars(table, row):
-                self._steps[step].scalars[tag, fold].append(value)
+                self._values[step][tag, fold].append(value)
             if (histogram := Histogram.of(table, row)) is not None:
                 self._steps[row[0]].histograms.setdefault(f"{tag_prefix(row)}/histogram", histogram)
         for step, _, layer, rule, message, severity, *_ in rows if table == "events" else ():
-            location = f" {layer}" if layer else ""
-            self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{location}: {message}")
+            texts, tag = self._steps[step or 0].texts, f"events/{severity}"
+            known = f"{texts[tag]}\n\n" if tag in texts else ""
+            texts[tag] = f"{known}{rule}{f' {layer}' if layer else ''}: {message}"
 
     def take(self) -> Iterator[tuple[int, StepSummary]]:
         """Yield the collected summaries in the order of the steps. Steps without content are omitted."""
-        for step in sorted(self._steps):
-            yield step, self._steps.pop(step).summary()
-
-
-@dataclass
-class _CollectedStep:
-    scalars: defaultdict[tuple[str, Fold], list[float]] = field(default_factory=lambda: defaultdict(list))
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    def summary(self) -> StepSummary:
-        return StepSummary(
-            {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
-            self.histograms,
-            {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
-        )
+        for step in sorted({*self._steps, *self._values}):
+            values = self._values.pop(step, {}).items()
+            numbers = {tag: each[0] if len(each) == 1 else fold(each) for (tag, fold), each in values}
+            yield step, replace(self._steps.pop(step, StepSummary()), scalars=numbers)

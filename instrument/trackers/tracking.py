@@ -137,7 +137,6 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
 
 @contextmanager
 def _calling(name: str) -> Iterator[None]:
-    """Convert exceptions of a tracker to `SinkError`."""
     try:
         with _same_random_numbers():
             yield

@@ -74,7 +74,8 @@ def _sample_problems(
     where = f"hooks.{spec.name}"
     rows = _recorded_rows(spec, archive)
     phases = rows["phase"][rows["layer"].isin({location.layer for location in locations})].unique()
-    splits = {archive.split_of(spec.run, phase) for phase in phases}
+    data = archive.info_of(spec.run).get("data") or {}
+    splits = {data.get("train_split" if phase in STEP_PHASES else "eval_split") for phase in phases}
     if spec.hook is None and splits and batches.split and splits.isdisjoint({batches.split, None}):
         recorded_splits = " and ".join(sorted(filter(None, splits)))
         message = f"the other run recorded samples of the split {recorded_splits}, but phase {spec.phase} has samples of {batches.split}"
@@ -130,7 +131,8 @@ def _batch_problems(
         tensors = recorded[location]
         if spec.definition.frequency == "micro_step":
             has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.first.samples,)
-            more = archive.accumulate_of(spec.run) if spec.step is None and spec.phase in STEP_PHASES else 0
+            train = archive.info_of(spec.run).get("config", {}).get("train", {})
+            more = train.get("accumulate", 0) if spec.step is None and spec.phase in STEP_PHASES else 0
             yield from _size_problems(spec, location, _sizes_by_step(tensors, has_samples), sources, batches, more)
 
 

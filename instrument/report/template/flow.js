@@ -34,12 +34,6 @@ function hiddenValuesNotes(first, last) {
   return words.length ? [words.join("; ")] : [];
 }
 
-/** Ticks at powers of ten, as many as fit. */
-function decades(low, high) {
-  const count = Math.log10(high / low);
-  return count < 2 ? { nticks: 6 } : { dtick: Math.max(1, Math.ceil(count / (isNarrow() ? 4 : 9))) };
-}
-
 function dumbbells(id, report, series, statistic, title, healthy = null) {
   const [first, last] = firstAndLast(series, statistic);
   const y = series.locations.map(plain);
@@ -56,10 +50,12 @@ function dumbbells(id, report, series, statistic, title, healthy = null) {
   const lines = { x: [], y: [], mode: "lines", line: { color: colour("line"), width: 3 }, hoverinfo: "skip", showlegend: false };
   y.forEach((location, i) => { if (first.values[i] > 0 && last.values[i] > 0) { lines.x.push(first.values[i], last.values[i], null); lines.y.push(location, location, null); } });
   const shapes = healthy ? [{ type: "rect", xref: "x", yref: "paper", x0: healthy[0], x1: healthy[1], y0: 0, y1: 1, fillcolor: "#009E73", opacity: 0.13, line: { width: 0 }, layer: "below" }] : [];
+  const decades = Math.log10(most / edge);
+  const ticks = decades < 2 ? { nticks: 6 } : { dtick: Math.max(1, Math.ceil(decades / (isNarrow() ? 4 : 9))) };
   plot(id, [lines, dots(first, "first recorded", "circle-open", report.colours[1]), dots(last, "last", "circle", report.colours[0])], {
     height, shapes,
     annotations: hiddenValuesNotes(first, last).map((text, i) => ({ text, showarrow: false, xref: "paper", yref: "paper", x: 1, y: 1.02 + 0.001 * i, xanchor: "right", yanchor: "bottom", font: { size: 11, color: colour("muted") } })),
-    xaxis: { type: "log", title: { text: title }, tickangle: 0, ...decades(edge, most) },
+    xaxis: { type: "log", title: { text: title }, tickangle: 0, ...ticks },
     yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
 }

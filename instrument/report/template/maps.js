@@ -28,20 +28,16 @@ function drawMaps(report) {
     mosaic(row, map.mosaic, { shared, step: map.mosaic }[scale], map.what);
   }
   const { channels, pixels } = shown[0].mosaic;
+  const { shown: drawn, locations, pictures } = report.maps;
+  const places = new Set(drawn.map((map) => `${map.what} ${map.location} ${map.label}`));
   setText("maps-note",
     `Recorded shape ${shown[0].shape.join(" × ")}.` +
     (scale === "channel" ? " Each channel of each step is divided by its largest magnitude." : "") +
     (channels[0] < channels[1] ? ` ${channels[0]} of ${channels[1]} channels are shown.` : "") +
     (pixels[0] < pixels[2] ? ` Maps are averaged over squares from ${pixels[2]} × ${pixels[3]} to ${pixels[0]} × ${pixels[1]} pixels.` : "") +
     (shown[0].samples > 1 ? ` The first of ${shown[0].samples} recorded samples is shown.` : "") +
-    omittedMapsNote(report.maps) +
+    (drawn.length < pictures ? ` To limit the size of this page, ${drawn.length} of ${pictures} recorded pictures are shown, from ${places.size} of ${locations} locations.` : "") +
     (shown.some((map) => map.image !== null) || what.startsWith("filter") ? "" : " To show the input image as well, record it at the same steps with {layers: \".\", kind: forward_pre, action: record, tensors: true, samples: 1}."));
-}
-
-/** A note with the number of maps omitted to limit the size of the page. */
-function omittedMapsNote({ shown, locations, pictures }) {
-  const drawn = new Set(shown.map((map) => `${map.what} ${map.location} ${map.label}`)).size;
-  return shown.length < pictures ? ` To limit the size of this page, ${shown.length} of ${pictures} recorded pictures are shown, from ${drawn} of ${locations} locations.` : "";
 }
 
 /** Draw the input image, in gray from its smallest to its largest value, or in color. */

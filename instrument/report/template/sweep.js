@@ -151,6 +151,7 @@ function halfWidth(report, cell) {
 /** The color and the legend label of each run, by override or by run. */
 function runStyles(report, by) {
   const levels = by ? ordered(report.runs.map((run) => run.overrides[by])) : report.runs.map((run) => run.name);
+  const isFew = levels.length <= MANY;
   const shown = new Set();
   return report.runs.map((run) => {
     const level = by ? run.overrides[by] : run.name;
@@ -158,18 +159,13 @@ function runStyles(report, by) {
     const name = by ? `${by} = ${short(String(level), 40)}` : run.name;
     const first = !shown.has(name);
     shown.add(name);
+    const color = isFew ? report.colours[i % report.colours.length] : VIRIDIS[Math.round((i / (levels.length - 1)) * (VIRIDIS.length - 1))][1];
     return {
-      name: plain(name), legendgroup: name, showlegend: first && levels.length <= MANY,
-      line: { color: levelColour(report, i, levels.length), width: 1.5, dash: levels.length <= MANY && i >= report.colours.length ? "dot" : "solid" },
+      name: plain(name), legendgroup: name, showlegend: first && isFew,
+      line: { color, width: 1.5, dash: isFew && i >= report.colours.length ? "dot" : "solid" },
       text: plain(`${run.name}: ${Object.entries(run.overrides).map(([key, value]) => `${key}=${value}`).join(", ")}`),
     };
   });
-}
-
-/** The color of a level: categorical for few levels, a position on a continuous scale for many. */
-function levelColour(report, i, count) {
-  if (count <= MANY) return report.colours[i % report.colours.length];
-  return VIRIDIS[Math.round((i / (count - 1)) * (VIRIDIS.length - 1))][1];
 }
 
 function drawRuns(report) {
