@@ -185,7 +185,7 @@ def statistic(
         if name in STATISTICS:
             raise ConfigError(Problem(place, f"statistic {name!r} is built in", fix="choose another name"))
         text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
-        entry = Statistic(name, text, unit, formula, sums, default=False, merged=merged)
+        entry = Statistic(name, text, unit, formula, sums, merged=merged)
         _check_formula(entry, place)
         return REGISTERED.register(name, place=place)(entry)
 

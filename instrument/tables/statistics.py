@@ -53,7 +53,6 @@ class Statistic:
             unknown. Counts, minimum and maximum are exact; the others agree with float64 to 1e-5.
         formula: Computes it from the `instrument.stats.sums.Sums` of many tensors, arrays [rows]; NaN for no value.
         needs: The sums that not every tensor has, in addition to those that all statistics share.
-        default: Whether `stats: default` includes it.
         merged: How the values of several tensors are combined into one.
         only: The kinds and roles that have it; empty for all.
     """
@@ -63,7 +62,6 @@ class Statistic:
     unit: Literal["count", "elements", "bits", "fraction", "units", "ratio", "nats", "value", "custom"]
     formula: Callable[[Any], Any] = lambda sums: sums.n * float("nan")
     needs: tuple[Sum, ...] = ()
-    default: bool = True
     merged: Literal["mean", "min", "max"] = "mean"
     only: tuple[tuple[str, str], ...] = ()
 
@@ -121,7 +119,7 @@ _STATISTICS = (
     Statistic("min", "min(x)", "value", lambda s: s.low, merged="min"),
     Statistic("max", "max(x)", "value", lambda s: s.high, merged="max"),
     Statistic("abs_max", "max(|x|)", "value", lambda s: s.largest, merged="max"),
-    Statistic("l1", "sum(|x|)", "value", lambda s: s.magnitudes * s.unit, needs=(MAGNITUDES,), default=False),
+    Statistic("l1", "sum(|x|)", "value", lambda s: s.magnitudes * s.unit, needs=(MAGNITUDES,)),
     Statistic("l2", "sqrt(sum(x^2))", "value", lambda s: s.squares**0.5 * s.unit),
     Statistic("zero_fraction", "count(x = 0) / n", "fraction", lambda s: s.zeros / s.n),
     Statistic("nan_count", "number of NaN", "count", lambda s: s.nan, merged="max"),
@@ -132,7 +130,6 @@ _STATISTICS = (
         "bits",
         lambda s: s.fingerprint,
         needs=(BITS_LOW, BITS_HIGH, FORM),
-        default=False,
     ),
     Statistic(
         "dead_fraction",
@@ -140,7 +137,6 @@ _STATISTICS = (
         "units",
         lambda s: s.dead / s.units,
         needs=(DEAD, UNITS),
-        default=False,
     ),
     Statistic(
         "saturated_fraction",
@@ -149,7 +145,6 @@ _STATISTICS = (
         "fraction",
         lambda s: s.saturated / s.n,
         needs=(SATURATED,),
-        default=False,
         only=(("forward", "output"),),
     ),
     Statistic(
@@ -158,7 +153,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.weight,
         needs=(WEIGHT,),
-        default=False,
         only=(("step_post", "update"),),
     ),
     Statistic(
@@ -167,7 +161,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.weight / (s.rate / s.numel),
         needs=(WEIGHT, RATE),
-        default=False,
         only=(("step_post", "update"),),
     ),
     Statistic(
@@ -177,7 +170,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.product / (s.squares**0.5 * s.unit * s.previous**0.5),
         needs=(PRODUCT, PREVIOUS),
-        default=False,
         only=(("parameter_grad", "param_grad"), ("parameter_grad_micro", "param_grad"), ("step_post", "update")),
     ),
     Statistic(
@@ -188,7 +180,6 @@ _STATISTICS = (
         "value",
         lambda s: s.noise,
         needs=(NOISE, SIGNAL),
-        default=False,
         only=(("parameter_grad", "param_grad"),),
     ),
     Statistic(
@@ -198,7 +189,6 @@ _STATISTICS = (
         "value",
         lambda s: s.signal,
         needs=(NOISE, SIGNAL),
-        default=False,
         only=(("parameter_grad", "param_grad"),),
     ),
     Statistic(
@@ -207,7 +197,6 @@ _STATISTICS = (
         "fraction",
         lambda s: s.negatives / s.n,
         needs=(Sum("negatives", lambda y, mean: y < 0),),
-        default=False,
     ),
     Statistic(
         "skewness",
@@ -215,7 +204,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.cubes / s.n / s.variance**1.5,
         needs=(_CUBES,),
-        default=False,
     ),
     Statistic(
         "kurtosis",
@@ -223,16 +211,14 @@ _STATISTICS = (
         "ratio",
         lambda s: s.fourths / s.n / s.variance**2 - 3,
         needs=(_CUBES, _FOURTHS),
-        default=False,
     ),
-    Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+    Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, merged="max"),
     Statistic(
         "row_entropy",
         "mean over queries of the entropy -sum(p ln p) of their attention weights p, in nats, without masked queries and those with NaN",
         "nats",
         lambda s: s.row_entropies / s.rows,
         needs=(ROWS, ROW_ENTROPIES),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -241,7 +227,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.row_uniformities / s.wide_rows,
         needs=(WIDE_ROWS, UNIFORMITIES),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -250,7 +235,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.first / s.wide_rows,
         needs=(WIDE_ROWS, FIRST),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -259,7 +243,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.input_squares**0.5,
         needs=(INPUT_SQUARES,),
-        default=False,
         only=_CHANGE,
     ),
     Statistic(
@@ -268,7 +251,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.products / s.input_squares**0.5 / s.output_squares**0.5,
         needs=(INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS),
-        default=False,
         only=_CHANGE,
     ),
     Statistic(
@@ -278,7 +260,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.token_cosines / s.sequences,
         needs=(TOKEN_COSINES, SEQUENCES),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -287,7 +268,6 @@ _STATISTICS = (
         "nats",
         lambda s: s.entropies / s.logit_rows,
         needs=(ENTROPIES, LOGIT_ROWS),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -297,7 +277,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.log_partition_squares / s.logit_rows,
         needs=(LOG_PARTITION_SQUARES, LOGIT_ROWS),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -307,7 +286,6 @@ _STATISTICS = (
         "ratio",
         lambda s: abs(s.squares * s.unit**2 / s.normed_units * (s.normed_units / s.unit_norms) ** 2 - 1.0) ** 0.5,
         needs=(UNIT_NORMS, NORMED_UNITS),
-        default=False,
         only=(("step_pre", "param"), ("step_post", "param"), ("step_post", "update")),
     ),
 )
@@ -342,9 +320,7 @@ def unreachable_bound(name: str, above: float | None, below: float | None) -> st
 
 def statistic_of(name: str) -> Statistic:
     """Return the definition of a built-in, registered or custom statistic."""
-    return (
-        STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom", default=False)
-    )
+    return STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom")
 
 
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
@@ -354,7 +330,8 @@ Without them, a gradient that is NaN except for a few zeros would look like a sm
 """
 WITHOUT_VALUES = (*COUNTS, "fingerprint")
 """The statistics that a tensor without a finite element has."""
-DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
+DEFAULT = (*("numel", "mean", "std", "rms", "min", "max", "abs_max", "l2", "zero_fraction"), "nan_count", "inf_count")
+"""The statistics of `stats: default`."""
 USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
 """The usual range of `update_ratio` in a healthy training, "about 1e-3".
 
