@@ -93,7 +93,6 @@ class Measurement:
         return (*self.custom, *reversed([name for name in self.statistics if statistic_of(name).needs]))
 
     def without(self, name: str) -> Measurement:
-        """Return a copy without one statistic."""
         reduced = copy(self)
         reduced._select(tuple(other for other in self.statistics if other != name))
         reduced.custom = {other: function for other, function in self.custom.items() if other != name}
@@ -205,7 +204,6 @@ def norm_of_value(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
-    """Return the result of a custom statistic; see `Measurement.custom_numbers`."""
     number = observe(function, to_dense(tensor, describe(context)), context)
     if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
         return float(number) if is_on_host(number) else number.detach()

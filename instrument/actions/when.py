@@ -107,7 +107,6 @@ class SiteCondition:
         return {path: previous.state() for path, previous in self._previous.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the previous values."""
         self._previous = {path: _HostValues(self.condition, **values) for path, values in state.items()}
 
 
@@ -132,7 +131,6 @@ class _HostValues:
         return math.sqrt(math.fsum((value - mean) ** 2 for value in known) / n), is_ready
 
     def add(self, value: float) -> None:
-        """Add the value of a firing."""
         if self.firings < self.condition.window:
             self.values.append(value)
         else:

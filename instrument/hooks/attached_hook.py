@@ -151,7 +151,6 @@ class AttachedHook(HookCoverage):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the coverage counts and the state of the schedule."""
         super().load_state_dict(state)
         self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
@@ -168,7 +167,6 @@ class AttachedHook(HookCoverage):
         return False
 
     def matches_path(self, path: str) -> bool:
-        """Return whether the spec selects the tensor at this path."""
         pattern = self.site.spec.path
         return pattern is None or matches(pattern, path)
 
@@ -244,7 +242,12 @@ class AttachedHook(HookCoverage):
         else:
             divided = unscaled(part, amp_scale)
             new = rescaled(self.run(divided, context), divided, part, amp_scale)
-        return _replaced(tensor, given, part, new)
+        if new is part:
+            return tensor
+        if not is_sharded(given):
+            return new
+        replacement = sharded_like(new, given)
+        return replacement if is_sharded(tensor) else local_shard(replacement)
 
     def _placed(self, tensor: Tensor, path: str, firing: FiringIndex) -> tuple[Shards, Tensor, Tensor]:
         """Return the placement of what the action gets, the tensor with its placement if it is a shard, and what the action gets.
@@ -309,7 +312,6 @@ class AttachedHook(HookCoverage):
             check_shape(self.site, path, tensor)
 
     def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
-        """Return the context of a call; see `fire`."""
         spec, layer = self.site.spec, self.site.layer
         return Context(
             hook=spec.name,
@@ -338,7 +340,6 @@ class AttachedHook(HookCoverage):
         )
 
     def _kept_tensors(self) -> KeptTensors:
-        """Return the kept tensors that the action may use."""
         store = self.clock.kept
         if not store.original:
             return KeptTensors()
@@ -393,19 +394,6 @@ class AttachedHook(HookCoverage):
 
 PLACED_FAMILIES = ("module", "loss", "parameter", "optimizer")
 """The families of kinds whose plain tensors have a placement."""
-
-
-def _replaced(tensor: Tensor, given: Tensor, part: Tensor, new: Tensor) -> Tensor:
-    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`.
-
-    `given` is the tensor with its placement, if it is a shard.
-    """
-    if new is part:
-        return tensor
-    if not is_sharded(given):
-        return new
-    replacement = sharded_like(new, given)
-    return replacement if is_sharded(tensor) else local_shard(replacement)
 
 
 def fire_all(

@@ -109,7 +109,6 @@ class CallGradients:
         self.unfinished.clear()
 
     def alias(self, path: str, tensor: Tensor) -> Tensor:
-        """Return the alias of a tensor in this call."""
         return self.aliases.setdefault(self._key(path, tensor), alias_of(tensor))
 
     def with_aliases(self, value: Any) -> Any:

@@ -156,7 +156,6 @@ class CollectiveHooks(HookGroup):
             call.sites[self] = f"{'join.' if _is_in_join() else ''}{call.operation}.{index}", scheduled
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the hooks on tensors; see `_Call.act`."""
         given = [tensor.detach() for tensor in tensors]
         new = [*given]
         with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
@@ -172,7 +171,6 @@ class CollectiveHooks(HookGroup):
         return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
 
     def miss(self, call: _Call) -> None:
-        """Count the results of an operation as missed; see `_Call.miss`."""
         for _, _, attached in self._selected(call, "output", len(call.outputs)):
             attached.count_missed_opportunity(NOT_AWAITED)
 
@@ -197,9 +195,7 @@ def _exemption(attached: AttachedHook, tensor: Tensor, path: str) -> str | None:
         return OTHER_RANKS
     context = attached.context(path, FIRST_CALL)
     drawn = replace(context, role=f"{context.role} drawn")  # other numbers than those of the action
-    is_drawn = (
-        spec.fraction == 1 or torch.rand((), generator=drawn.generator(torch.device("cpu"))).item() < spec.fraction
-    )
+    is_drawn = spec.fraction == 1 or torch.rand((), generator=drawn.generator(_CPU)).item() < spec.fraction
     return None if is_drawn else NOT_DRAWN
 
 

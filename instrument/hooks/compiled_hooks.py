@@ -79,8 +79,6 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, attached_hooks: Sequence[AttachedHook]) -> Places:
-        """Sort sites by where they act."""
-
         def at(*places: tuple[str, str | None]) -> list[AttachedHook]:
             return [
                 attached
@@ -103,12 +101,7 @@ class Places(NamedTuple):
 class GraphHooks:
     """The hooks of one group.
 
-    Args:
-        attached_hooks: The sites.
-        calls: The calls of the module.
-
     Attributes:
-        token: The token of the operators.
         obstacle: Why the hooks cannot be part of a graph; None if they can.
     """
 

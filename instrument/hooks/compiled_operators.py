@@ -65,7 +65,6 @@ class GraphCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Tensor) -> GraphCall:
-        """Read a call tensor."""
         number, origin, is_recomputed, micro_step_index = call.tolist()
         return cls(number, origin, bool(is_recomputed), micro_step_index)
 
@@ -136,7 +135,7 @@ def _change_backward(  # noqa: PLR0917
 
 
 def _copy(new: Tensor, like: Tensor) -> Tensor:
-    """Return a copy with the strides that `_fake_copy` has. An operator must return new memory."""
+    """Return a copy with the strides of `torch.empty_like`, as the compiler expects. An operator must return new memory."""
     return torch.empty_like(like).copy_(new)
 
 
@@ -144,24 +143,16 @@ def _fake_call(*arguments: Any) -> Tensor:  # noqa: ARG001
     return torch.empty(len(GraphCall._fields), dtype=torch.int64, device="cpu")
 
 
-def _fake_copy(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(value)
-
-
 def _fake_change(value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty_like(value), torch.empty(_MAX_INTERVENTIONS, dtype=torch.bool, device="cpu")
-
-
-def _fake_observe(*arguments: Any) -> None:
-    pass
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "begin": (_begin, _fake_call),
     "end": (_end, _fake_call),
-    "observe": (_observe, _fake_observe),
+    "observe": (_observe, lambda *_: None),
     "change": (_change, _fake_change),
-    "change_backward": (_change_backward, _fake_copy),
+    "change_backward": (_change_backward, lambda gradient, *_: torch.empty_like(gradient)),
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
@@ -195,13 +186,8 @@ class _Change(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         value, acted, call, token = ctx.saved_tensors
-        return (
-            OPERATORS.change_backward(gradient, value, acted, call, token, _BACKWARD, ctx.stage, ctx.path),
-            None,
-            None,
-            None,
-            None,
-        )
+        new = OPERATORS.change_backward(gradient, value, acted, call, token, _BACKWARD, ctx.stage, ctx.path)
+        return new, None, None, None, None
 
 
 class _Gradient(torch.autograd.Function):
@@ -293,7 +279,6 @@ def _flattened(value: Any) -> tuple[list[Any], list[str], Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a traced value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -245,14 +245,12 @@ class FunctionHooks(SuspendableModuleHooks):
         self.scheduled: dict[str, AttachedHook] = {}
 
     def attach(self) -> None:
-        """Register both hooks."""
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
         leave = excluded_method(self.leave)
         self.hooks.add(self.module.register_forward_pre_hook(enter))
         self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def refresh(self) -> None:
-        """Update the scheduled sites."""
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
         super().refresh()
 
@@ -335,7 +333,6 @@ class FunctionPauses(InertWhenCopied):
         self.threads = threads
 
     def attach(self) -> None:
-        """Register the hooks."""
         hooks = (FunctionPauses.pause, FunctionPauses.end, FunctionPauses.resume)
         pause, end, resume = (MethodType(hook, self) for hook in hooks)
         self.handles.extend(register_pauses(self.modules, pause, end, resume))

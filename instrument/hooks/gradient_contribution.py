@@ -138,5 +138,4 @@ class StoredTensors:
 
 
 def next_sequence_number() -> int:
-    """Return the sequence number of the next node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

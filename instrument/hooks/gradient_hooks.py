@@ -130,7 +130,6 @@ class ViewBase(NamedTuple):
 
     @property
     def region(self) -> ViewRegion:
-        """The region that the view covers."""
         return ViewRegion.of(self.view, self.base)
 
 
@@ -162,7 +161,6 @@ class LeafHook:
     """The hook of one call on a leaf tensor.
 
     Attributes:
-        hook: The hook.
         graph_passes: The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
         micro_step_index: The micro-step in which it was registered; -1 if it had fired when a later call registered a hook.
     """
@@ -200,8 +198,6 @@ class LeafHooks:
         """Register a hook for the gradients of one call. Hooks of earlier calls that are over are removed.
 
         Args:
-            leaf: The leaf.
-            hook: The hook.
             passes: The backward passes through the graph of the call. The set exists as long as the graph. None if the graph is unknown,
                 because the call returns the leaf.
         """
@@ -228,7 +224,6 @@ class LeafHooks:
         return None if new is gradient else new
 
     def release(self) -> None:
-        """Remove all hooks."""
         with self._lock:
             self._hooks.clear()
             while self._handles:

@@ -64,7 +64,6 @@ class HookCoverage(FiringCounts):
         self.opportunities += 1
 
     def count_firing(self) -> None:
-        """Count a firing."""
         self.firings += 1
 
     def count_gradient(self, *, is_repeated: bool) -> None:
@@ -84,7 +83,6 @@ class HookCoverage(FiringCounts):
         return reason is None
 
     def count_missed_opportunity(self, reason: str) -> None:
-        """Count an opportunity, and note why it could not fire."""
         self.count_opportunity()
         self.count_miss(reason)
 
@@ -177,7 +175,6 @@ class HookCoverage(FiringCounts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore coverage counts."""
         self.expected, self.fired = state["expected"], state["fired"]
         self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
         self.other_phases, self.copied = set(state["other_phases"]), state["copied"]

@@ -78,7 +78,6 @@ class HookTimer:
 
     @property
     def is_running(self) -> bool:
-        """Whether a measurement is in progress."""
         return self._depth > 0
 
     def lap(self) -> None:
@@ -90,7 +89,6 @@ class HookTimer:
 
     @contextmanager
     def measure_time(self, attached: Any) -> Iterator[None]:
-        """Measure the time of the action of a site."""
         started_at = time.perf_counter()
         with self:
             yield
@@ -104,7 +102,6 @@ class HookTimer:
         self.firings[attached] += 1
 
     def reset(self) -> None:
-        """Set all counts to zero."""
         self.seconds = 0.0
         self.action_seconds.clear()
         self.firings.clear()

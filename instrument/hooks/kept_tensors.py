@@ -34,7 +34,6 @@ class TensorStore:
         self._by_thread: dict[int, dict[str, dict[str, Kept]]] = {}
 
     def clear(self) -> None:
-        """Remove all tensors."""
         self._by_thread.clear()
 
     @property

@@ -58,7 +58,6 @@ class MeshDim(NamedTuple):
 
     @property
     def coordinate(self) -> int:
-        """The coordinate of this process."""
         return self.ranks.index(own_rank())
 
     def covers(self, other: MeshDim) -> bool:
@@ -87,7 +86,6 @@ class Style(NamedTuple):
 
     @property
     def has_layouts(self) -> bool:
-        """Whether it tells the placement of any input or output."""
         return bool(self.inputs or self.outputs)
 
 

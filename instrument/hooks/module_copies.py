@@ -40,7 +40,7 @@ def copy_modules(module: nn.Module, *, share_parameters: bool = False) -> dict[n
     """Return copies of a module and its submodules, with their own parameters and buffers, without hooks, and not compiled.
 
     Args:
-        share_parameters: Whether the copies have the parameters of the originals instead. Default: false.
+        share_parameters: Whether the copies have the parameters of the originals instead.
 
     Raises:
         Exception: An attribute cannot be copied. It can raise any exception.

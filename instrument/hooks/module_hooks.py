@@ -79,7 +79,6 @@ class ModuleHooks(SuspendableModuleHooks):
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
 
     def attach(self) -> None:
-        """Register both hooks."""
         before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
         options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
         self.hooks.add(self.module.register_forward_pre_hook(before, **options))

@@ -46,9 +46,9 @@ class StepHooks(OptimizerHooks):
         """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed or optimizer in self.clock.begun:
             return None
-        self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if attached.role != "param_grad"])
         self.copy_parameters()
-        of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
+        of_gradients = [attached for attached in self.of_kind("step_pre") if attached.role == "param_grad"]
         return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
     def before_step(self) -> None:
@@ -201,7 +201,3 @@ def _supports_foreach(buffer: Tensor, parameter: Tensor) -> bool:
     """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly."""
     is_known = type(parameter) in (Tensor, Parameter) and type(buffer) is Tensor and not is_lazy(parameter)
     return is_known and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype
-
-
-def _is_gradient(attached: AttachedHook) -> bool:
-    return attached.role == "param_grad"

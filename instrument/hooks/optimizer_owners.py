@@ -56,7 +56,6 @@ class OptimizerHooks(HookGroup):
             self.handles.append(self.optimizer.register_step_pre_hook(excluded_method(self.on_step)))
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The hook before the step."""
         if optimizer in self.clock.begun:
             return None
         return run_after_gradients(args, kwargs, self.before_step)

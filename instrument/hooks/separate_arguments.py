@@ -50,9 +50,8 @@ class Inputs(NamedTuple):
     """What a module is called with.
 
     Attributes:
-        module: The module.
-        arguments: Its arguments by name; see `join_arguments`.
-        positional: The number of positional arguments.
+        arguments: By name; see `join_arguments`.
+        positional: The number of positional ones.
     """
 
     module: nn.Module
@@ -70,7 +69,6 @@ class SeparateArguments:
     """Evaluates a module again with separate arguments. Create it before the module runs.
 
     Args:
-        inputs: The module and its arguments.
         tensor: The tensor that the module gets as several arguments.
         gradients: Receives the results of the second evaluation.
     """

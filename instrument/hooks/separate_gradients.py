@@ -139,7 +139,6 @@ def _is_sum(total: Tensor, terms: Sequence[Tensor], precision: torch.dtype) -> b
 
 
 def describe_error(error: Exception) -> str:
-    """Return the class and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:100]}" if text else type(error).__name__
 

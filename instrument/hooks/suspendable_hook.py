@@ -68,7 +68,6 @@ class SuspendableHook:
         self._hook = None
 
     def remove(self) -> None:
-        """Remove the hook for good."""
         self._hook = None
         self._handle.remove()
 
@@ -90,16 +89,13 @@ class SuspendableHooks:
         self._may_suspend = may_suspend
 
     def add(self, handle: RemovableHandle) -> None:
-        """Add a hook, by the handle that PyTorch returned."""
         self._hooks.append(SuspendableHook(handle))
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the module does not call the hooks."""
         return any(hook.is_suspended for hook in self._hooks)
 
     def resume(self) -> None:
-        """Resume the hooks."""
         for hook in self._hooks:
             hook.resume()
 
@@ -115,7 +111,6 @@ class SuspendableHooks:
                 hook.suspend()
 
     def remove(self) -> None:
-        """Remove the hooks for good, in reverse order."""
         for hook in reversed(self._hooks):  # several threads may do this
             hook.remove()
         self._hooks.clear()

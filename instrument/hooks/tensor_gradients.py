@@ -73,7 +73,6 @@ class PendingInputGradients:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
     def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
-        """Register a hook on an input."""
         if tensor.is_leaf:
             self.on_leaves.append(leaf_hooks.register(tensor, hook, self.passes))
         else:
@@ -138,7 +137,6 @@ class InputGradients:
 
         Args:
             module, value, positional: See `Inputs`.
-            call: The call.
         """
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)

@@ -81,7 +81,6 @@ class Budget:
         self._counted = 0  # steps since the last change
 
     def set_scheduled(self, attached_hooks: Iterable[AttachedHook]) -> None:
-        """Update the scheduled sites."""
         sites = list(attached_hooks)
         names = Counter(attached.site.spec.name for attached in sites if attached.is_record_hook)
         others = dict.fromkeys(attached.site.spec.name for attached in sites if not attached.is_record_hook)
@@ -166,7 +165,6 @@ class Budget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of an earlier budget."""
         self.estimated = state["estimated"]
         if state["calibration"] is not None:
             self._baseline_seconds, self._factor = state["calibration"]

@@ -169,7 +169,6 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
 
 
 def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one warning per hook with dropped tensors."""
     dropped: Counter[str] = Counter()
     for row in rows:
         dropped[row["hook"]] += row["dropped"]

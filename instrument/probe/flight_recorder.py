@@ -21,7 +21,6 @@ Period = tuple[int, str]
 
 
 def period_of(context: Context) -> Period:
-    """Return the step and the phase of a call."""
     return context.moment.step, context.moment.phase
 
 
@@ -94,5 +93,4 @@ class FlightRecorder:
         return [one for recorded in periods.values() for one in recorded]
 
     def periods(self) -> set[Period]:
-        """Return the steps and phases of all tensors."""
         return {period for periods in self._tensors.values() for period in periods}

@@ -128,7 +128,6 @@ class HookSet:
         self.add(watch)
 
     def detach(self) -> None:
-        """Remove all hooks in reverse order."""
         with uninterrupted():
             self._groups.clear()
             self._gradient_groups.clear()
@@ -156,14 +155,12 @@ class HookSet:
         self.steps.end_step()
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
         for group in self._groups:
             if isinstance(group, LossHooks):
                 loss = group.apply(loss)
         return loss
 
     def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
-        """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
         if not self.steps_by_loop:
             raise ValueError(
                 "before_optimizer_step requires steps_by_loop=True; otherwise optimizer.step() runs these hooks itself"
@@ -248,10 +245,8 @@ class LoadWatch(InertWhenCopied):
         self.on_load = on_load
 
     def attach(self) -> None:
-        """Register the hook."""
         self.handles.append(self.model.register_load_state_dict_post_hook(self.loaded))
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
-        """The hook after a state dict was loaded."""
         if not self.clock.closed:
             self.on_load()

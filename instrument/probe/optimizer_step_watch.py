@@ -47,7 +47,6 @@ class StepWatch(HookGroup):
         self._stepping: set[Optimizer] = set()
 
     def attach(self) -> None:
-        """Register the hooks. After an exception, `detach` removes those that were registered."""
         if self.scaler is not None:
             self._scales = (torch.tensor(self.scaler.get_scale()),) * 2
         for optimizer in self._optimizers:
@@ -56,7 +55,6 @@ class StepWatch(HookGroup):
                 self.handles.append(optimizer.register_step_post_hook(self.after_step))
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """The hook before an optimizer step."""
         if self.scaler is not None:
             # An optimizer that unscales itself receives `found_inf`, which makes it skip the step.
             self._found_inf.append(getattr(optimizer, "found_inf", None))

@@ -79,7 +79,6 @@ class PhaseWatch(InertWhenCopied):
         self._change("train")
 
     def end_step(self) -> None:
-        """End a training step of the trainer."""
         self._end_interruption()  # compiled code may not call the hook that ends it
         self._in_step = False
 

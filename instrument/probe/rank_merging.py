@@ -46,7 +46,6 @@ class MergedRow:
     numbers: ClassVar[tuple[Tensor, ...]] = ()  # on a device: all rows together have them, see `MergedRows`
 
     def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
-        """Write the numbers to the row."""
         row[:] = self.values
         return self.custom
 
@@ -135,7 +134,6 @@ class Block:
         return matrix
 
     def pieces(self) -> list[Piece]:
-        """Return each row as a piece."""
         parts: dict[int, Tensor] = {}
         for rows, numbers in self.sums:
             parts.update(zip(rows.tolist(), numbers, strict=True))
@@ -198,7 +196,6 @@ class RowMerger:
         return sum(piece.table == "stats" and piece.device is not None for piece in self._pieces)
 
     def add_rows(self, taken: Taken, layout: Layout) -> None:
-        """Add this process's parts of the rows of a slab."""
         self._block = Block(taken, layout)
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
@@ -229,7 +226,6 @@ def identity_columns(context: Context) -> Row:
 
 
 def identity_without_rank(context: Context) -> Row:
-    """Return the identity columns without the rank."""
     row = identity_columns(context)
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
@@ -244,7 +240,6 @@ def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, d
 
 
 def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
-    """Return this process's part of a row that a measure computes."""
     return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor, context.shards))
 
 

@@ -43,7 +43,6 @@ class _Part(NamedTuple):
     targets: FloatArray | None
 
     def followed_by(self, other: _Part) -> _Part:
-        """Return the rows of two parts together."""
         targets = [each.targets for each in (self, other) if each.targets is not None]
         return _Part(
             [*self.sites, *other.sites],
@@ -94,7 +93,6 @@ class RuleRows:
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:
-    """Return the targets of each step and phase with any."""
     targets: dict[_Moment, list[FloatArray]] = {}
     for batch in samples:
         if len(batch.targets):
@@ -170,7 +168,6 @@ class RuleActions:
         self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
 
     def is_on(self, hook: str, step: int) -> bool:
-        """Return whether a hook is turned on at a step."""
         on, stop = self._switches.get(hook, (None, None))
         return hook not in self._off if on is None or (stop is not None and step >= stop) else on
 
@@ -232,7 +229,6 @@ class RuleActions:
                 raise HookError(f"rules.{name}.then: the function failed {at}: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         switches = {hook: list(switch) for hook, switch in self._switches.items()}
         return {"switches": switches, "has_stopped": sorted(self._has_stopped)}
 
@@ -243,7 +239,6 @@ class RuleActions:
 
 
 def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:
-    """Import the functions to call, by rule."""
     return {
         name: [
             action.call.function or build_callable(action.call, f"rules.{name}.then.call")

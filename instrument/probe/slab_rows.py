@@ -223,7 +223,6 @@ class Taken:
 
     @property
     def moments_of_rows(self) -> list[StepContext]:
-        """The moment of each row."""
         return [self.moments[number] for number in self.keys[:, MOMENT_INDEX].tolist()]
 
     def fetch(self) -> None:
@@ -240,7 +239,6 @@ class Taken:
         return replace(self, numbers=numbers, keys=keys, moments=[*self.moments, *merged.moments])
 
     def without(self, left_out: Sequence[int]) -> Taken:
-        """Return the rows without some of them."""
         is_kept = np.ones(len(self), np.bool_)
         is_kept[left_out] = False
         kept = np.flatnonzero(is_kept).tolist()
@@ -400,7 +398,6 @@ class SlabRows(StepColumns):
 
     @property
     def latest(self) -> tuple[int, str]:
-        """See `StepColumns.latest`."""
         moment = self.taken.moments[-1]
         return moment.step, moment.phase
 
@@ -412,7 +409,6 @@ class SlabRows(StepColumns):
         """Return the columns after the identity."""
 
     def columns(self) -> list[Column]:
-        """Return the columns, for a message."""
         return [*self._moment_columns(len(self)), *self.layout.identity, *self.number_columns()]
 
     def _moment_columns(self, count: int) -> Iterator[Column]:

@@ -138,12 +138,10 @@ class RuleSet:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """The rules."""
         return list(self._rules.values())
 
     @property
     def relations(self) -> frozenset[str]:
-        """The names of the relations that rules read."""
         rules = [rule for rule in self._rules.values() if isinstance(rule, CatalogueRule)]
         return frozenset(rule.relation for rule in rules if rule.relation)
 
@@ -186,7 +184,6 @@ class RuleSet:
         return {"written": dict(self._written), "fired": fired, "rules": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
         self._written = Counter(state["written"])
         self._fired = {event.rule: event for event in (RuleEvent(*cells) for cells in state["fired"])}
         for name, rule in self._rules.items():

@@ -24,7 +24,6 @@ updates, of other tensors, in which infinities may be a mask, and of attention s
 
 
 def is_gradient(kind: str, role: str) -> bool:
-    """Return whether a role of a kind is a gradient."""
     return "grad" in role or kind == "tensor"
 
 
@@ -76,7 +75,6 @@ class Location(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether the tensor is a gradient."""
         return is_gradient(self.kind, self.role)
 
     @property
@@ -86,7 +84,6 @@ class Location(NamedTuple):
 
     @property
     def is_output(self) -> bool:
-        """Whether the tensor is the output of a module."""
         return self.kind == "forward" and self.role == "output"
 
     @property

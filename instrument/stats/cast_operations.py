@@ -53,7 +53,6 @@ class TensorCast:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
         return self.outer * self.inner * -(-self.length // self.form.block) if self.form.block else 0
 
 

@@ -59,12 +59,10 @@ class Casts:
 
     @property
     def format(self) -> Format:
-        """The format."""
         return FORMATS[self.cast.to]
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return 4 + (len(_BLOCKS.quantiles) if self.format.block else 0)
 
     def of_call(self, tensor: Tensor, call: Call) -> Casts | None:
@@ -92,7 +90,6 @@ class Casts:
         return torch.cat([numbers, quantiles])
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         known: list[Any] = [math.nan if value is None else value for value in values[:NUMBERS]]
         blocks = _BLOCKS.cells(values[NUMBERS:])[2] if self.format.block else None
         return (*self._cells(np.array(known), blocks), None if shape is None else list(shape))

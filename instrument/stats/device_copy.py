@@ -177,7 +177,6 @@ class PendingMetrics(Mapping[str, float | None]):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row. Waits for the copy."""
         if self._row is None:
             self._row = self._read()
         return self._row

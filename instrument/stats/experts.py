@@ -49,7 +49,6 @@ class Experts:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return self.count or _USUAL_SIZE
 
     def of_call(self, tensor: Tensor, call: Call) -> Experts | None:
@@ -78,7 +77,6 @@ class Experts:
         return self.part(tensor, NOT_SHARDED)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         *loads, entropies, tokens = (math.nan if value is None else value for value in values)
         counts = np.array(loads)
         total = counts.sum()
@@ -115,6 +113,5 @@ class Experts:
         return torch.cat([counts, sums])
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         is_missing = np.isnan(parts).all(axis=0)
         return self.cells(np.where(is_missing, math.nan, np.nansum(parts, axis=0)).tolist(), None)

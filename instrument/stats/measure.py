@@ -50,7 +50,6 @@ class Measured:
     lost: tuple[Tensor, Tensor] | None = None
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
-        """Set one of the sums."""
         if self.on_device is not None and isinstance(number, Tensor):
             self.on_device.row[INDEX[sum_.name]] = number
         else:

@@ -36,7 +36,6 @@ class Spectrum:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return self.spectrum + 3
 
     def of_call(self, tensor: Tensor, call: Call) -> Spectrum | None:
@@ -67,7 +66,6 @@ class Spectrum:
         return tensor.detach().to_dense().movedim(self.units, 0).flatten(1).clone()
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         *largest, stable, effective = (None if value is None or math.isnan(value) else value for value in values)
         norm = largest[0] if largest else None
         is_known = norm is not None or not largest
@@ -100,7 +98,6 @@ class Spectrum:
         return factor if is_counted else lambda: torch.full_like(factor(), math.nan)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         parts = parts[~np.isnan(parts[:, -1])]
         rows, columns, numel = parts[:, -3:].T
         singular = _singular_values(torch.from_numpy(parts[:, :-3]).reshape(-1, int(columns.max(initial=1.0))))

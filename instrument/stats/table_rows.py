@@ -83,11 +83,9 @@ class Distributions:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return 2 * len(self.quantiles) + self.histogram
 
     def values(self, tensor: Tensor) -> Values:
-        """See `Measure`."""
         return distribution(tensor, self.quantiles, self.histogram)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] = ()) -> tuple[Any, ...]:  # noqa: ARG002
@@ -104,11 +102,9 @@ class Distributions:
         return sampled, list(self.quantiles) or None, quantiles, low, high, counts
 
     def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
-        """See `Measure`."""
         return sketch(tensor, bool(self.quantiles), self.histogram)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         sampled, *rest = merge_distributions(parts, self.quantiles, self.histogram)
         return (sampled if self.quantiles else None, list(self.quantiles) or None, *rest)
 

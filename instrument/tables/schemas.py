@@ -42,7 +42,6 @@ class Column:
 
     @cached_property
     def type(self) -> pa.DataType:
-        """The Arrow type."""
         import pyarrow as pa
 
         outer, _, inner = self.type_name.rstrip(">").partition("<")

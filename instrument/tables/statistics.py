@@ -67,7 +67,6 @@ class Statistic:
 
     @property
     def dtype(self) -> Literal["int64", "float64"]:
-        """The dtype of the column."""
         return "int64" if self.unit in ("count", "elements", "bits") else "float64"
 
 

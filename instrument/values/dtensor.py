@@ -99,7 +99,6 @@ class Shards:
 
     @property
     def is_known(self) -> bool:
-        """Whether the placement is known."""
         return "unknown" not in self.placement
 
     @property
