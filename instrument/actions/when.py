@@ -39,11 +39,6 @@ class SiteCondition:
         self._decisions: dict[tuple[str, int], Decision] = {}
         self._decided_at: Any = None
 
-    @classmethod
-    def of(cls, spec: HookBase) -> SiteCondition | None:
-        """Return the condition of a spec; None if it has none, or follows a rule."""
-        return None if spec.condition is None else cls(spec, spec.condition)
-
     def apply(
         self, action: Callable[[Tensor, Context], Tensor | None], tensor: Tensor, context: Context
     ) -> Tensor | None:

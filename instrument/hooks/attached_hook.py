@@ -85,7 +85,8 @@ class AttachedHook(HookCoverage):
         self._composed: Direct | None = None  # the same, also while it is not scheduled
         self._is_composed = False
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
-        self.condition = SiteCondition.of(site.spec)
+        given = site.spec.condition  # None without one, or if the hook follows a rule
+        self.condition = None if given is None else SiteCondition(site.spec, given)
         self.calls = site.spec.call_range  # None: all
         self.split_dim = site.spec.split_dim if isinstance(site.spec, RecordSpec) else None
         # Whether it changes nothing: it records, prints or calls a function.

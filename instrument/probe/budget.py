@@ -26,10 +26,9 @@ from ..config.budget import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.hook_timer import MAX_FACTOR, HookTimer
 from ..tables.sink_interface import EventWriter
-from .overhead import BLOCK, Calibration, Overhead
+from .overhead import BLOCK, WARM_UP, Calibration, Overhead
 from .recorder import Recorder
 
-WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
 MIN_STEPS, MIN_SECONDS = 20, 0.5  # the minimum between two checks
 # After how many steps, below which part of the budget, and how often at most sites are sampled more often again.
 STABLE_STEPS, MARGIN, MAX_INCREASES = 60, 0.8, 4

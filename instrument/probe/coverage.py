@@ -147,8 +147,15 @@ def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: Ev
     recorder.write("coverage", [(*row.values(),) for row in rows])
     for message, layer in coverage_warnings(rows):
         event("coverage", message, layer=layer)
-    for message in drop_warnings(rows):
-        event("dropped", message)
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        dropped[row["hook"]] += row["dropped"]
+    for hook, count in (+dropped).items():
+        event(
+            "dropped",
+            f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
+            "because a custom sink refused them; set sink.when_full: wait to wait for the disk",
+        )
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
@@ -166,15 +173,3 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         layer = group[0]["layer"] if len(group) == 1 else None
         warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {reason}", layer))
     return warnings
-
-
-def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    dropped: Counter[str] = Counter()
-    for row in rows:
-        dropped[row["hook"]] += row["dropped"]
-    return [
-        f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
-        "because a custom sink refused them; set sink.when_full: wait to wait for the disk"
-        for hook, count in dropped.items()
-        if count
-    ]

@@ -198,7 +198,7 @@ class RuleActions:
             self._write_kept(hook, f"rule {name} fired")
         for hook in self._followers.get(name, ()):
             self._turn_on(hook, step + 1)
-        for action in self.rules.actions_of(name):
+        for action in self.rules.specs[name].actions:
             if action in ("stop", "prune") and self.stop_reason is None and name not in self._has_stopped:
                 self._has_stopped.add(name)
                 self.is_pruned = action == "prune"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ..config.rules import RULES, Action, CustomRule, RuleBase, WatchRule
+from ..config.rules import RULES, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
@@ -117,10 +117,6 @@ class RuleSet:
         """Return the first event of each rule that fired since the last call."""
         fired, self._fired = list(self._fired.values()), {}
         return fired
-
-    def actions_of(self, rule: str) -> tuple[Action, ...]:
-        """Return what happens if a rule fires, in addition to the event."""
-        return self.specs[rule].actions
 
     @property
     def custom_advice(self) -> dict[str, str]:
