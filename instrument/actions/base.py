@@ -62,7 +62,6 @@ class Parts:
 
     Attributes:
         whole: The tensor, with one part per index of dimension 0.
-        parts: The parts.
         sums: The sums of all parts that a function of statistics has formed at once: [parts] each.
     """
 
@@ -289,7 +288,6 @@ class Rows(Effects, Protocol):
         Args:
             table: `stats` or `effects`.
             context: The call. Its moment is ignored.
-            names: The names of the statistics, without custom ones.
             is_scaled: Whether the tensor was multiplied by the scale of the gradient scaler; see `set_scale`.
         """
 

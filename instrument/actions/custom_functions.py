@@ -23,7 +23,6 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
     A class is instantiated once, and the instance is called.
 
     Args:
-        target: The function and its further arguments.
         arguments: The names of the arguments with which it is called: `tensor`, or `tensor` (or `tensors`) and `context`.
         trial: Whether a function written in C that declares no parameters is called once, which is the only way to
             test them. Default: True.

@@ -49,9 +49,7 @@ class Record(Action):
     """The record action of a spec.
 
     Attributes:
-        measurement: The recorded statistics.
         tables: What computes the rows of further tables, by table.
-        keeps_tensors: Whether tensors are recorded.
     """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:

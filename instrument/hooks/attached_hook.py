@@ -413,11 +413,7 @@ def fire_all(
 def act_on_tensors(
     attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
 ) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
-    """Run hooks on all tensors of a value, in the order of the configuration.
-
-    Returns:
-        The new value, the hooks that fired, and why hooks could not act on a tensor.
-    """
+    """Run hooks on all tensors of a value. Return the new value, the hooks that fired, and why others could not act on a tensor."""
     fired: set[AttachedHook] = set()
     obstacles: dict[AttachedHook, str] = {}
 

@@ -134,11 +134,7 @@ class CallGradients:
                 attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
     def miss_callback(self, reason: str) -> Callable[[str], None]:
-        """Return a function that counts a miss for each hook. It holds no reference to the call.
-
-        Args:
-            reason: The reason, with a field `{}` for the argument of the function.
-        """
+        """Return a function that counts a miss for each hook; `reason` has a field `{}` for its argument. It does not refer to the call."""
         attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
 
         def count_misses(detail: str) -> None:

@@ -229,8 +229,6 @@ def traced_call(
 
     Args:
         value: The inputs or the output of a module: tensors in containers that `torch.utils._pytree` knows.
-        stages: The hooks on the tensors, in order.
-        gradient_stages: The hooks on their gradients, in order.
         shared: The tensors whose memory other code may modify. Default: all.
     """
     leaves, paths, structure = _flattened(value)
@@ -258,11 +256,7 @@ def begin_call(token: Tensor, missing: str) -> Tensor:
 
 
 def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage | None) -> Tensor:
-    """Call the operator that ends a call. Return the call tensor.
-
-    Args:
-        stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
-    """
+    """Call the operator that ends a call, and runs the hooks of a stage, which change nothing, on the output. Return the call tensor."""
     if stage is None:
         return OPERATORS.end(token, _FORWARD, missing, begins, [], [], 0)  # type: ignore[no-any-return]
     leaves, paths, _ = _flattened(value)
@@ -295,11 +289,7 @@ def has_unknown(value: Any) -> bool:
 
 
 def why_no_gradient(value: Any, *, is_data: bool) -> str:
-    """Return why no tensor of a traced value gets a gradient; an empty text if one does.
-
-    Args:
-        is_data: Whether the value is computed from data alone, so that no gradient is expected.
-    """
+    """Return why no tensor of a traced value gets a gradient; empty if one does. None is expected for a value of data alone (`is_data`)."""
     tensors = tensors_in(value)
     if not tensors:
         return NO_TENSOR

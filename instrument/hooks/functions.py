@@ -63,9 +63,7 @@ class HookedModule(RunningModule):
     """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
 
     Attributes:
-        leaf_hooks: The gradient hooks on leaf tensors of the module.
         called: The hooks whose functions were called, by code that is not compiled.
-        obstacles: Why a hook could not act on a tensor.
     """
 
     call: Call

@@ -28,11 +28,7 @@ IN_PLACE_ON_VIEW = "CopySlices"
 
 
 class ModuleContribution:
-    """The contribution of a module's operations to the gradient of one tensor in one backward pass.
-
-    Args:
-        hook: Gets the contribution when the gradient of the tensor is complete; see `complete`.
-    """
+    """The contribution of a module's operations to the gradient of one tensor in one backward pass. `hook` gets it; see `complete`."""
 
     def __init__(self, hook: Hook = Tensor.detach) -> None:
         self.hook = hook

@@ -42,11 +42,7 @@ class TensorGradientHook:
         tensor.register_hook(self.on_gradient)
 
     def finish_registration(self, is_private: bool = False) -> None:
-        """Decide whether a hook on the base is required.
-
-        Args:
-            is_private: Whether no other code can modify the tensor from now on.
-        """
+        """Decide whether a hook on the base is required: not if no other code can modify the tensor from now on (`is_private`)."""
         base, self.base = self.base, None  # it refers to the graph, and must not be kept
         if base is None or (is_private and not self.is_modified):
             self.detached = None

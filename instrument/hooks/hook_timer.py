@@ -53,11 +53,7 @@ def robust_variance(seconds: Collection[float]) -> float:
 
 
 class HookTimer:
-    """A timer for hooks. Nested hooks are counted once.
-
-    Attributes:
-        action_seconds: The time in the action of each site, in seconds; part of `seconds`.
-    """
+    """A timer for hooks, in seconds. Nested hooks are counted once. `seconds` includes the `action_seconds` of each site."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -186,11 +186,7 @@ class MeshLayout:
         return self._cached(site.spec.definition, self._mesh, self._replicated)
 
     def of(self, tensor: Tensor, site: Site, path: str, call: int = 0, *, is_complete: bool = False) -> Shards:
-        """Return the placement of a tensor at a site.
-
-        Args:
-            is_complete: Whether the tensor was gathered from its shards.
-        """
+        """Return the placement of a tensor at a site. `is_complete`: whether it was gathered from its shards."""
         definition, mesh, placements = site.spec.definition, self._mesh, None
         if is_sharded(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements

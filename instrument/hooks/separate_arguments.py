@@ -47,12 +47,7 @@ def save_random_states() -> Callable[[], None]:
 
 
 class Inputs(NamedTuple):
-    """What a module is called with.
-
-    Attributes:
-        arguments: By name; see `join_arguments`.
-        positional: The number of positional ones.
-    """
+    """What a module is called with: arguments by name (see `join_arguments`), of which the first `positional` ones are positional."""
 
     module: nn.Module
     arguments: dict[str, Any]
@@ -66,12 +61,7 @@ def repeated_tensors(value: Any) -> set[int]:
 
 
 class SeparateArguments:
-    """Evaluates a module again with separate arguments. Create it before the module runs.
-
-    Args:
-        tensor: The tensor that the module gets as several arguments.
-        gradients: Receives the results of the second evaluation.
-    """
+    """Evaluates a module again with separate arguments. Create it before the module runs."""
 
     def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients) -> None:
         self.module = inputs.module

@@ -16,11 +16,7 @@ from ..runtime.lazy_compiler import has_compiled
 
 
 class SuspendableHook:
-    """One registered hook.
-
-    Args:
-        handle: The handle that PyTorch returned at the registration, which was without `prepend=True`.
-    """
+    """One registered hook. The handle is that of a registration without `prepend=True`."""
 
     def __init__(self, handle: RemovableHandle) -> None:
         self._handle = handle

@@ -133,11 +133,7 @@ class InputGradients:
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
     def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
-        """Register hooks for all input tensors. Return the input with which to call the module.
-
-        Args:
-            module, value, positional: See `Inputs`.
-        """
+        """Register hooks for all input tensors; see `Inputs`. Return the input with which to call the module."""
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients(partial(self._stored_tensors, module))
@@ -230,11 +226,7 @@ class OutputGradients:
         return is_simple
 
     def register(self, module: nn.Module, output: Any, call: Call, inputs: tuple[Any, ...]) -> Any:
-        """Register hooks for all output tensors. Return the output for the caller.
-
-        Args:
-            inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
-        """
+        """Register hooks for all output tensors. Return that for the caller, which reads the containers in `inputs`; see `map_tensors`."""
         if self._register_simple(output, call):
             return output
         gradients = CallGradients(self.attached_hooks, call, self.clock, inputs)

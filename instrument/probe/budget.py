@@ -41,13 +41,7 @@ MAX_ERROR = 0.25
 
 
 class Budget:
-    """Measures the cost of recording and reduces it if necessary.
-
-    Args:
-        recorder: Provides the recorded bytes.
-        steps: The number of steps of the run; None if unknown.
-        event: Writes an event about each change.
-    """
+    """Measures the cost of recording and reduces it if necessary. `steps`: the number of steps of the run; None if unknown."""
 
     def __init__(
         self,
@@ -90,13 +84,7 @@ class Budget:
         self._started_at += seconds
 
     def end_step(self, done: int, seconds: float, *, has_pending_rows: bool = False) -> None:
-        """End a step.
-
-        Args:
-            done: The number of completed steps.
-            seconds: The duration of the step.
-            has_pending_rows: Whether it wrote rows of the previous step.
-        """
+        """End a step: `done` are completed, it took some seconds, and it wrote rows of the previous step if `has_pending_rows`."""
         self.timer.lap()
         self.overhead.add(self._records, seconds, self._interventions, has_pending_rows=has_pending_rows)
         if self.config.bytes is not None and (done <= MIN_STEPS or done % MIN_STEPS == 0):

@@ -36,7 +36,6 @@ class Piece(NamedTuple):
     """The contribution of one process to one row.
 
     Attributes:
-        table: The table of the row.
         key: The identity columns of the row, without the rank and the scope. Equal in all processes.
         shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
         part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None

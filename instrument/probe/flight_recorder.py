@@ -34,12 +34,7 @@ class RecordedTensor(NamedTuple):
 
 
 class FlightRecorder:
-    """Keeps the tensors of the last steps of each hook.
-
-    Args:
-        steps: The number of steps at which a hook records, by hook.
-
-    """
+    """Keeps the tensors of the last steps of each hook. `steps`: the number of steps at which a hook records, by hook."""
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self.steps = steps

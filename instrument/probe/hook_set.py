@@ -31,11 +31,7 @@ from .phase_watch import PhaseWatch
 
 
 class HookSet:
-    """All hooks of a plan on a model and its optimizers; see `Probe`.
-
-    Attributes:
-        steps: Observes the optimizer steps while the hooks are attached.
-    """
+    """All hooks of a plan on a model and its optimizers; see `Probe`. `steps` observes the optimizer steps while they are attached."""
 
     def __init__(
         self,

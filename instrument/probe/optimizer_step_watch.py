@@ -23,9 +23,6 @@ class StepWatch(HookGroup):
     """Tracks which optimizers made a step, the learning rate that the first one used, and whether a gradient scaler skipped the step.
 
     Args:
-        optimizers: The optimizers, possibly none.
-        scaler: The gradient scaler; None without one.
-        clock: The clock of the probe.
         announced: Whether the loop has to call `announce` once before each optimizer step. The closure of a step may call it, also
             several times.
     """
@@ -145,7 +142,6 @@ class WrapperWatch(HookGroup):
     Args:
         wrapper: An object whose method `step` calls the step of the optimizer, such as Lookahead; or the optimizer itself, if PyTorch
             calls hooks twice because its method calls `super().step()`.
-        groups: All hook groups.
     """
 
     def __init__(self, wrapper: Any, optimizer: Optimizer, groups: Sequence[HookGroup], clock: Clock) -> None:

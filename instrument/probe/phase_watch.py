@@ -23,9 +23,6 @@ class PhaseWatch(InertWhenCopied):
 
     A phase that other code sets stays until that code restores the previous one.
 
-    Args:
-        set_phase: Sets the phase between two calls.
-
     Attributes:
         modules: The modules whose calls are observed; see `entry_modules`.
     """

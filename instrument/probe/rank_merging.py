@@ -58,7 +58,6 @@ class MergedRows:
         pieces, identities: This process's part of each row that is not in the block, and the identity columns of the row.
         rows: The rows of the pieces in the tables `stats` and `effects`.
         copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
-        block: The rows of the block, without their numbers.
     """
 
     pieces: Sequence[Piece]

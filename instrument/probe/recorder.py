@@ -70,8 +70,6 @@ class Recorder:
         keep: The number of steps whose tensors stay in memory, for hooks with `keep`. Default: none.
 
     Attributes:
-        samples: The samples of the batches.
-        flight_recorder: The tensors of hooks with `keep`.
         merges, set_scale, batched_launch: See `Rows`.
     """
 

@@ -135,9 +135,6 @@ class RuleActions:
 
     Attributes:
         fired: The rules that fired in the last step or evaluation, by name: in this process, and those with actions in any process.
-        stop_reason: Why the loop should stop; None if it should continue.
-        is_pruned: Whether the reason is a rule with `then: prune`.
-        should_checkpoint: Whether the loop should save a checkpoint after this step.
 
     Raises:
         ConfigError: A function to call cannot be imported.

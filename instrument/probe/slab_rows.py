@@ -248,16 +248,7 @@ class Taken:
 
 
 class StepSlab:
-    """Collects the rows of one step. Several threads may add some.
-
-    Args:
-        width: The number of columns of the slab.
-        device_columns: The number of columns, after the first one, that a device fills.
-
-    Attributes:
-        slots: The identities.
-        slab: Receives the numbers of plain tensors.
-    """
+    """Collects the rows of one step. Several threads may add some. A device fills `device_columns` columns, after the first one."""
 
     def __init__(self, width: int, device_columns: int) -> None:
         self.slots = Slots()
@@ -288,7 +279,6 @@ class StepSlab:
 
         Args:
             shape: The shape of the tensor; None if the row is merged from several tensors.
-            names: The requested statistics.
             other: What the row has besides its numbers.
         """
         moment = StepContext(*identity[:_MOMENT])

@@ -23,11 +23,7 @@ class RelationRule(CatalogueRule[RuleBase]):
     requires = "its own observations of the training, without hooks"
 
     def __init_subclass__(cls, relation: str, fields: type[RuleBase] = RuleBase, **options: Any) -> None:
-        """Register the rule.
-
-        Args:
-            fields: The further fields of its entry in the configuration. Default: none.
-        """
+        """Register the rule, whose entry in the configuration has some further fields."""
         super().__init_subclass__(**options)
         kind: Any = Literal.__getitem__(relation)
         cls.relation = relation

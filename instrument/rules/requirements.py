@@ -66,10 +66,7 @@ def check_rules(
 def check_references(
     rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], layers: Iterable[tuple[str, str]]
 ) -> None:
-    """Check that references concern what the hooks of a model record.
-
-    Args:
-        layers: The hook and the layer of each site.
+    """Check that references concern what the hooks of a model record, given the hook and the layer of each site.
 
     Raises:
         ConfigError: A reference has no layer of the hooks, or none of its hooks records a statistic that its rule names.

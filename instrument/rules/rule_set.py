@@ -45,12 +45,7 @@ class RuleEvent:
 
 
 class RuleSet:
-    """The rules of a run.
-
-    Args:
-        write: Called with each event.
-        frozen_layers: The layers whose parameters are all frozen.
-    """
+    """The rules of a run. `write` is called with each event."""
 
     def __init__(
         self,

@@ -44,7 +44,6 @@ class Casts:
     """What a cast loses; see `instrument.stats.table_rows.Measure`.
 
     Attributes:
-        cast: The format and the scale.
         along: The dimension of the blocks.
         measured: The sums of the tensor; None to measure it.
         scales: The scale that follows from the previous tensor of the site, by key; a tensor on a device stays there.
@@ -144,13 +143,7 @@ class Casts:
 
 
 def next_scale(amax: float | Tensor, form: Format, scale: float | Tensor) -> float | Tensor:
-    """Return the scale of the next tensor, float32: the present one after a tensor without finite elements other than 0.
-
-    Args:
-        amax: The largest magnitude of a tensor.
-        form: The format.
-        scale: The scale of this tensor.
-    """
+    """Return the scale of the next tensor, float32: the present one after a tensor without finite elements other than 0."""
     top, most = form.top, torch.finfo(torch.float32).max
     if not isinstance(amax, Tensor):
         return float(np.float32(min(top / min(amax, most), most))) if 0 < amax < math.inf else scale

@@ -38,12 +38,9 @@ is_connected = native is not None and _exchange_api is not None and native.conne
 
 
 class Slab:
-    """The rows of a step: for each tensor a slot and a moment, its shape, and numbers. Several threads may add rows.
+    """The rows of a step: for each tensor a slot and a moment, its shape, and `width` numbers. Several threads may add rows.
 
     The class of the compiled kernel has the same methods. Without the kernel, this one is used: no tensor is plain.
-
-    Args:
-        width: The count of the numbers of a row.
     """
 
     def __init__(self, width: int) -> None:
@@ -85,7 +82,6 @@ class Slab:
         Args:
             device_type, device_id: `__dlpack_device__` of a tensor on the device.
             address: The address of the buffer: float64 [rows, 11], or [rows, 3] for `add_effect`.
-            rows: The number of its rows.
 
         Raises:
             ValueError: There are more than 64 buffers.
@@ -186,7 +182,6 @@ def kernel_sums(
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Args:
-        flat: The tensor.
         further: See `Slab.add`.
         cast: A cast to compute in the same read, piece by piece. It receives what is lost. The sums do not depend on it.
 

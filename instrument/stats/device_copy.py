@@ -111,7 +111,6 @@ class Transfer:
     """Copies the numbers of many small tensors, with one copy per device and dtype.
 
     Args:
-        tensors: The tensors.
         devices: CUDA devices whose earlier copies of recorded tensors are part of the transfer.
     """
 

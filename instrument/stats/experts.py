@@ -40,7 +40,6 @@ class Experts:
     Attributes:
         experts: The number of experts per token, or `module` to look it up.
         capacity_factor: The capacity of an expert, as a multiple of the mean load; None without a capacity.
-        count: The number of experts.
     """
 
     experts: int | Literal["module"] = "module"

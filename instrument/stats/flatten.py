@@ -24,9 +24,6 @@ def stored_elements(tensor: Tensor) -> tuple[Tensor, int]:
     A sparse tensor does not become dense. If it has zeros that it does not store, one of them is the last element of the
     vector. The vector then has at least one finite element, and the extremes of the tensor.
 
-    Args:
-        tensor: See `as_vector`.
-
     Returns:
         Shape [elements], see `as_vector`, and the number of further zeros; 0 for a tensor that is not sparse.
     """

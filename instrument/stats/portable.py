@@ -99,7 +99,6 @@ def further_sums(flat: Tensor, base: Tensor, sums: Sequence[Sum]) -> list[Tensor
     Args:
         flat: Any real dtype, shape [elements], without graph.
         base: The sums `BASE` of the tensor on its device, [columns].
-        sums: Sums with a term.
     """
     x = flat.to(base.dtype)
     is_finite = x.abs() < math.inf

@@ -25,7 +25,6 @@ class Spectrum:
     """The largest singular values, the spectral norm, and two ranks; see `instrument.stats.table_rows.Measure`.
 
     Attributes:
-        spectrum: The number of singular values.
         units: The dimension of the units.
         is_of_batch: Whether the parts of several processes have all units, and different samples.
     """

@@ -60,11 +60,7 @@ INDEX = {name: index for index, name in enumerate(COLUMNS[: len(BASE) + len(FURT
 
 
 class Sums:
-    """Columns of a matrix of sums by name, and what several formulas need of them.
-
-    Args:
-        matrix: float64 [rows, COLUMNS].
-    """
+    """Columns of a matrix of sums, float64 [rows, COLUMNS], by name, and what several formulas need of them."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
@@ -243,10 +239,7 @@ _CENTRAL = [each for each in FURTHER if each.is_central]  # in the order of thei
 
 
 def extremes(matrix: Tensor) -> Tensor:
-    """Return the numbers of which the maximum over all parts is computed.
-
-    Args:
-        matrix: float64 [rows, COLUMNS], NaN for missing numbers.
+    """Return the numbers of which the maximum over all parts is computed, given float64 [rows, COLUMNS], NaN for missing numbers.
 
     Returns:
         float64 [rows, EXTREMES]: the maximum, minus the minimum, and the columns that not every tensor has; minus infinity for missing

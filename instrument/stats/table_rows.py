@@ -71,12 +71,7 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Distributions:
-    """Quantiles and histograms: the table `distributions`; see `Measure`.
-
-    Attributes:
-        quantiles: The levels of the quantiles; empty for no quantiles.
-        histogram: The number of bins; 0 for no histogram.
-    """
+    """Quantiles at some levels, and a histogram with this number of bins, 0 for none: the table `distributions`; see `Measure`."""
 
     quantiles: tuple[float, ...] = ()
     histogram: int = 0

@@ -122,8 +122,6 @@ class Message(NamedTuple):
     """A serialized record batch, with the part of the interface of `pyarrow.RecordBatch` that a journal needs.
 
     Attributes:
-        num_rows: The number of rows.
-        schema: The columns.
         buffer: The bytes. They are only valid until the next message of the same template.
     """
 

@@ -29,7 +29,6 @@ class Column:
     """One column of a table.
 
     Attributes:
-        name: The name.
         type_name: The name of the Arrow type; `label` for text that is stored as a dictionary.
         unit: The unit; empty if it has none.
         meaning: What the column contains.
