@@ -167,17 +167,8 @@ class Context:
 
     def without_tensors(self) -> Context:
         """Return a copy that keeps no tensor in memory."""
-        return replace(
-            self,
-            value=None,
-            complete=None,
-            ids=None,
-            targets=None,
-            tensors=KeptTensors(),
-            state={},
-            measured=None,
-            holds=None,
-        )
+        nothing: dict[str, Any] = dict.fromkeys(("value", "complete", "ids", "targets", "measured", "holds"))
+        return replace(self, tensors=KeptTensors(), state={}, **nothing)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.

@@ -46,11 +46,8 @@ def argument_names(path: str, where: str) -> frozenset[str]:
         ConfigError: As for `locate`.
     """
     target = locate(path, where)
-    inherited = (
-        [vars(base)["__init__"] for base in target.__mro__[1:] if "__init__" in vars(base)]
-        if inspect.isclass(target)
-        else []
-    )
+    bases = target.__mro__[1:] if inspect.isclass(target) else ()
+    inherited = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
     names: set[str] = set()
     try:
         for function in (target, *inherited):

@@ -300,11 +300,9 @@ class AttachedHook(HookCoverage):
             self.opportunities += 1
             self.firings += 1
             return new
-        return (
-            self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
-            if self.count_and_check_readable(tensor)
-            else None
-        )
+        if not self.count_and_check_readable(tensor):
+            return None
+        return self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
 
     def check_shape(self, path: str, tensor: Tensor) -> None:
         """Check once for each path that the spec fits the shape; see `fire`."""

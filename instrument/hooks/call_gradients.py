@@ -25,11 +25,9 @@ class CallGradients:
     """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, in_place: Any = ()) -> None:
-        self.attached_hooks = (
-            [attached for attached in attached_hooks if not attached.is_record_hook]
-            if call.graph_is_discarded
-            else attached_hooks
-        )
+        self.attached_hooks = attached_hooks
+        if call.graph_is_discarded:
+            self.attached_hooks = [attached for attached in attached_hooks if not attached.is_record_hook]
         self.call = call
         self.clock = clock
         self.in_place = in_place
@@ -70,9 +68,8 @@ class CallGradients:
         self.registered.update((attached, self._key(path, value)) for attached in attached_hooks)
         for attached in attached_hooks:
             attached.note_placement(value, path, firing_of(self.call.index, 0, False, None))
-        value_copy = (
-            value.detach().clone() if any(attached.site.spec.needs_value for attached in attached_hooks) else None
-        )
+        is_needed = any(attached.site.spec.needs_value for attached in attached_hooks)
+        value_copy = value.detach().clone() if is_needed else None
         return gradient_hook(attached_hooks, path, self.call, self.clock, self.fired, value_copy)
 
     def _key(self, path: str, tensor: Tensor) -> int | str:

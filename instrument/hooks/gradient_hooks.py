@@ -83,19 +83,15 @@ class ViewRegion(NamedTuple):
 
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the view's part of the base tensor's gradient."""
-        return (
-            gradient
-            if self.base_layout == self.view_layout
-            else self._with_base_layout(gradient).as_strided(*self.view_layout).clone()
-        )
+        if self.base_layout == self.view_layout:
+            return gradient
+        return self._with_base_layout(gradient).as_strided(*self.view_layout).clone()
 
     def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
         """Return the base tensor's gradient with the view's part replaced."""
-        return (
-            part
-            if self.base_layout == self.view_layout
-            else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_layout)
-        )
+        if self.base_layout == self.view_layout:
+            return part
+        return self._with_base_layout(gradient).as_strided_scatter(part, *self.view_layout)
 
     def _with_base_layout(self, gradient: Tensor) -> Tensor:
         shape, strides, _ = self.base_layout

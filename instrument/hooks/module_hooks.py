@@ -169,11 +169,8 @@ class ModuleHooks(SuspendableModuleHooks):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = ...) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
         if is_dynamo_compiling() or output is ...:  # see `before`
-            return (
-                self.graph.trace_after(module, args, kwargs, output)
-                if output is not ... and self.clock.in_graphs
-                else None
-            )
+            is_traced = output is not ... and self.clock.in_graphs
+            return self.graph.trace_after(module, args, kwargs, output) if is_traced else None
         done, new = 0, output  # how many of the hooks on outputs are done, and the output that they leave
         if self.plain_calls is not None:
             left = self.plain_calls.leave(output)

@@ -106,12 +106,8 @@ class PendingInputGradients:
 
     def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
-        find_contributions(
-            [*outputs, *stored],
-            {edge: contribution for edge, (contribution, _) in self.contributions.items()},
-            self.views,
-            self.since,
-        )
+        contributions = {edge: contribution for edge, (contribution, _) in self.contributions.items()}
+        find_contributions([*outputs, *stored], contributions, self.views, self.since)
         bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
         for contribution, tensor in self.contributions.values():
             if not bases.isdisjoint((id(tensor), id(tensor._base))):

@@ -174,10 +174,8 @@ class Budget:
         if self.measured <= allowed:
             return self._sample_more_often(allowed)
         # The time outside of actions is divided among all firings.
-        seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(
-            1, sum(self.timer.firings.values())
-        )
         actions, firings = self.timer.action_seconds, self.timer.firings
+        seconds_per_firing = (hook_seconds - self._factor * sum(actions.values())) / max(1, sum(firings.values()))
         costs = {each: self._factor * actions[each] + seconds_per_firing * firings[each] for each in self.record_hooks}
         return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 

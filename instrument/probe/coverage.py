@@ -93,12 +93,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
     if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
         return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
-        silent = attached.fired < attached.expected
-        return "; ".join(
-            dict.fromkeys(
-                _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
-            )
-        )
+        reported = attached.reasons.most_common() if attached.fired < attached.expected else ()
+        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers) for reason, _ in reported))
     if attached.exemptions:
         spec = attached.site.spec
         if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:
@@ -108,11 +104,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
                 return reasons.NO_OPTIONAL_FUNCTION
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
-    return (
-        reasons.NEVER_DUE
-        if attached.was_ever_scheduled or phase in attached.clock.phases
-        else reasons.phase_never_entered(phase)
-    )
+    is_entered = attached.was_ever_scheduled or phase in attached.clock.phases
+    return reasons.NEVER_DUE if is_entered else reasons.phase_never_entered(phase)
 
 
 def _has_no_attention(attached: AttachedHook) -> bool:

@@ -155,9 +155,8 @@ class Samples:
         sizes, self._sizes = self._sizes, set()
         if batch is None or not (has_tensor or has_kept or self.of_all_batches):
             return
-        if any(
-            each.moment == batch.moment for each in self._finished
-        ):  # the backward pass of a micro-step in a pipeline
+        # The backward pass of a micro-step in a pipeline.
+        if any(each.moment == batch.moment for each in self._finished):
             return
         if is_checked and batch.is_checked and sizes and len(batch) not in sizes:
             message = "the number of ids differs from the size of dimension 0 of the recorded tensors"

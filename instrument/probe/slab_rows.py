@@ -408,10 +408,8 @@ class SlabRows(StepColumns):
         known = self.layout.moment_columns
         for index, value in enumerate(self.moment):
             if known[index][0] != value:  # otherwise, the message has these cells already
-                known[index] = (
-                    value,
-                    (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value)),
-                )
+                cells = (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value))
+                known[index] = value, cells
             yield known[index][1]
 
 
@@ -502,9 +500,8 @@ class StatisticsRows(SlabRows):
         others = self.taken.others
         custom = tuple(map(others.get, range(len(self)))) if others else self.layout.no_values[-1]
         ranks, dims = self.taken.keys[:, 2], self.taken.dims
-        if self.layout.shapes[0] != (
-            key := ranks.tobytes() + dims.tobytes()
-        ):  # otherwise, the message has these cells already
+        key = ranks.tobytes() + dims.tobytes()
+        if self.layout.shapes[0] != key:  # otherwise, the message has these cells already
             self.layout.shapes = key, ListColumn(ranks, dims)
         return [*self.layout.statistics, self.layout.shapes[1], custom]
 

@@ -16,9 +16,8 @@ from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
-ROUNDING = (
-    2.0**-20
-)  # losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy
+# Losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy.
+ROUNDING = 2.0**-20
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be

@@ -147,6 +147,5 @@ def next_scale(amax: float | Tensor, form: Format, scale: float | Tensor) -> flo
     top, most = form.top, torch.finfo(torch.float32).max
     if not isinstance(amax, Tensor):
         return float(np.float32(min(top / min(amax, most), most))) if 0 < amax < math.inf else scale
-    return torch.where((amax > 0) & (amax < math.inf), (top / amax.clamp(max=most)).clamp(max=most), scale).to(
-        torch.float32
-    )
+    known = (top / amax.clamp(max=most)).clamp(max=most)
+    return torch.where((amax > 0) & (amax < math.inf), known, scale).to(torch.float32)

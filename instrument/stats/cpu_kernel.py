@@ -205,12 +205,9 @@ def kernel_bits(stored: Tensor) -> int | None:
 
     None if the kernel is missing, or the tensor has no memory.
     """
-    size = stored.element_size()
-    return (
-        None
-        if native is None or stored._is_zerotensor()
-        else native.bits(stored.data_ptr(), stored.numel() * size, size)
-    )
+    if native is None or stored._is_zerotensor():
+        return None
+    return native.bits(stored.data_ptr(), stored.nbytes, stored.element_size())
 
 
 def _unsupported(*arguments: object) -> None:

@@ -94,10 +94,7 @@ class Experts:
         """Return the numbers of `values` for one process's part, whose sums are those of the full tensor."""
         x = tensor.detach().to_dense()
         dtype = widest(x.device)
-        counts, sums = (
-            torch.zeros(self.count, dtype=dtype, device=x.device),
-            torch.zeros(2, dtype=dtype, device=x.device),
-        )
+        counts, sums = (torch.zeros(size, dtype=dtype, device=x.device) for size in (self.count, 2))
         if not x.is_floating_point():
             is_valid = (x >= 0) & (x < self.count)
             counts.index_add_(0, torch.where(is_valid, x, 0).flatten().long(), is_valid.flatten().to(dtype))

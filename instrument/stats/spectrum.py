@@ -43,11 +43,9 @@ class Spectrum:
         units = (
             unit_dim(tensor.dim(), call.module, of_parameter=not of_batch) if call.unit_dim is None else call.unit_dim
         )
-        return (
-            None
-            if units is None or tensor.is_nested
-            else replace(self, units=units % tensor.dim(), is_of_batch=of_batch)
-        )
+        if units is None or tensor.is_nested:
+            return None
+        return replace(self, units=units % tensor.dim(), is_of_batch=of_batch)
 
     def values(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that computes the singular values, then the stable rank and the effective rank."""

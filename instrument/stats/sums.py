@@ -167,14 +167,8 @@ def statistic(
     def add(formula: Callable[[Sums], Column]) -> Statistic:
         known = {each.name: each for each in (MAGNITUDES, *FURTHER)}
         if missing := [need for need in needs if isinstance(need, str) and known.get(need, WEIGHT).term is None]:
-            raise ConfigError(
-                Problem(
-                    place,
-                    "there is no such sum",
-                    given=missing[0],
-                    allowed=[each.name for each in known.values() if each.term is not None],
-                )
-            )
+            allowed = [each.name for each in known.values() if each.term is not None]
+            raise ConfigError(Problem(place, "there is no such sum", missing[0], allowed))
         sums = tuple(known[need] if isinstance(need, str) else need for need in needs)
         for each in sums:
             _add_sum(each, place)
