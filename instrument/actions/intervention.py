@@ -15,7 +15,7 @@ from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
 from ..tables.kinds import KINDS
 from ..values.sparse import coalesce, is_sparse, replace_values
-from .base import Action, Context, Effect, Effects
+from .base import Action, Context, Effect, Number, Rows
 
 
 class Change(Protocol):
@@ -41,7 +41,7 @@ class Change(Protocol):
 class Intervention(Action):
     """Replaces a tensor by the validated result of a change, and records the effect."""
 
-    def __init__(self, change: Change, rows: Effects) -> None:
+    def __init__(self, change: Change, rows: Rows) -> None:
         self.change = change
         self.rows = rows
 
@@ -59,7 +59,10 @@ class Intervention(Action):
         if not is_sparse(tensor):
             return self._change(tensor, context, tensor.numel())
         if not self.change.entrywise:
-            raise sparse_error(context)
+            raise HookError(
+                f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
+                "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
+            )
         entries = coalesce(tensor)
         return replace_values(entries, self._change(entries.values(), context, tensor.numel()))
 
@@ -76,13 +79,7 @@ class Intervention(Action):
 
 
 def accept_result(
-    tensor: Tensor,
-    new: Tensor,
-    context: Context,
-    rows: Effects,
-    *,
-    factor: float | Tensor | None = None,
-    numel: int | None = None,
+    tensor: Tensor, new: Tensor, context: Context, rows: Rows, *, factor: Number = None, numel: int | None = None
 ) -> Tensor:
     """Check the result of an intervention, record the effect, and return the result, where the condition of `when` holds.
 
@@ -101,14 +98,6 @@ def accept_result(
         effect.held = context.holds
         rows.add_effect(context, effect)
     return new
-
-
-def sparse_error(context: Context) -> HookError:
-    """Return the error for a sparse tensor that an intervention cannot change."""
-    return HookError(
-        f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
-        "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
-    )
 
 
 def with_version(tensor: Tensor) -> Tensor:

@@ -38,16 +38,13 @@ from ..tables.statistics import (
 )
 from ..values.dtensor import complete_along
 from ..values.sparse import is_sparse
-from .base import Context
+from .base import Context, Number
 from .custom_functions import custom_function, observe
 from .intervention import describe
 
 _imported = cache(resolve_name)
 
 MAX_BYTES = 1 << 30  # of a sparse tensor that becomes dense
-
-Number = float | Tensor | None
-"""A number, a scalar on another device, or None if it is not defined for the tensor."""
 
 
 class Measurement:

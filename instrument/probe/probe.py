@@ -158,7 +158,7 @@ class Probe(OwnedByProcess):
             self.clock,
             self._on_schedule_change,
             is_sampled=self.budget is not None,
-            is_on=self._is_on,
+            is_on=lambda hook, step: hook not in self._disabled and self._rule_actions.is_on(hook, step),
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, optimizer, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
@@ -397,9 +397,6 @@ class Probe(OwnedByProcess):
         self._disabled = frozenset(disabled)
         if self._entered:
             self._scheduled.advance(update_all=True)
-
-    def _is_on(self, hook: str, step: int) -> bool:
-        return hook not in self._disabled and self._rule_actions.is_on(hook, step)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.

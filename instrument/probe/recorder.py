@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import EFFECT, Context, Effect, StepContext
+from ..actions.base import EFFECT, Context, Effect, Number, Numbers, StepContext
 from ..actions.print import line_of
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import take
@@ -115,12 +115,7 @@ class Recorder:
         self._merger.add(statistics_piece(context, names, part, dead), context)
 
     def add_stats(
-        self,
-        context: Context,
-        shape: tuple[int, ...],
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
         if not self._merger.is_duplicate(context):
             is_complete = measured.on_device is None and measured.exact_extremes is None and not custom
@@ -128,13 +123,7 @@ class Recorder:
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
     def record_plain_effect(
-        self,
-        before: Tensor,
-        after: Tensor,
-        slot: int,
-        moment: StepContext,
-        factor: float | Tensor | None,
-        held: bool | None,
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: Number, held: bool | None
     ) -> bool:
         """Add the effect of an intervention; see `Rows`. Return false if the tensors are not plain, or if processes merge their rows."""
         if self._merger.ranks is not None:
@@ -169,12 +158,7 @@ class Recorder:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * measure.size
 
     def add_line(
-        self,
-        context: Context,
-        text: str,
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, text: str, names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
         if not self._merger.is_duplicate(context):
             self._lines.append((text, _Values(measured, custom, names)))
@@ -373,7 +357,7 @@ class _Values(NamedTuple):
     """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`)."""
 
     measured: Measured
-    custom: Mapping[str, float | Tensor | None]
+    custom: Numbers
     names: tuple[str, ...]
 
     @property
@@ -407,7 +391,7 @@ class _Values(NamedTuple):
 class _EffectValues(NamedTuple):
     """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
 
-    factor: float | Tensor | None
+    factor: Number
     effect: Effect | None = None  # None if all numbers but the factor are in the slab
 
     @property
