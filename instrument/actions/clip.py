@@ -43,10 +43,7 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
 
 
 def clip_coefficient(norm: Tensor, bound: float) -> Tensor:
-    """Return the factor that limits a norm to `bound`.
-
-    `min(1, bound / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`.
-    """
+    """Return the factor that limits a norm to `bound`. `min(1, bound / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`."""
     return (bound / (norm + EPSILON)).clamp(max=1.0)
 
 

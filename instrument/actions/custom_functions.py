@@ -67,10 +67,7 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
 
 
 def check_random_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of a tensor, or of a dict of tensors, so that it fails if it changes PyTorch's global random state.
-
-    A change would alter the rest of the run.
-    """
+    """Make a function of a tensor, or a dict of tensors, fail if it changes PyTorch's random state, which would alter the run."""
 
     def checked(given: Tensor | dict[str, Tensor], *further: Any) -> Any:
         tensor = given if isinstance(given, Tensor) else next(iter(given.values()))

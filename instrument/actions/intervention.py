@@ -23,16 +23,10 @@ class Change(Protocol):
 
     @property
     def entrywise(self) -> bool:
-        """Whether a sparse tensor can be changed by its entries alone.
-
-        This requires that zeros stay zeros and that the result does not depend on positions.
-        """
+        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and the result depends on no positions."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Receive all tensors of the spec before each of them is changed.
-
-        Only kinds that have all tensors at once call it.
-        """
+        """Receive all tensors of the spec before each of them is changed. Only kinds that have all tensors at once call it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | Tensor | None]:
         """Return the new tensor, and the factor if the change is a multiplication by one number."""
@@ -138,10 +132,7 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
 
 
 def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: int) -> Effect:
-    """Return the effect: how many of `numel` elements changed, and the norms before and after.
-
-    NaN that stays NaN is unchanged.
-    """
+    """Return the effect: how many of `numel` elements changed, and the norms before and after. NaN that stays NaN is unchanged."""
     factor = factor.detach() if isinstance(factor, Tensor) else factor
     if (measures := effect_of_plain(old, new)) is not None:
         return Effect(numel, measures, factor)

@@ -172,10 +172,7 @@ class AttachedHook(HookCoverage):
         return pattern is None or matches(pattern, path)
 
     def accepts(self, tensor: Tensor, path: str) -> bool:
-        """Return whether the hook acts on this tensor.
-
-        Record hooks accept any dtype, interventions floating-point ones.
-        """
+        """Return whether the hook acts on this tensor. Record hooks accept any dtype, interventions floating-point ones."""
         return self.matches_path(path) and (self.is_record_hook or tensor.is_floating_point())
 
     def no_tensor_reason(self, value: Any, root: str = "") -> str:

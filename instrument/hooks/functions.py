@@ -304,10 +304,7 @@ class FunctionHooks(SuspendableModuleHooks):
                 running.update_coverage(has_raised=has_raised)
 
     def detach(self) -> None:
-        """Remove the hooks on leaf tensors, the mode of this thread, and both module hooks.
-
-        If a thread is in a call of a module, the end of this call removes the module hooks.
-        """
+        """Remove all hooks, and the mode of this thread. If a thread is in a call of a module, its end removes the module hooks."""
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
         if not self.threads.are_observed_by(self.attached_hooks):

@@ -52,10 +52,7 @@ class ModuleContribution:
         node.register_hook(after_node)
 
     def note_returned_view(self, tensor: Tensor) -> None:
-        """Note that the module returned a view of the tensor.
-
-        If it is modified, the nodes of the module drop out of the graph.
-        """
+        """Note that the module returned a view of the tensor. If it is modified, the nodes of the module drop out of the graph."""
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
     def take(self) -> Tensor | None:

@@ -55,10 +55,7 @@ class TensorGradientHook:
         return self.detached is not None and self.detached._version != self.version
 
     def on_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """The hook on the tensor itself.
-
-        The gradient is None if an operation has several outputs and this one is unused.
-        """
+        """The hook on the tensor itself. The gradient is None if an operation has several outputs and this one is unused."""
         if gradient is None:
             return None
         self.passes.add(graph_task())

@@ -79,10 +79,7 @@ class PendingInputGradients:
             TensorGradientHook(tensor, hook).finish_registration()
 
     def complete(self, output: Any) -> None:
-        """Complete the registration after the module has run.
-
-        Find its contributions. If it modified or returned an alias, also register a hook on the base.
-        """
+        """Find the contributions of the module that has run. If it modified or returned an alias, also register a hook on the base."""
         if self.on_leaves:
             self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
         if self.contributions:

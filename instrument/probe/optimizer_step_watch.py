@@ -111,10 +111,7 @@ class StepWatch(HookGroup):
         return torch.stack([(each > 0).to(checked[0].device, torch.float32) for each in checked]).amin()
 
     def backed_off(self) -> bool:
-        """Return whether the scaler found values that are not finite in the last step.
-
-        This waits for the device, as the scaler did to decide on the step.
-        """
+        """Return whether the scaler found values in the last step that are not finite. Waits for the device, as the scaler did."""
         previous_scale, scale = self._scales
         return bool(scale < previous_scale.to(scale.device))
 

@@ -627,10 +627,7 @@ class Probe(OwnedByProcess):
             self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
-        """Write the `layers` table once.
-
-        Lazy modules delay it until their first forward pass, when their sizes are known.
-        """
+        """Write the `layers` table once. Lazy modules delay it until their first forward pass, when their sizes are known."""
         if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
             self._layers_pending = False
             self.recorder.write("layers", layer_rows(self.plan))

@@ -36,10 +36,7 @@ def non_finite_fraction(kind: str, role: str) -> float:
 
 
 def location_name(layer: str, path: str, kind: str) -> str:
-    """Return the name of a location.
-
-    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
-    """
+    """Return a location's name: `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, `.` for the root."""
     name = layer or "."
     if not path:
         return name

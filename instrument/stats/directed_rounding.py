@@ -1,7 +1,4 @@
-"""Rounding to a narrower dtype in a given direction.
-
-The default rounding, to the nearest number, may exceed a bound.
-"""
+"""Rounding to a narrower dtype in a given direction. The default rounding, to the nearest number, may exceed a bound."""
 
 from __future__ import annotations
 

@@ -332,10 +332,7 @@ WITHOUT_VALUES = (*COUNTS, "fingerprint")
 DEFAULT = (*("numel", "mean", "std", "rms", "min", "max", "abs_max", "l2", "zero_fraction"), "nan_count", "inf_count")
 """The statistics of `stats: default`."""
 USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
-"""The usual range of `update_ratio` in a healthy training, "about 1e-3".
-
-CS231n, https://cs231n.github.io/neural-networks-3/#ratio
-"""
+"""The usual range of `update_ratio` in a healthy training, "about 1e-3". CS231n, https://cs231n.github.io/neural-networks-3/#ratio"""
 
 REMAINDERS = {name: f"{name}_remainder" for name in ("min", "max", "abs_max")}
 """For each statistic of 64-bit integers that float64 rounds beyond 2^53, the name of its remainder among the custom statistics.

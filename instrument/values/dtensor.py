@@ -177,10 +177,7 @@ def _redistributed(tensor: Tensor, shards: Shards, keeps: Callable[[Placement], 
 
 @own_collectives()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor.
-
-    For a sharded tensor this is a collective operation: all processes must call it.
-    """
+    """Return the full tensor. For a sharded tensor this is a collective operation: all processes must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
