@@ -65,7 +65,16 @@ class HookSet:
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
-        self._module_watch = ModuleWatch(self.model, attached_hooks)
+        self._at_modules: dict[nn.Module, list[AttachedHook]] = {}
+        for attached in attached_hooks:
+            self._at_modules.setdefault(attached.site.layer.module, []).append(attached)
+        self._module_slots = [
+            (parent._modules, key, child)
+            for parent in self.model.modules()
+            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
+            for key, child in parent._modules.items()
+            if not isinstance(child, weakref.ProxyTypes) and child in self._at_modules
+        ]
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -79,28 +88,25 @@ class HookSet:
             self._attach(self.steps)
             if self.steps.scaler is not None:
                 self.clock.amp_scale = self.steps.scale
-            self._attach_groups()
+            # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
+            encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+            for group in group_sites(
+                self.attached_hooks,
+                self.optimizers,
+                self.clock,
+                steps_by_loop=self.steps_by_loop,
+                never_suspended={part for encoder in encoders for part in encoder.modules()},
+            ):
+                self._groups.append(group)
+                if isinstance(group, GradientHooks):
+                    self._gradient_groups.append(group)
+                self._attach(group)
+                if isinstance(group, FunctionHooks):
+                    self._functions = group.threads
             for wrapper, optimizer in self._wrappers:
                 self._attach(WrapperWatch(wrapper, optimizer, self._groups, self.clock))
             if self._gradient_groups:
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
-
-    def _attach_groups(self) -> None:
-        # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
-        encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
-        for group in group_sites(
-            self.attached_hooks,
-            self.optimizers,
-            self.clock,
-            steps_by_loop=self.steps_by_loop,
-            never_suspended={part for encoder in encoders for part in encoder.modules()},
-        ):
-            self._groups.append(group)
-            if isinstance(group, GradientHooks):
-                self._gradient_groups.append(group)
-            self._attach(group)
-            if isinstance(group, FunctionHooks):
-                self._functions = group.threads
 
     def _attach(self, hooks: HookGroup) -> None:
         self._attached.callback(hooks.detach)
@@ -189,7 +195,11 @@ class HookSet:
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        for attached in self._module_watch.replaced():
+        gone = [slot for slot in self._module_slots if slot[0].get(slot[1]) is not slot[2]]
+        if gone:
+            self._module_slots = [slot for slot in self._module_slots if slot not in gone]
+        for attached in [attached for *_, module in gone for attached in self._at_modules.pop(module, ())]:
+            attached.default_reason = REPLACED
             site = attached.site
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
             self.event("replaced", message, layer=site.layer.name)
@@ -203,33 +213,6 @@ class HookSet:
                 site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
                 self.event("replaced", message, layer=site.layer.name, severity="info")
-
-
-class ModuleWatch:
-    """Detects hooked modules that are no longer part of the model."""
-
-    def __init__(self, model: nn.Module, attached_hooks: Sequence[AttachedHook]) -> None:
-        self.sites: dict[nn.Module, list[AttachedHook]] = {}
-        for attached in attached_hooks:
-            self.sites.setdefault(attached.site.layer.module, []).append(attached)
-        self.slots = [
-            (parent._modules, key, child)
-            for parent in model.modules()
-            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
-            for key, child in parent._modules.items()
-            if not isinstance(child, weakref.ProxyTypes) and child in self.sites
-        ]
-
-    def replaced(self) -> list[AttachedHook]:
-        """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
-        gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
-        if not gone:
-            return []
-        self.slots = [slot for slot in self.slots if slot not in gone]
-        attached_hooks = [attached for _, _, child in gone for attached in self.sites.pop(child, [])]
-        for attached in attached_hooks:
-            attached.default_reason = REPLACED
-        return attached_hooks
 
 
 class LoadWatch(InertWhenCopied):

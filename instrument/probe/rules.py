@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.hook_specs import HookSpec
-from ..config.rules import CallAction, DisableAction, EnableAction, RuleBase
+from ..config.rules import CallAction, DisableAction, EnableAction
 from ..config.schedule import STEP_PHASES
 from ..errors import HookError, user_code_location
 from ..fields.targets import build_callable
@@ -159,7 +159,14 @@ class RuleActions:
                 self._keeping[rule].append(hook)
         acting = {name for name, spec in rules.specs.items() if spec.actions}
         self._names = sorted(acting | self._followers.keys() | self._keeping.keys())
-        self._functions = _functions(rules.specs)
+        self._functions = {
+            name: [
+                action.call.function or build_callable(action.call, f"rules.{name}.then.call")
+                for action in spec.actions
+                if isinstance(action, CallAction)
+            ]
+            for name, spec in rules.specs.items()
+        }
         self._off = turned_on_by_rules(rules.specs, hooks)
         self._has_stopped: set[str] = set()  # rules that stopped the run before it was resumed
         self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
@@ -233,14 +240,3 @@ class RuleActions:
         """Restore the state. A rule that has stopped the run does not stop it again."""
         self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
         self._has_stopped = set(state["has_stopped"])
-
-
-def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:
-    return {
-        name: [
-            action.call.function or build_callable(action.call, f"rules.{name}.then.call")
-            for action in spec.actions
-            if isinstance(action, CallAction)
-        ]
-        for name, spec in specs.items()
-    }
