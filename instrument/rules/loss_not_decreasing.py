@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from .rule import RELATIONS, Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
@@ -36,13 +36,11 @@ class LossNotDecreasingRule(RuleBase):
     classes: the network has become much worse than a constant prediction, for example since the learning rate is too high.
     """
 
-    rule: Literal["loss_not_decreasing"]
     window: Annotated[int, Field(ge=4, le=1_000_000)] = Field(200, description="The number of steps that are compared.")
     by: Annotated[float, Field(ge=0, lt=1)] = Field(0.01, description="The relative decrease that is expected.")
 
 
-@RULES.register("loss_not_decreasing")
-class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
+class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule], name="loss_not_decreasing"):
     saved = ("sums", "count", "first", "last", "constant", "limit", "exceeded")
     relation = "constant_prediction"
     what = "loss not decreasing"

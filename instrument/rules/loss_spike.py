@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, WindowRule
+from ..config.rules import WindowRule
 from ..fields.field_types import Count
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
@@ -35,7 +35,6 @@ class LossSpikeRule(WindowRule):
     equal probabilities.
     """
 
-    rule: Literal["loss_spike"]
     factor: Annotated[float, Field(gt=1)] = Field(
         5.0,
         description="The loss exceeds this many times the median; if a loss was negative, it exceeds the median by this many times "
@@ -44,8 +43,7 @@ class LossSpikeRule(WindowRule):
     after: Count = Field(20, description="How many previous losses have to exist.")
 
 
-@RULES.register("loss_spike")
-class LossSpike(CatalogueRule[LossSpikeRule]):
+class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
     saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     stage = "divergence"

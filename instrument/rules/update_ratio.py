@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, RangeRule
+from ..config.rules import RangeRule
 from ..fields.field_types import Count, Index, NonNegative
 from .rule import BoundsRule, Firing, extended
 from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
@@ -27,15 +26,13 @@ class UpdateRatioRule(RangeRule):
     A large ratio that halves does not count: small initial weights grow until their updates have a usual size.
     """
 
-    rule: Literal["update_ratio"]
     above: NonNegative = Field(0.1, description="The ratio exceeds this number.")
     below: NonNegative = Field(1e-7, description="The ratio is below this number.")
     for_: Count = Field(10, alias="for", description="How often in succession the condition has to hold.")
     start: Index = Field(20, description="Updates before this step do not count: weights that start at zero grow fast.")
 
 
-@RULES.register("update_ratio")
-class UpdateRatio(BoundsRule[UpdateRatioRule]):
+class UpdateRatio(BoundsRule[UpdateRatioRule], name="update_ratio"):
     saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"
