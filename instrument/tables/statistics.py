@@ -70,36 +70,29 @@ class Statistic:
         return "int64" if self.unit in ("count", "elements", "bits") else "float64"
 
 
+def _formed_by(function: str, *names: str) -> tuple[Sum, ...]:
+    return tuple(Sum(name, function=f"instrument.{function}") for name in names)
+
+
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
-BITS_LOW, BITS_HIGH, FORM = (
-    Sum(name, function="instrument.stats.fingerprint:sums_of_bits") for name in ("bits_low", "bits_high", "form")
-)
-SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
-DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
-PRODUCT, PREVIOUS = (
-    Sum(name, function="instrument.actions.gradient_statistics:product_with_previous")
-    for name in ("product", "previous")
-)
-NOISE, SIGNAL = (
-    Sum(name, function="instrument.actions.gradient_statistics:noise_of_micro_batches") for name in ("noise", "signal")
-)
-RATE = Sum("rate", function="instrument.actions.gradient_statistics:rate_of_update")
-WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
-ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
-    Sum(name, function="instrument.stats.attention_rows:row_sums")
-    for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
+BITS_LOW, BITS_HIGH, FORM = _formed_by("stats.fingerprint:sums_of_bits", "bits_low", "bits_high", "form")
+(SATURATED,) = _formed_by("actions.measurement:saturated_elements", "saturated")
+DEAD, UNITS = _formed_by("actions.measurement:count_dead_units", "dead", "units")
+PRODUCT, PREVIOUS = _formed_by("actions.gradient_statistics:product_with_previous", "product", "previous")
+NOISE, SIGNAL = _formed_by("actions.gradient_statistics:noise_of_micro_batches", "noise", "signal")
+(RATE,) = _formed_by("actions.gradient_statistics:rate_of_update", "rate")
+(WEIGHT,) = _formed_by("actions.measurement:norm_of_value", "weight")
+ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = _formed_by(
+    "stats.attention_rows:row_sums", "rows", "row_entropies", "wide_rows", "row_uniformities", "first"
 )
 _OF_ATTENTION = (("function", "attention"),)
-UNIT_NORMS, NORMED_UNITS = (
-    Sum(name, function="instrument.actions.measurement:norms_of_units") for name in ("unit_norms", "normed_units")
+UNIT_NORMS, NORMED_UNITS = _formed_by("actions.measurement:norms_of_units", "unit_norms", "normed_units")
+INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = _formed_by(
+    "actions.activation_sums:sums_with_input", "input_squares", "output_squares", "products"
 )
-_SUMS = "instrument.actions.activation_sums"
-INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
-    Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
-)
-TOKEN_COSINES, SEQUENCES = (Sum(name, function=f"{_SUMS}:token_cosines") for name in ("token_cosines", "sequences"))
-ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = (
-    Sum(name, function=f"{_SUMS}:logit_sums") for name in ("entropies", "log_partition_squares", "logit_rows")
+TOKEN_COSINES, SEQUENCES = _formed_by("actions.activation_sums:token_cosines", "token_cosines", "sequences")
+ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = _formed_by(
+    "actions.activation_sums:logit_sums", "entropies", "log_partition_squares", "logit_rows"
 )
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
