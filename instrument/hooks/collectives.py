@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -218,7 +218,8 @@ class _Kernel:
             return self.operator.redispatch(keyset & _BELOW, *args)
         given = dict(zip(self.names, args, strict=False))  # without default values at the end
         group = dist.ProcessGroup.unbox(given["process_group"])
-        call.ranks = _ranks_of(group)
+        with suppress(KeyError):
+            call.ranks = dist.get_process_group_ranks(group)
         if "reduce_op" in given:
             call.reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         is_root = given.get("root_rank", group.rank()) == group.rank()
@@ -279,13 +280,6 @@ def _cells(row: tuple[Any, ...], begin: Any, end: Any, values: object, shape: ob
         return (*row, None if begin is None else end - begin)
     end.synchronize()
     return (*row, begin.elapsed_time(end) / 1000)
-
-
-def _ranks_of(group: Any) -> list[int] | None:
-    try:
-        return dist.get_process_group_ranks(group)
-    except KeyError:
-        return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -81,7 +81,12 @@ class PendingInputGradients:
     def complete(self, output: Any) -> None:
         """Find the contributions of the module that has run. If it modified or returned an alias, also register a hook on the base."""
         if self.on_leaves:
-            self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
+            passes = self.passes  # the hooks on the outputs keep them as long as the graph exists
+            outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
+            for tensor in outputs:
+                TensorGradientHook(tensor, lambda _: passes.add(graph_task())).finish_registration()
+            for on_leaf in self.on_leaves if not outputs else ():
+                on_leaf.graph_passes = None
         if self.contributions:
             stored = self.stored()
             self._find_contributions(output, stored())
@@ -92,14 +97,6 @@ class PendingInputGradients:
         }
         for alias, hook in self.aliases:
             hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
-
-    def _watch_passes(self, outputs: Sequence[Tensor]) -> None:
-        """Note each backward pass that runs through an output. The hooks on the outputs keep the passes as long as the graph exists."""
-        passes = self.passes
-        for tensor in outputs:
-            TensorGradientHook(tensor, lambda _: passes.add(graph_task())).finish_registration()
-        for hook in self.on_leaves if not outputs else ():
-            hook.graph_passes = None
 
     def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]

@@ -107,17 +107,13 @@ class Metrics:
             read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
             return _NO_VALUES | read
 
-        row = read() if transfer.is_complete else PendingMetrics(read)
-        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
-            self._keep(row, now=transfer.is_complete)
-        return row
-
-    def _keep(self, row: Mapping[str, Any], *, now: bool) -> None:
-        moment = self.clock.moment
-
         def cells() -> Row:
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             place, values = (moment.step, moment.epoch, moment.phase, self.clock.rank), (row[name] for name in METRICS)
             return (*place, *values, skipped, custom_metrics_in(row) or None)
 
-        self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=now)
+        moment = self.clock.moment
+        row = read() if transfer.is_complete else PendingMetrics(read)
+        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
+            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=transfer.is_complete)
+        return row

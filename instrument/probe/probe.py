@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -634,12 +635,6 @@ class Probe(OwnedByProcess):
 
     # ------------------------------------------------------------------------------------------------ the record
 
-    def _messages_about_ranks(self) -> list[tuple[str, str]]:
-        """Return messages about tensors that not all processes have seen, and about unknown placements, with the types of their events."""
-        differences = [] if self.ranks is None else self.ranks.differences.values()
-        placements = [] if self.clock.layout is None else self.clock.layout.messages()
-        return [*(("ranks", message) for message in differences), *(("placement", message) for message in placements)]
-
     def event(
         self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
     ) -> None:
@@ -707,7 +702,9 @@ class Probe(OwnedByProcess):
             self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
-        for rule, message in self._messages_about_ranks():
+        differences = [] if self.ranks is None else self.ranks.differences.values()
+        placements = [] if self.clock.layout is None else self.clock.layout.messages()
+        for rule, message in (*product(("ranks",), differences), *product(("placement",), placements)):
             self.event(rule, message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None

@@ -67,7 +67,10 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule], name="loss_not_dec
         if not rows.is_training or loss is None or self._count >= self.spec.window:
             return
         if not math.isfinite(loss):
-            yield from self._check_rise(loss)
+            self._count = self.spec.window
+            bound = RISE * abs(self._first)
+            if self._last > bound:
+                yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
             return
         self._add(loss)
         for row in rows.relations:
@@ -115,13 +118,6 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule], name="loss_not_dec
         quarter = (QUARTERS * (self._count + 1) - 1) // self.spec.window
         self._sums[quarter] += loss
         self._count += 1
-
-    def _check_rise(self, loss: float) -> Iterator[Firing]:
-        """End the window with a loss that is not finite, and report that the losses before it rose."""
-        self._count = self.spec.window
-        bound = RISE * abs(self._first)
-        if self._last > bound:
-            yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
     def bounds(self) -> Bounds | list[Bounds] | None:
         left = self.spec.window - self._count
