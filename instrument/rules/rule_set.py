@@ -195,18 +195,14 @@ def make_rule(spec: RuleBase) -> Rule:
         ConfigError: A custom rule cannot be imported or built, or lacks the method `update`.
     """
     if isinstance(spec, CustomRule):
-        return _custom_rule(spec)
+        where = f"rules.{spec.name}"
+        function = spec.target.function
+        made = build(spec.target, where) if function is None else function(**(spec.target.model_extra or {}))
+        if not callable(getattr(made, "update", None)):
+            message = "a rule requires the method update(rows); see instrument.Rule"
+            raise ConfigError(Problem(where, message, given=type(made).__name__))
+        return made  # type: ignore[no-any-return]
     if isinstance(spec, WatchRule):
         return WatchMetric(spec) if spec.is_of_metrics else WatchStatistic(spec)
-    made: Rule = RULES[str(getattr(spec, "rule"))](spec)  # noqa: B009 - the field of every rule with a name
-    return made
-
-
-def _custom_rule(spec: CustomRule) -> Rule:
-    where = f"rules.{spec.name}"
-    function = spec.target.function
-    made = build(spec.target, where) if function is None else function(**(spec.target.model_extra or {}))
-    if not callable(getattr(made, "update", None)):
-        message = "a rule requires the method update(rows); see instrument.Rule"
-        raise ConfigError(Problem(where, message, given=type(made).__name__))
-    return made  # type: ignore[no-any-return]
+    named: Rule = RULES[str(getattr(spec, "rule"))](spec)  # noqa: B009 - the field of every rule with a name
+    return named
