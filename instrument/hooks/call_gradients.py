@@ -122,7 +122,7 @@ class CallGradients:
             if self.call.repeats:
                 continue
             if any(attached.matches_path(path) for path in self.expected_paths):
-                attached.count_opportunity()
+                attached.opportunities += 1
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
                 attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
@@ -137,7 +137,7 @@ class CallGradients:
         def count_misses(detail: str) -> None:
             for attached in attached_hooks:
                 if attached in fired:  # in an earlier backward pass
-                    attached.count_opportunity()
+                    attached.opportunities += 1
                 attached.count_miss(reason.format(detail))
 
         return count_misses

@@ -231,9 +231,9 @@ class ModuleHooks(SuspendableModuleHooks):
         new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
-                attached.count_opportunity()
+                attached.opportunities += 1
                 if attached in fired:
-                    attached.count_firing()
+                    attached.firings += 1
                 else:
                     attached.count_miss(obstacles.get(attached) or attached.no_tensor_reason(value))
         return new
@@ -253,12 +253,12 @@ class ModuleHooks(SuspendableModuleHooks):
         for attached in self.changes:
             if not attached.acts_in(call.index):
                 continue
-            attached.count_opportunity()
+            attached.opportunities += 1
             if change is not None and tensor is not None and attached.matches_path(path):
                 firing = firing_of(call.index, 0, False, call.origin)
                 attached.note_placement(tensor, path, firing)
                 attached.fire(change, path, firing, value=given)
-                attached.count_firing()
+                attached.firings += 1
             else:
                 attached.count_miss(reason)
 
