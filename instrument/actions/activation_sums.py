@@ -23,8 +23,8 @@ from ..tables.statistics import (
     Sum,
 )
 from ..values.dtensor import complete_along
-from .base import Context
-from .measurement import Number, strided_or_sparse
+from .base import Context, Number
+from .measurement import strided_or_sparse
 
 
 def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

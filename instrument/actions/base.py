@@ -25,6 +25,10 @@ UNKNOWN_CALL = -1
 """The index of the original call of a recomputed forward pass if it is unknown."""
 
 
+Number = float | Tensor | None
+"""A number, a scalar on a device, or None if it is not defined."""
+Numbers = Mapping[str, Number]
+"""Numbers by name."""
 SampleIds = Tensor | Sequence[int] | Sequence[str]
 """One id for each sample of a batch."""
 
@@ -62,7 +66,6 @@ class Parts:
 
     Attributes:
         whole: The tensor, with one part per index of dimension 0.
-        parts: The parts.
         sums: The sums of all parts that a function of statistics has formed at once: [parts] each.
     """
 
@@ -168,17 +171,8 @@ class Context:
 
     def without_tensors(self) -> Context:
         """Return a copy that keeps no tensor in memory."""
-        return replace(
-            self,
-            value=None,
-            complete=None,
-            ids=None,
-            targets=None,
-            tensors=KeptTensors(),
-            state={},
-            measured=None,
-            holds=None,
-        )
+        nothing: dict[str, Any] = dict.fromkeys(("value", "complete", "ids", "targets", "measured", "holds"))
+        return replace(self, tensors=KeptTensors(), state={}, **nothing)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.
@@ -227,8 +221,8 @@ class Effect:
 
     numel: int
     measures: Sequence[float | Tensor | Measured | None]
-    factor: float | Tensor | None = field(default=None)
-    held: bool | Tensor | None = field(default=None)
+    factor: Number = None
+    held: bool | Tensor | None = None
 
     @property
     def numbers(self) -> list[Tensor]:
@@ -257,26 +251,17 @@ class Effect:
         return numbers
 
 
-class Effects(Protocol):
-    """Receives the effects of interventions."""
+class Rows(Protocol):
+    """Receives the rows of an action."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
-
-
-class Rows(Effects, Protocol):
-    """Receives the rows of an action."""
 
     def memory(self, device: torch.device) -> Tensor | None:
         """Return memory for the sums of one tensor on a device; None for the CPU."""
 
     def add_stats(
-        self,
-        context: Context,
-        shape: tuple[int, ...],
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
         """Add the statistics of one tensor: built-in ones in column order, then custom ones, which may be scalars on a device."""
 
@@ -289,7 +274,6 @@ class Rows(Effects, Protocol):
         Args:
             table: `stats` or `effects`.
             context: The call. Its moment is ignored.
-            names: The names of the statistics, without custom ones.
             is_scaled: Whether the tensor was multiplied by the scale of the gradient scaler; see `set_scale`.
         """
 
@@ -306,13 +290,7 @@ class Rows(Effects, Protocol):
         """
 
     def record_plain_effect(
-        self,
-        before: Tensor,
-        after: Tensor,
-        slot: int,
-        moment: StepContext,
-        factor: float | Tensor | None,
-        held: bool | None,
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: Number, held: bool | None
     ) -> bool:
         """Add the effect of an intervention on a plain tensor; see `Effect`. Return false if the tensors are not plain."""
 
@@ -329,12 +307,7 @@ class Rows(Effects, Protocol):
         """
 
     def add_line(
-        self,
-        context: Context,
-        text: str,
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, text: str, names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
         """Add a line to print for one tensor; see `add_stats`. `text` is the description of the tensor."""
 

@@ -25,19 +25,11 @@ ROUNDING_MARGIN = 1.0 - 2.0**-50
 
 
 def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Clamp all values to [low, high]. NaN stays NaN.
+    """Clamp all values of a floating-point tensor to [low, high]; None for no bound. NaN stays NaN. Shape and dtype are kept.
 
     In float16 and bfloat16, rounding moves a bound by up to 0.4%. There the bound becomes the nearest representable
     number within [low, high]. If no such number exists, all values become the largest number below `high`. In wider
     dtypes the result is bit-identical to `torch.clamp`.
-
-    Args:
-        tensor: Any floating-point dtype and shape.
-        low: The minimum; None for no minimum.
-        high: The maximum; None for no maximum.
-
-    Returns:
-        The clipped tensor, same shape and dtype.
     """
     if tensor.dtype.itemsize < 4:
         low = None if low is None else round_up(low, tensor.dtype)
@@ -51,24 +43,15 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
 
 
 def clip_coefficient(norm: Tensor, bound: float) -> Tensor:
-    """Return the factor that limits a norm to `bound`.
-
-    `min(1, bound / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`.
-    """
+    """Return the factor that limits a norm to `bound`. `min(1, bound / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`."""
     return (bound / (norm + EPSILON)).clamp(max=1.0)
 
 
 def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: bool = False) -> tuple[Tensor, Tensor]:
-    """Scale a tensor so that its norm is at most `bound`.
+    """Scale a floating-point tensor so that its norm of an order is at most `bound`, or that of each sample (dimension 0).
 
     Norms and products are computed in float32 or wider: half precision would overflow or lose small values and factors.
     The results are rounded towards zero, so that the norm stays within the bound.
-
-    Args:
-        tensor: Any floating-point dtype and shape.
-        bound: The maximum norm.
-        ord: The order of the norm. Default: 2.
-        per_sample: Whether to clip the norm of each sample (dimension 0) separately. Default: False.
 
     Returns:
         The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
@@ -99,16 +82,9 @@ def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
-    """Clamp values to [-q, q], where q is a quantile of the tensor's magnitudes.
+    """Clamp the values of a floating-point tensor to [-q, q], where q is a quantile of its magnitudes, at a level from 0 to 1.
 
-    The quantile is the nearest rank, computed without NaN. NaN stays NaN. The bound is a constant for autograd.
-
-    Args:
-        tensor: Any floating-point dtype and shape.
-        quantile: The level, from 0 to 1.
-
-    Returns:
-        The clipped tensor, same shape and dtype.
+    The quantile is the nearest rank, computed without NaN. NaN stays NaN. The bound is a constant for autograd. Shape and dtype are kept.
     """
     magnitudes = tensor.detach().flatten().abs()
     if not magnitudes.numel():
@@ -122,19 +98,11 @@ def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:
 
 
 def clip_ratio(gradient: Tensor, weight: Tensor, ratio: float) -> Tensor:
-    """Scale the gradient of each unit so that its norm is at most `ratio` times the norm of the weight.
+    """Scale the gradient of each unit so that its norm is at most `ratio` times the norm of the weight, which has the same shape.
 
     Adaptive gradient clipping: Brock et al. 2021, "High-performance large-scale image recognition without
     normalization", equation 3. A unit is an index of dimension 0 of a weight, or a complete bias. Weight norms are at
     least 1e-3, so that weights that start at zero can change. Precision and rounding are those of `clip_norm`.
-
-    Args:
-        gradient: The gradient.
-        weight: The weight, same shape.
-        ratio: The maximum ratio of the norms.
-
-    Returns:
-        The clipped gradient, same shape and dtype.
     """
     wide = torch.promote_types(gradient.dtype, torch.float32)
     dims = tuple(range(1, weight.dim())) if weight.dim() > 1 else None

@@ -23,7 +23,6 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
     A class is instantiated once, and the instance is called.
 
     Args:
-        target: The function and its further arguments.
         arguments: The names of the arguments with which it is called: `tensor`, or `tensor` (or `tensors`) and `context`.
         trial: Whether a function written in C that declares no parameters is called once, which is the only way to
             test them. Default: True.
@@ -68,10 +67,7 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
 
 
 def check_random_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of a tensor, or of a dict of tensors, so that it fails if it changes PyTorch's global random state.
-
-    A change would alter the rest of the run.
-    """
+    """Make a function of a tensor, or a dict of tensors, fail if it changes PyTorch's random state, which would alter the run."""
 
     def checked(given: Tensor | dict[str, Tensor], *further: Any) -> Any:
         tensor = given if isinstance(given, Tensor) else next(iter(given.values()))

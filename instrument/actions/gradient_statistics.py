@@ -11,10 +11,9 @@ from ..stats.flatten import is_on_host
 from ..stats.portable import widest
 from ..tables.statistics import NOISE, PREVIOUS, PRODUCT, RATE, SIGNAL, Sum
 from ..values.sparse import is_sparse
-from .base import Context, StepContext
+from .base import Context, Number, StepContext
 
 CHUNK = 1 << 22  # elements that are converted to float64 at once
-Number = float | Tensor | None
 
 
 def product_with_previous(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

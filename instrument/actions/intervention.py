@@ -15,7 +15,7 @@ from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
 from ..tables.kinds import KINDS
 from ..values.sparse import coalesce, is_sparse, replace_values
-from .base import Action, Context, Effect, Effects
+from .base import Action, Context, Effect, Number, Rows
 
 
 class Change(Protocol):
@@ -23,16 +23,10 @@ class Change(Protocol):
 
     @property
     def entrywise(self) -> bool:
-        """Whether a sparse tensor can be changed by its entries alone.
-
-        This requires that zeros stay zeros and that the result does not depend on positions.
-        """
+        """Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and the result depends on no positions."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Receive all tensors of the spec before each of them is changed.
-
-        Only kinds that have all tensors at once call it.
-        """
+        """Receive all tensors of the spec before each of them is changed. Only kinds that have all tensors at once call it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | Tensor | None]:
         """Return the new tensor, and the factor if the change is a multiplication by one number."""
@@ -41,7 +35,7 @@ class Change(Protocol):
 class Intervention(Action):
     """Replaces a tensor by the validated result of a change, and records the effect."""
 
-    def __init__(self, change: Change, rows: Effects) -> None:
+    def __init__(self, change: Change, rows: Rows) -> None:
         self.change = change
         self.rows = rows
 
@@ -59,7 +53,10 @@ class Intervention(Action):
         if not is_sparse(tensor):
             return self._change(tensor, context, tensor.numel())
         if not self.change.entrywise:
-            raise sparse_error(context)
+            raise HookError(
+                f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
+                "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
+            )
         entries = coalesce(tensor)
         return replace_values(entries, self._change(entries.values(), context, tensor.numel()))
 
@@ -76,13 +73,7 @@ class Intervention(Action):
 
 
 def accept_result(
-    tensor: Tensor,
-    new: Tensor,
-    context: Context,
-    rows: Effects,
-    *,
-    factor: float | Tensor | None = None,
-    numel: int | None = None,
+    tensor: Tensor, new: Tensor, context: Context, rows: Rows, *, factor: Number = None, numel: int | None = None
 ) -> Tensor:
     """Check the result of an intervention, record the effect, and return the result, where the condition of `when` holds.
 
@@ -101,14 +92,6 @@ def accept_result(
         effect.held = context.holds
         rows.add_effect(context, effect)
     return new
-
-
-def sparse_error(context: Context) -> HookError:
-    """Return the error for a sparse tensor that an intervention cannot change."""
-    return HookError(
-        f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
-        "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
-    )
 
 
 def with_version(tensor: Tensor) -> Tensor:
@@ -149,10 +132,7 @@ def check_result(old: Tensor, new: Any, context: Context) -> None:
 
 
 def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: int) -> Effect:
-    """Return the effect: how many of `numel` elements changed, and the norms before and after.
-
-    NaN that stays NaN is unchanged.
-    """
+    """Return the effect: how many of `numel` elements changed, and the norms before and after. NaN that stays NaN is unchanged."""
     factor = factor.detach() if isinstance(factor, Tensor) else factor
     if (measures := effect_of_plain(old, new)) is not None:
         return Effect(numel, measures, factor)

@@ -38,16 +38,13 @@ from ..tables.statistics import (
 )
 from ..values.dtensor import complete_along
 from ..values.sparse import is_sparse
-from .base import Context
+from .base import Context, Number
 from .custom_functions import custom_function, observe
 from .intervention import describe
 
 _imported = cache(resolve_name)
 
 MAX_BYTES = 1 << 30  # of a sparse tensor that becomes dense
-
-Number = float | Tensor | None
-"""A number, a scalar on another device, or None if it is not defined for the tensor."""
 
 
 class Measurement:
@@ -93,7 +90,6 @@ class Measurement:
         return (*self.custom, *reversed([name for name in self.statistics if statistic_of(name).needs]))
 
     def without(self, name: str) -> Measurement:
-        """Return a copy without one statistic."""
         reduced = copy(self)
         reduced._select(tuple(other for other in self.statistics if other != name))
         reduced.custom = {other: function for other, function in self.custom.items() if other != name}
@@ -205,7 +201,6 @@ def norm_of_value(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
-    """Return the result of a custom statistic; see `Measurement.custom_numbers`."""
     number = observe(function, to_dense(tensor, describe(context)), context)
     if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
         return float(number) if is_on_host(number) else number.detach()

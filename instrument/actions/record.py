@@ -24,10 +24,7 @@ from .measurement import Measurement, to_dense
 
 
 def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
-    """Return the part of a selection that a spec keeps, as a view.
-
-    A number of samples is applied first, then `max_elements` (to the flattened tensor).
-    """
+    """Return the part that a spec keeps, as a view: first its number of samples, then `max_elements` of the flattened tensor."""
     part = tensor
     if isinstance(spec.samples, int) and spec.slice is None and part.dim():
         part = part[: spec.samples]
@@ -49,9 +46,7 @@ class Record(Action):
     """The record action of a spec.
 
     Attributes:
-        measurement: The recorded statistics.
         tables: What computes the rows of further tables, by table.
-        keeps_tensors: Whether tensors are recorded.
     """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:

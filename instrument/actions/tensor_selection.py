@@ -15,7 +15,6 @@ class TensorSelection:
     """The selected part of tensors of one shape. All dimensions are kept, except those with an integer in a slice.
 
     Args:
-        shape: The shape of the complete tensor.
         index: Slices and integers along the first dimensions.
         lists: The indices along further dimensions, applied after `index`.
     """

@@ -41,10 +41,7 @@ class UnitVectors:
             archive.open(run, spec.hook, self.where, field=field)
 
     def at(self, tensor: Tensor, context: Context) -> tuple[Tensor, int]:
-        """Return the vectors for a tensor, and the dimension of its units.
-
-        Args:
-            tensor: The tensor that the hook changes: complete, or the selected part.
+        """Return the vectors for a tensor (complete, or the selected part), and the dimension of its units.
 
         Returns:
             The vectors on the device of the tensor, [vectors, units], in float32 or the wider dtype of the tensor; and
@@ -182,13 +179,10 @@ def orthonormal(vectors: Tensor) -> Tensor:
 
 
 def load_vectors(path: str, key: str | None, where: str) -> Tensor:
-    """Load vectors from a `.npy` or `.safetensors` file.
+    """Load vectors, float64 [vectors, units], from a `.npy` or `.safetensors` file.
 
     Args:
         key: The name of the tensor in a `.safetensors` file; None if it has only one.
-
-    Returns:
-        float64 [vectors, units].
 
     Raises:
         ConfigError: The file or the key does not exist, or the array has no numbers of shape [units] or [vectors, units].

@@ -39,11 +39,6 @@ class SiteCondition:
         self._decisions: dict[tuple[str, int], Decision] = {}
         self._decided_at: Any = None
 
-    @classmethod
-    def of(cls, spec: HookBase) -> SiteCondition | None:
-        """Return the condition of a spec; None if it has none, or follows a rule."""
-        return None if spec.condition is None else cls(spec, spec.condition)
-
     def apply(
         self, action: Callable[[Tensor, Context], Tensor | None], tensor: Tensor, context: Context
     ) -> Tensor | None:
@@ -107,7 +102,6 @@ class SiteCondition:
         return {path: previous.state() for path, previous in self._previous.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the previous values."""
         self._previous = {path: _HostValues(self.condition, **values) for path, values in state.items()}
 
 
@@ -132,7 +126,6 @@ class _HostValues:
         return math.sqrt(math.fsum((value - mean) ** 2 for value in known) / n), is_ready
 
     def add(self, value: float) -> None:
-        """Add the value of a firing."""
         if self.firings < self.condition.window:
             self.values.append(value)
         else:

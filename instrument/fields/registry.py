@@ -52,7 +52,6 @@ class Registry(Mapping[str, T]):
         """Return a decorator that adds a class or a function under one name or several.
 
         Args:
-            names: The names.
             place: The file and line of the entry, for messages. Default: those of the caller.
 
         Raises:

@@ -46,11 +46,8 @@ def argument_names(path: str, where: str) -> frozenset[str]:
         ConfigError: As for `locate`.
     """
     target = locate(path, where)
-    inherited = (
-        [vars(base)["__init__"] for base in target.__mro__[1:] if "__init__" in vars(base)]
-        if inspect.isclass(target)
-        else []
-    )
+    bases = target.__mro__[1:] if inspect.isclass(target) else ()
+    inherited = [vars(base)["__init__"] for base in bases if "__init__" in vars(base)]
     names: set[str] = set()
     try:
         for function in (target, *inherited):
@@ -80,9 +77,9 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
         cause = error.__cause__
-        raise ConfigError(
-            Problem(where, f"{target.target} could not be built: {_reason(cause or error)}", given=_arguments(target))
-        ) from error
+        message = f"{target.target} could not be built: {_reason(cause or error)}"
+        arguments = ", ".join(f"{key}: {value}" for key, value in target.to_config().items())
+        raise ConfigError(Problem(where, message, arguments)) from error
 
 
 def build_callable(target: Target, where: str) -> Callable[..., Any]:
@@ -96,10 +93,6 @@ def build_callable(target: Target, where: str) -> Callable[..., Any]:
     if not callable(value):
         raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(value).__name__))
     return value  # type: ignore[no-any-return]
-
-
-def _arguments(target: Target) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in target.to_config().items())
 
 
 def _reason(error: BaseException) -> str:

@@ -85,7 +85,8 @@ class AttachedHook(HookCoverage):
         self._composed: Direct | None = None  # the same, also while it is not scheduled
         self._is_composed = False
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
-        self.condition = SiteCondition.of(site.spec)
+        given = site.spec.condition  # None without one, or if the hook follows a rule
+        self.condition = None if given is None else SiteCondition(site.spec, given)
         self.calls = site.spec.call_range  # None: all
         self.split_dim = site.spec.split_dim if isinstance(site.spec, RecordSpec) else None
         # Whether it changes nothing: it records, prints or calls a function.
@@ -151,7 +152,6 @@ class AttachedHook(HookCoverage):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the coverage counts and the state of the schedule."""
         super().load_state_dict(state)
         self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
@@ -168,15 +168,11 @@ class AttachedHook(HookCoverage):
         return False
 
     def matches_path(self, path: str) -> bool:
-        """Return whether the spec selects the tensor at this path."""
         pattern = self.site.spec.path
         return pattern is None or matches(pattern, path)
 
     def accepts(self, tensor: Tensor, path: str) -> bool:
-        """Return whether the hook acts on this tensor.
-
-        Record hooks accept any dtype, interventions floating-point ones.
-        """
+        """Return whether the hook acts on this tensor. Record hooks accept any dtype, interventions floating-point ones."""
         return self.matches_path(path) and (self.is_record_hook or tensor.is_floating_point())
 
     def no_tensor_reason(self, value: Any, root: str = "") -> str:
@@ -244,7 +240,12 @@ class AttachedHook(HookCoverage):
         else:
             divided = unscaled(part, amp_scale)
             new = rescaled(self.run(divided, context), divided, part, amp_scale)
-        return _replaced(tensor, given, part, new)
+        if new is part:
+            return tensor
+        if not is_sharded(given):
+            return new
+        replacement = sharded_like(new, given)
+        return replacement if is_sharded(tensor) else local_shard(replacement)
 
     def _placed(self, tensor: Tensor, path: str, firing: FiringIndex) -> tuple[Shards, Tensor, Tensor]:
         """Return the placement of what the action gets, the tensor with its placement if it is a shard, and what the action gets.
@@ -296,11 +297,9 @@ class AttachedHook(HookCoverage):
             self.opportunities += 1
             self.firings += 1
             return new
-        return (
-            self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
-            if self.count_and_check_readable(tensor)
-            else None
-        )
+        if not self.count_and_check_readable(tensor):
+            return None
+        return self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
 
     def check_shape(self, path: str, tensor: Tensor) -> None:
         """Check once for each path that the spec fits the shape; see `fire`."""
@@ -309,7 +308,6 @@ class AttachedHook(HookCoverage):
             check_shape(self.site, path, tensor)
 
     def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
-        """Return the context of a call; see `fire`."""
         spec, layer = self.site.spec, self.site.layer
         return Context(
             hook=spec.name,
@@ -338,7 +336,6 @@ class AttachedHook(HookCoverage):
         )
 
     def _kept_tensors(self) -> KeptTensors:
-        """Return the kept tensors that the action may use."""
         store = self.clock.kept
         if not store.original:
             return KeptTensors()
@@ -395,19 +392,6 @@ PLACED_FAMILIES = ("module", "loss", "parameter", "optimizer")
 """The families of kinds whose plain tensors have a placement."""
 
 
-def _replaced(tensor: Tensor, given: Tensor, part: Tensor, new: Tensor) -> Tensor:
-    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`.
-
-    `given` is the tensor with its placement, if it is a shard.
-    """
-    if new is part:
-        return tensor
-    if not is_sharded(given):
-        return new
-    replacement = sharded_like(new, given)
-    return replacement if is_sharded(tensor) else local_shard(replacement)
-
-
 def fire_all(
     attached_hooks: Iterable[AttachedHook],
     tensor: Tensor,
@@ -424,11 +408,7 @@ def fire_all(
 def act_on_tensors(
     attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
 ) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
-    """Run hooks on all tensors of a value, in the order of the configuration.
-
-    Returns:
-        The new value, the hooks that fired, and why hooks could not act on a tensor.
-    """
+    """Run hooks on all tensors of a value. Return the new value, the hooks that fired, and why others could not act on a tensor."""
     fired: set[AttachedHook] = set()
     obstacles: dict[AttachedHook, str] = {}
 

@@ -25,11 +25,9 @@ class CallGradients:
     """The expected gradients of one call of a module, of its inputs or of its outputs."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, in_place: Any = ()) -> None:
-        self.attached_hooks = (
-            [attached for attached in attached_hooks if not attached.is_record_hook]
-            if call.graph_is_discarded
-            else attached_hooks
-        )
+        self.attached_hooks = attached_hooks
+        if call.graph_is_discarded:
+            self.attached_hooks = [attached for attached in attached_hooks if not attached.is_record_hook]
         self.call = call
         self.clock = clock
         self.in_place = in_place
@@ -70,9 +68,8 @@ class CallGradients:
         self.registered.update((attached, self._key(path, value)) for attached in attached_hooks)
         for attached in attached_hooks:
             attached.note_placement(value, path, firing_of(self.call.index, 0, False, None))
-        value_copy = (
-            value.detach().clone() if any(attached.site.spec.needs_value for attached in attached_hooks) else None
-        )
+        is_needed = any(attached.site.spec.needs_value for attached in attached_hooks)
+        value_copy = value.detach().clone() if is_needed else None
         return gradient_hook(attached_hooks, path, self.call, self.clock, self.fired, value_copy)
 
     def _key(self, path: str, tensor: Tensor) -> int | str:
@@ -109,7 +106,6 @@ class CallGradients:
         self.unfinished.clear()
 
     def alias(self, path: str, tensor: Tensor) -> Tensor:
-        """Return the alias of a tensor in this call."""
         return self.aliases.setdefault(self._key(path, tensor), alias_of(tensor))
 
     def with_aliases(self, value: Any) -> Any:
@@ -126,7 +122,7 @@ class CallGradients:
             if self.call.repeats:
                 continue
             if any(attached.matches_path(path) for path in self.expected_paths):
-                attached.count_opportunity()
+                attached.opportunities += 1
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
                 attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
@@ -135,17 +131,13 @@ class CallGradients:
                 attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
     def miss_callback(self, reason: str) -> Callable[[str], None]:
-        """Return a function that counts a miss for each hook. It holds no reference to the call.
-
-        Args:
-            reason: The reason, with a field `{}` for the argument of the function.
-        """
+        """Return a function that counts a miss for each hook; `reason` has a field `{}` for its argument. It does not refer to the call."""
         attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
 
         def count_misses(detail: str) -> None:
             for attached in attached_hooks:
                 if attached in fired:  # in an earlier backward pass
-                    attached.count_opportunity()
+                    attached.opportunities += 1
                 attached.count_miss(reason.format(detail))
 
         return count_misses

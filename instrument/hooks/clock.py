@@ -34,20 +34,14 @@ class Clock:
     """The current time of a probe, shared by all of its sites.
 
     Attributes:
-        moment: Step, micro-step, epoch and phase.
-        seed: The seed of the run.
         micro_step_index: The number of micro-steps so far, over all phases. Per-micro-step state is reset by it.
-        closed: Whether the probe is detached.
         in_graphs: Whether any hook on modules is scheduled. Otherwise, compiled code runs without them.
         amp_scale: Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
         timer: Measures the time of hooks; None if it is not measured.
         parallel: How several processes train together; None for a single one.
-        rank: The rank of this process, from 0.
         layout: How tensors are placed on the mesh of the processes; None without a mesh.
         replicas: The number of processes whose gradients of different batches are averaged or summed.
         sums_gradients: Whether they are summed.
-        phases: The phases so far.
-        kept: The tensors that hooks kept in this step.
         in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
         named_at: The micro-step whose samples are named by `sample_ids`.
         sample_ids: The ids of these samples.
@@ -82,7 +76,6 @@ class Clock:
         self._boundary = None, self.moment
 
     def name_samples(self, ids: SampleIds, targets: Tensor | None = None) -> None:
-        """Name the samples of the current micro-step, and their targets, if known."""
         self.named_at, self.sample_ids, self.sample_targets = self.micro_step_index, ids, targets
 
     @property

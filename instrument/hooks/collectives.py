@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import FrameType, SimpleNamespace
@@ -156,7 +156,6 @@ class CollectiveHooks(HookGroup):
             call.sites[self] = f"{'join.' if _is_in_join() else ''}{call.operation}.{index}", scheduled
 
     def act(self, call: _Call, role: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Run the hooks on tensors; see `_Call.act`."""
         given = [tensor.detach() for tensor in tensors]
         new = [*given]
         with own_collectives(), torch.no_grad(), self.clock.timer or nullcontext():
@@ -172,7 +171,6 @@ class CollectiveHooks(HookGroup):
         return [old if after is before else after for old, before, after in zip(tensors, given, new, strict=True)]
 
     def miss(self, call: _Call) -> None:
-        """Count the results of an operation as missed; see `_Call.miss`."""
         for _, _, attached in self._selected(call, "output", len(call.outputs)):
             attached.count_missed_opportunity(NOT_AWAITED)
 
@@ -197,9 +195,7 @@ def _exemption(attached: AttachedHook, tensor: Tensor, path: str) -> str | None:
         return OTHER_RANKS
     context = attached.context(path, FIRST_CALL)
     drawn = replace(context, role=f"{context.role} drawn")  # other numbers than those of the action
-    is_drawn = (
-        spec.fraction == 1 or torch.rand((), generator=drawn.generator(torch.device("cpu"))).item() < spec.fraction
-    )
+    is_drawn = spec.fraction == 1 or torch.rand((), generator=drawn.generator(_CPU)).item() < spec.fraction
     return None if is_drawn else NOT_DRAWN
 
 
@@ -222,7 +218,8 @@ class _Kernel:
             return self.operator.redispatch(keyset & _BELOW, *args)
         given = dict(zip(self.names, args, strict=False))  # without default values at the end
         group = dist.ProcessGroup.unbox(given["process_group"])
-        call.ranks = _ranks_of(group)
+        with suppress(KeyError):
+            call.ranks = dist.get_process_group_ranks(group)
         if "reduce_op" in given:
             call.reduction = dist.ReduceOp.RedOpType(given["reduce_op"].op()).name.lower()
         is_root = given.get("root_rank", group.rank()) == group.rank()
@@ -283,13 +280,6 @@ def _cells(row: tuple[Any, ...], begin: Any, end: Any, values: object, shape: ob
         return (*row, None if begin is None else end - begin)
     end.synchronize()
     return (*row, begin.elapsed_time(end) / 1000)
-
-
-def _ranks_of(group: Any) -> list[int] | None:
-    try:
-        return dist.get_process_group_ranks(group)
-    except KeyError:
-        return None
 
 
 def _tensors(value: Any) -> list[Tensor]:

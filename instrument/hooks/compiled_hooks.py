@@ -79,8 +79,6 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, attached_hooks: Sequence[AttachedHook]) -> Places:
-        """Sort sites by where they act."""
-
         def at(*places: tuple[str, str | None]) -> list[AttachedHook]:
             return [
                 attached
@@ -103,12 +101,7 @@ class Places(NamedTuple):
 class GraphHooks:
     """The hooks of one group.
 
-    Args:
-        attached_hooks: The sites.
-        calls: The calls of the module.
-
     Attributes:
-        token: The token of the operators.
         obstacle: Why the hooks cannot be part of a graph; None if they can.
     """
 
@@ -227,7 +220,7 @@ class GraphHooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
             elif not call.is_recomputed and attached.acts_in(call.index):
-                attached.count_opportunity()
+                attached.opportunities += 1
 
     def _count_gradients(self, attached_hooks: Sequence[AttachedHook], call: Call, missing: str) -> None:
         for attached in attached_hooks:
@@ -238,7 +231,7 @@ class GraphHooks:
             elif missing == NO_INPUT_GRAPH and attached.is_record_hook:
                 attached.count_exempt(missing)
             else:
-                attached.count_opportunity()
+                attached.opportunities += 1
                 if missing:
                     attached.count_miss(NO_GRAPH if missing == NO_INPUT_GRAPH else missing)
 
@@ -269,7 +262,7 @@ class GraphHooks:
                 at = call.micro_step_index, firing.call
                 if not firing.recompute and self._fired.get(attached) != at:
                     self._fired[attached] = at
-                    attached.count_firing()
+                    attached.firings += 1
                 value = new
                 acted[index] = True
         return value, acted

@@ -65,7 +65,6 @@ class GraphCall(NamedTuple):
 
     @classmethod
     def of(cls, call: Tensor) -> GraphCall:
-        """Read a call tensor."""
         number, origin, is_recomputed, micro_step_index = call.tolist()
         return cls(number, origin, bool(is_recomputed), micro_step_index)
 
@@ -136,7 +135,7 @@ def _change_backward(  # noqa: PLR0917
 
 
 def _copy(new: Tensor, like: Tensor) -> Tensor:
-    """Return a copy with the strides that `_fake_copy` has. An operator must return new memory."""
+    """Return a copy with the strides of `torch.empty_like`, as the compiler expects. An operator must return new memory."""
     return torch.empty_like(like).copy_(new)
 
 
@@ -144,24 +143,16 @@ def _fake_call(*arguments: Any) -> Tensor:  # noqa: ARG001
     return torch.empty(len(GraphCall._fields), dtype=torch.int64, device="cpu")
 
 
-def _fake_copy(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(value)
-
-
 def _fake_change(value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     return torch.empty_like(value), torch.empty(_MAX_INTERVENTIONS, dtype=torch.bool, device="cpu")
-
-
-def _fake_observe(*arguments: Any) -> None:
-    pass
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "begin": (_begin, _fake_call),
     "end": (_end, _fake_call),
-    "observe": (_observe, _fake_observe),
+    "observe": (_observe, lambda *_: None),
     "change": (_change, _fake_change),
-    "change_backward": (_change_backward, _fake_copy),
+    "change_backward": (_change_backward, lambda gradient, *_: torch.empty_like(gradient)),
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
@@ -195,13 +186,8 @@ class _Change(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         value, acted, call, token = ctx.saved_tensors
-        return (
-            OPERATORS.change_backward(gradient, value, acted, call, token, _BACKWARD, ctx.stage, ctx.path),
-            None,
-            None,
-            None,
-            None,
-        )
+        new = OPERATORS.change_backward(gradient, value, acted, call, token, _BACKWARD, ctx.stage, ctx.path)
+        return new, None, None, None, None
 
 
 class _Gradient(torch.autograd.Function):
@@ -243,8 +229,6 @@ def traced_call(
 
     Args:
         value: The inputs or the output of a module: tensors in containers that `torch.utils._pytree` knows.
-        stages: The hooks on the tensors, in order.
-        gradient_stages: The hooks on their gradients, in order.
         shared: The tensors whose memory other code may modify. Default: all.
     """
     leaves, paths, structure = _flattened(value)
@@ -272,11 +256,7 @@ def begin_call(token: Tensor, missing: str) -> Tensor:
 
 
 def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage | None) -> Tensor:
-    """Call the operator that ends a call. Return the call tensor.
-
-    Args:
-        stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
-    """
+    """Call the operator that ends a call, and runs the hooks of a stage, which change nothing, on the output. Return the call tensor."""
     if stage is None:
         return OPERATORS.end(token, _FORWARD, missing, begins, [], [], 0)  # type: ignore[no-any-return]
     leaves, paths, _ = _flattened(value)
@@ -293,7 +273,6 @@ def _flattened(value: Any) -> tuple[list[Any], list[str], Any]:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a traced value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -310,11 +289,7 @@ def has_unknown(value: Any) -> bool:
 
 
 def why_no_gradient(value: Any, *, is_data: bool) -> str:
-    """Return why no tensor of a traced value gets a gradient; an empty text if one does.
-
-    Args:
-        is_data: Whether the value is computed from data alone, so that no gradient is expected.
-    """
+    """Return why no tensor of a traced value gets a gradient; empty if one does. None is expected for a value of data alone (`is_data`)."""
     tensors = tensors_in(value)
     if not tensors:
         return NO_TENSOR

@@ -110,7 +110,7 @@ def batched_launch(attached_hooks: Sequence[AttachedHook]) -> AbstractContextMan
 
 
 def _changing(attached: AttachedHook, action: Intervention) -> Direct:
-    change, clock, rows = action.change, attached.clock, cast(Rows, action.rows)
+    change, clock, rows = action.change, attached.clock, action.rows
     held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
     slots, module = _Slots(attached, lambda context: rows.slot("effects", context, ())), attached.site.layer.module
     context = attached.context("", FIRST_CALL).without_tensors()

@@ -27,9 +27,6 @@ def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
     Module hooks and hooks on parameter gradients run before DistributedDataParallel averages, so they see values of
     this rank, and so do hooks on collective operations. At the optimizer boundary, all ranks have the same values,
     except for buffers such as BatchNorm's running mean.
-
-    Args:
-        parallel: How the processes train together; None for a single process.
     """
     if parallel is None:
         return "global"

@@ -63,9 +63,7 @@ class HookedModule(RunningModule):
     """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
 
     Attributes:
-        leaf_hooks: The gradient hooks on leaf tensors of the module.
         called: The hooks whose functions were called, by code that is not compiled.
-        obstacles: Why a hook could not act on a tensor.
     """
 
     call: Call
@@ -245,14 +243,12 @@ class FunctionHooks(SuspendableModuleHooks):
         self.scheduled: dict[str, AttachedHook] = {}
 
     def attach(self) -> None:
-        """Register both hooks."""
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
         leave = excluded_method(self.leave)
         self.hooks.add(self.module.register_forward_pre_hook(enter))
         self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def refresh(self) -> None:
-        """Update the scheduled sites."""
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
         super().refresh()
 
@@ -308,10 +304,7 @@ class FunctionHooks(SuspendableModuleHooks):
                 running.update_coverage(has_raised=has_raised)
 
     def detach(self) -> None:
-        """Remove the hooks on leaf tensors, the mode of this thread, and both module hooks.
-
-        If a thread is in a call of a module, the end of this call removes the module hooks.
-        """
+        """Remove all hooks, and the mode of this thread. If a thread is in a call of a module, its end removes the module hooks."""
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
         if not self.threads.are_observed_by(self.attached_hooks):
@@ -335,7 +328,6 @@ class FunctionPauses(InertWhenCopied):
         self.threads = threads
 
     def attach(self) -> None:
-        """Register the hooks."""
         hooks = (FunctionPauses.pause, FunctionPauses.end, FunctionPauses.resume)
         pause, end, resume = (MethodType(hook, self) for hook in hooks)
         self.handles.extend(register_pauses(self.modules, pause, end, resume))

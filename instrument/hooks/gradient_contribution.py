@@ -28,11 +28,7 @@ IN_PLACE_ON_VIEW = "CopySlices"
 
 
 class ModuleContribution:
-    """The contribution of a module's operations to the gradient of one tensor in one backward pass.
-
-    Args:
-        hook: Gets the contribution when the gradient of the tensor is complete; see `complete`.
-    """
+    """The contribution of a module's operations to the gradient of one tensor in one backward pass. `hook` gets it; see `complete`."""
 
     def __init__(self, hook: Hook = Tensor.detach) -> None:
         self.hook = hook
@@ -56,10 +52,7 @@ class ModuleContribution:
         node.register_hook(after_node)
 
     def note_returned_view(self, tensor: Tensor) -> None:
-        """Note that the module returned a view of the tensor.
-
-        If it is modified, the nodes of the module drop out of the graph.
-        """
+        """Note that the module returned a view of the tensor. If it is modified, the nodes of the module drop out of the graph."""
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
     def take(self) -> Tensor | None:
@@ -138,5 +131,4 @@ class StoredTensors:
 
 
 def next_sequence_number() -> int:
-    """Return the sequence number of the next node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]

@@ -42,11 +42,7 @@ class TensorGradientHook:
         tensor.register_hook(self.on_gradient)
 
     def finish_registration(self, is_private: bool = False) -> None:
-        """Decide whether a hook on the base is required.
-
-        Args:
-            is_private: Whether no other code can modify the tensor from now on.
-        """
+        """Decide whether a hook on the base is required: not if no other code can modify the tensor from now on (`is_private`)."""
         base, self.base = self.base, None  # it refers to the graph, and must not be kept
         if base is None or (is_private and not self.is_modified):
             self.detached = None
@@ -59,10 +55,7 @@ class TensorGradientHook:
         return self.detached is not None and self.detached._version != self.version
 
     def on_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        """The hook on the tensor itself.
-
-        The gradient is None if an operation has several outputs and this one is unused.
-        """
+        """The hook on the tensor itself. The gradient is None if an operation has several outputs and this one is unused."""
         if gradient is None:
             return None
         self.passes.add(graph_task())
@@ -87,19 +80,15 @@ class ViewRegion(NamedTuple):
 
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the view's part of the base tensor's gradient."""
-        return (
-            gradient
-            if self.base_layout == self.view_layout
-            else self._with_base_layout(gradient).as_strided(*self.view_layout).clone()
-        )
+        if self.base_layout == self.view_layout:
+            return gradient
+        return self._with_base_layout(gradient).as_strided(*self.view_layout).clone()
 
     def insert(self, gradient: Tensor, part: Tensor) -> Tensor:
         """Return the base tensor's gradient with the view's part replaced."""
-        return (
-            part
-            if self.base_layout == self.view_layout
-            else self._with_base_layout(gradient).as_strided_scatter(part, *self.view_layout)
-        )
+        if self.base_layout == self.view_layout:
+            return part
+        return self._with_base_layout(gradient).as_strided_scatter(part, *self.view_layout)
 
     def _with_base_layout(self, gradient: Tensor) -> Tensor:
         shape, strides, _ = self.base_layout
@@ -130,7 +119,6 @@ class ViewBase(NamedTuple):
 
     @property
     def region(self) -> ViewRegion:
-        """The region that the view covers."""
         return ViewRegion.of(self.view, self.base)
 
 
@@ -162,7 +150,6 @@ class LeafHook:
     """The hook of one call on a leaf tensor.
 
     Attributes:
-        hook: The hook.
         graph_passes: The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
         micro_step_index: The micro-step in which it was registered; -1 if it had fired when a later call registered a hook.
     """
@@ -200,8 +187,6 @@ class LeafHooks:
         """Register a hook for the gradients of one call. Hooks of earlier calls that are over are removed.
 
         Args:
-            leaf: The leaf.
-            hook: The hook.
             passes: The backward passes through the graph of the call. The set exists as long as the graph. None if the graph is unknown,
                 because the call returns the leaf.
         """
@@ -228,7 +213,6 @@ class LeafHooks:
         return None if new is gradient else new
 
     def release(self) -> None:
-        """Remove all hooks."""
         with self._lock:
             self._hooks.clear()
             while self._handles:

@@ -16,15 +16,9 @@ def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def rescaled(new: Tensor, given: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
-    """Multiply the result of an action by the factor of a gradient scaler.
+    """Multiply the result of an action, which got the gradient without the factor of a gradient scaler (`given`), by this factor.
 
     Elements that the action does not change stay bit-identical for any factor.
-
-    Args:
-        new: The result.
-        given: The unscaled gradient that the action got.
-        gradient: The gradient with the factor.
-        scale: The factor.
     """
     if new is given:
         return gradient

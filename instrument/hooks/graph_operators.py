@@ -54,7 +54,8 @@ def _record(graph: fx.Graph) -> None:
     results: dict[Any, list[fx.Node]] = {}
     for node, (key, _) in origins.items():
         is_read = any(user not in origins or origins[user][0] != key for user in node.users)
-        if is_read and isinstance(node.meta.get("val"), Tensor) and not _is_mutating(node):
+        is_mutating = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        if is_read and isinstance(node.meta.get("val"), Tensor) and not is_mutating:
             results.setdefault(key, []).append(node)
     is_backward = any(node.op == "placeholder" and node.name.startswith("tangents") for node in graph.nodes)
     returned = {node: at for at, node in enumerate(graph.output_node().all_input_nodes)}
@@ -123,11 +124,6 @@ def _rank(node: fx.Node) -> tuple[bool, int]:
     return value.dtype.is_floating_point, prod(
         size if isinstance(size, int) else size.node.hint or 1 for size in value.shape
     )
-
-
-def _is_mutating(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _path(node: fx.Node) -> str:

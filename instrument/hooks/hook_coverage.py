@@ -20,7 +20,7 @@ class HookCoverage(FiringCounts):
     """Counts the opportunities and firings of a site.
 
     Attributes:
-        opportunities, firings: Counts of the current micro-step. Hooks that fire often increment them directly, without a method call.
+        opportunities, firings: Counts of the current micro-step. An opportunity is a call of its module, or a step of its optimizer.
         expected, fired: Counts of all earlier micro-steps.
         has_notes: Whether a miss, an exemption or a repeated gradient was noted in the current micro-step.
     """
@@ -59,14 +59,6 @@ class HookCoverage(FiringCounts):
         self._misses: list[str] = []
         self._exempt: list[str] = []
 
-    def count_opportunity(self) -> None:
-        """Count an opportunity: its module was called, or its optimizer made a step."""
-        self.opportunities += 1
-
-    def count_firing(self) -> None:
-        """Count a firing."""
-        self.firings += 1
-
     def count_gradient(self, *, is_repeated: bool) -> None:
         """Count a gradient of a call. A repeated one is not a firing, but a micro-step with only repeated ones is not missed."""
         self.firings += not is_repeated
@@ -75,17 +67,16 @@ class HookCoverage(FiringCounts):
 
     def count_and_check_readable(self, tensor: Tensor) -> bool:
         """Count an opportunity at a tensor, and the firing or the miss. Return whether the tensor can be read, so that the hook fires."""
-        self.count_opportunity()
+        self.opportunities += 1
         reason = unreadable(tensor)
         if reason is None:
-            self.count_firing()
+            self.firings += 1
         else:
             self.count_miss(reason)
         return reason is None
 
     def count_missed_opportunity(self, reason: str) -> None:
-        """Count an opportunity, and note why it could not fire."""
-        self.count_opportunity()
+        self.opportunities += 1
         self.count_miss(reason)
 
     def count_miss(self, reason: str) -> None:
@@ -177,7 +168,6 @@ class HookCoverage(FiringCounts):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore coverage counts."""
         self.expected, self.fired = state["expected"], state["fired"]
         self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
         self.other_phases, self.copied = set(state["other_phases"]), state["copied"]

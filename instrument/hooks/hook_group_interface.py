@@ -26,7 +26,6 @@ class HookGroup:
         self.handles: list[RemovableHandle] = []
 
     def of_kind(self, kind: str) -> list[AttachedHook]:
-        """Return the sites of a kind."""
         return [attached for attached in self.attached_hooks if attached.site.spec.kind == kind]
 
     def attach(self) -> None:
@@ -116,11 +115,9 @@ class SuspendableModuleHooks(InertWhenCopied):
         self.unscheduled = []
 
     def count_missed_call(self, reason: str) -> None:
-        """Count a miss for each scheduled site."""
         for attached in self.attached_hooks:
             if attached.is_scheduled:
                 attached.count_missed_opportunity(reason)
 
     def detach(self) -> None:
-        """Remove the hooks, in reverse order."""
         self.hooks.remove()

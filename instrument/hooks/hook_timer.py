@@ -53,11 +53,7 @@ def robust_variance(seconds: Collection[float]) -> float:
 
 
 class HookTimer:
-    """A timer for hooks. Nested hooks are counted once.
-
-    Attributes:
-        action_seconds: The time in the action of each site, in seconds; part of `seconds`.
-    """
+    """A timer for hooks, in seconds. Nested hooks are counted once. `seconds` includes the `action_seconds` of each site."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -78,7 +74,6 @@ class HookTimer:
 
     @property
     def is_running(self) -> bool:
-        """Whether a measurement is in progress."""
         return self._depth > 0
 
     def lap(self) -> None:
@@ -90,7 +85,6 @@ class HookTimer:
 
     @contextmanager
     def measure_time(self, attached: Any) -> Iterator[None]:
-        """Measure the time of the action of a site."""
         started_at = time.perf_counter()
         with self:
             yield
@@ -104,7 +98,6 @@ class HookTimer:
         self.firings[attached] += 1
 
     def reset(self) -> None:
-        """Set all counts to zero."""
         self.seconds = 0.0
         self.action_seconds.clear()
         self.firings.clear()

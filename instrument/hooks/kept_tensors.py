@@ -17,11 +17,7 @@ from ..actions.base import KeptTensors, NotKeptError
 
 
 class Kept(NamedTuple):
-    """A kept tensor.
-
-    Attributes:
-        has_lost_graph: Whether it belongs to the first pass of a reentrant checkpoint, which has no graph.
-    """
+    """A kept tensor. `has_lost_graph`: whether it belongs to the first pass of a reentrant checkpoint, which has no graph."""
 
     tensor: Tensor
     has_lost_graph: bool
@@ -34,7 +30,6 @@ class TensorStore:
         self._by_thread: dict[int, dict[str, dict[str, Kept]]] = {}
 
     def clear(self) -> None:
-        """Remove all tensors."""
         self._by_thread.clear()
 
     @property

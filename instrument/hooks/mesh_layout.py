@@ -58,7 +58,6 @@ class MeshDim(NamedTuple):
 
     @property
     def coordinate(self) -> int:
-        """The coordinate of this process."""
         return self.ranks.index(own_rank())
 
     def covers(self, other: MeshDim) -> bool:
@@ -87,7 +86,6 @@ class Style(NamedTuple):
 
     @property
     def has_layouts(self) -> bool:
-        """Whether it tells the placement of any input or output."""
         return bool(self.inputs or self.outputs)
 
 
@@ -188,11 +186,7 @@ class MeshLayout:
         return self._cached(site.spec.definition, self._mesh, self._replicated)
 
     def of(self, tensor: Tensor, site: Site, path: str, call: int = 0, *, is_complete: bool = False) -> Shards:
-        """Return the placement of a tensor at a site.
-
-        Args:
-            is_complete: Whether the tensor was gathered from its shards.
-        """
+        """Return the placement of a tensor at a site. `is_complete`: whether it was gathered from its shards."""
         definition, mesh, placements = site.spec.definition, self._mesh, None
         if is_sharded(tensor):
             mesh, placements = tensor.device_mesh, tensor.placements

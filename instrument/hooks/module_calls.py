@@ -111,11 +111,7 @@ class Calls:
         self.note_inputs |= note_inputs
 
     def enter(self, group: object, inputs: Iterable[Any] = (), *, in_graph: bool = False) -> Call:
-        """Start a call in a hook group.
-
-        Args:
-            in_graph: Whether it is part of a compiled graph, in which no gradients are computed, also if there is a backward pass.
-        """
+        """Start a call in a hook group. In a compiled graph (`in_graph`), no gradients are computed, also if there is a backward pass."""
         micro_step_index, indices = self.clock.micro_step_index, self.indices
         plain_call = None if in_graph or not indices.is_open else self._end_plain_call()
         indices.start_micro_step(micro_step_index)

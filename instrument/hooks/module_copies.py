@@ -37,10 +37,7 @@ _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def copy_modules(module: nn.Module, *, share_parameters: bool = False) -> dict[nn.Module, nn.Module]:
-    """Return copies of a module and its submodules, with their own parameters and buffers, without hooks, and not compiled.
-
-    Args:
-        share_parameters: Whether the copies have the parameters of the originals instead. Default: false.
+    """Return copies of a module and its submodules, with buffers and parameters of their own or shared ones, not compiled, without hooks.
 
     Raises:
         Exception: An attribute cannot be copied. It can raise any exception.
@@ -65,9 +62,6 @@ def copy_modules(module: nn.Module, *, share_parameters: bool = False) -> dict[n
 
 def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
     """Return a copy of the arguments of a module. Tensors in other objects, such as caches, are copied.
-
-    Args:
-        copy_tensor: Takes the path of a tensor and the tensor, and returns its copy.
 
     Raises:
         Exception: An argument cannot be copied, or contains a module.

@@ -79,7 +79,6 @@ class ModuleHooks(SuspendableModuleHooks):
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
 
     def attach(self) -> None:
-        """Register both hooks."""
         before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
         options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
         self.hooks.add(self.module.register_forward_pre_hook(before, **options))
@@ -170,11 +169,8 @@ class ModuleHooks(SuspendableModuleHooks):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Any, output: Any = ...) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
         if is_dynamo_compiling() or output is ...:  # see `before`
-            return (
-                self.graph.trace_after(module, args, kwargs, output)
-                if output is not ... and self.clock.in_graphs
-                else None
-            )
+            is_traced = output is not ... and self.clock.in_graphs
+            return self.graph.trace_after(module, args, kwargs, output) if is_traced else None
         done, new = 0, output  # how many of the hooks on outputs are done, and the output that they leave
         if self.plain_calls is not None:
             left = self.plain_calls.leave(output)
@@ -235,9 +231,9 @@ class ModuleHooks(SuspendableModuleHooks):
         new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
-                attached.count_opportunity()
+                attached.opportunities += 1
                 if attached in fired:
-                    attached.count_firing()
+                    attached.firings += 1
                 else:
                     attached.count_miss(obstacles.get(attached) or attached.no_tensor_reason(value))
         return new
@@ -257,12 +253,12 @@ class ModuleHooks(SuspendableModuleHooks):
         for attached in self.changes:
             if not attached.acts_in(call.index):
                 continue
-            attached.count_opportunity()
+            attached.opportunities += 1
             if change is not None and tensor is not None and attached.matches_path(path):
                 firing = firing_of(call.index, 0, False, call.origin)
                 attached.note_placement(tensor, path, firing)
                 attached.fire(change, path, firing, value=given)
-                attached.count_firing()
+                attached.firings += 1
             else:
                 attached.count_miss(reason)
 

@@ -47,7 +47,6 @@ class OperatorSchema(NamedTuple):
 
 @cache
 def operator_schema(function: Any) -> OperatorSchema:
-    """Return the properties of an operator."""
     schema = getattr(function, "_schema", None)
     if schema is None:  # a higher-order operator
         return OperatorSchema(str(function), (), (), has_values=True, is_random=False)

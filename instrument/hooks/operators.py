@@ -203,11 +203,7 @@ class OperatorMode(TorchDispatchMode):
             self.flush()
 
     def _locate(self, frame: FrameType | None, *, in_graph: bool) -> _Location | None:
-        """Return where an operator is called; None for operators of this package, and for those that code of a graph calls.
-
-        Args:
-            in_graph: Whether the operator is `RECORD_OPERATOR`, which code of a graph calls.
-        """
+        """Return where an operator is called; None for those of this package and of a graph, except `RECORD_OPERATOR` (`in_graph`)."""
         node: Any = torch._C._current_autograd_node()
         part: Part = "loop"
         layer = maker = source = None

@@ -46,9 +46,9 @@ class StepHooks(OptimizerHooks):
         """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed or optimizer in self.clock.begun:
             return None
-        self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if attached.role != "param_grad"])
         self.copy_parameters()
-        of_gradients = [attached for attached in self.of_kind("step_pre") if _is_gradient(attached)]
+        of_gradients = [attached for attached in self.of_kind("step_pre") if attached.role == "param_grad"]
         return run_after_gradients(args, kwargs, partial(self._act, of_gradients))
 
     def before_step(self) -> None:
@@ -120,7 +120,11 @@ class StepHooks(OptimizerHooks):
         scheduled = self.scheduled(attached_hooks)
         # If no hook changes a parameter, all updates are computed first. Otherwise later hooks see the change.
         self.sites_with_update = self._subtract_parameters(scheduled) if are_recordings(scheduled) else frozenset()
-        self._note_rates(scheduled)
+        if sites := self._sites_with_rate.intersection(scheduled):
+            groups = self.optimizer.param_groups
+            rates = {id(parameter): group.get("lr") for group in groups for parameter in group["params"]}
+            for attached in sites:
+                attached.state["rate"] = rates.get(id(attached.current_parameter()))
         with batched_launch(scheduled):
             for attached in scheduled:
                 parameter = attached.current_parameter()
@@ -137,14 +141,6 @@ class StepHooks(OptimizerHooks):
     @cached_property
     def _sites_with_rate(self) -> frozenset[AttachedHook]:
         return frozenset(attached for attached in self.attached_hooks if attached.needs(RATE))
-
-    def _note_rates(self, scheduled: Sequence[AttachedHook]) -> None:
-        """Note the learning rates of the parameters' groups for the statistics that need them."""
-        if sites := self._sites_with_rate.intersection(scheduled):
-            groups = self.optimizer.param_groups
-            rates = {id(parameter): group.get("lr") for group in groups for parameter in group["params"]}
-            for attached in sites:
-                attached.state["rate"] = rates.get(id(attached.current_parameter()))
 
     def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> frozenset[AttachedHook]:
         """Turn copies of plain parameters before their update into the updates, and return the sites that have one."""
@@ -201,7 +197,3 @@ def _supports_foreach(buffer: Tensor, parameter: Tensor) -> bool:
     """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly."""
     is_known = type(parameter) in (Tensor, Parameter) and type(buffer) is Tensor and not is_lazy(parameter)
     return is_known and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype
-
-
-def _is_gradient(attached: AttachedHook) -> bool:
-    return attached.role == "param_grad"

@@ -30,11 +30,7 @@ def _parameters(attached: AttachedHook) -> set[int]:
 
 
 class OptimizerHooks(HookGroup):
-    """Base of hooks before the step of an optimizer.
-
-    Args:
-        steps_by_loop: Whether the loop announces the step by `before_step`, so that no hook is registered.
-    """
+    """Base of hooks before the step of an optimizer. With `steps_by_loop`, the loop calls `before_step`, and no hook is registered."""
 
     def __init__(
         self,
@@ -56,7 +52,6 @@ class OptimizerHooks(HookGroup):
             self.handles.append(self.optimizer.register_step_pre_hook(excluded_method(self.on_step)))
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """The hook before the step."""
         if optimizer in self.clock.begun:
             return None
         return run_after_gradients(args, kwargs, self.before_step)
@@ -86,11 +81,7 @@ class OptimizerHooks(HookGroup):
         ]
 
     def count_missing(self, attached: AttachedHook, current: Tensor | None) -> None:
-        """Count that the tensor of a site does not exist.
-
-        Args:
-            current: Its parameter or buffer; None if it was removed.
-        """
+        """Count that the tensor of a site does not exist. `current`: its parameter or buffer; None if it was removed."""
         if current is None:
             attached.count_missed_opportunity(NO_TENSOR if attached.role == "buffer" else REMOVED)
         elif not current.requires_grad:

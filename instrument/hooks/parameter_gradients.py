@@ -121,7 +121,6 @@ class BoundaryHooks(OptimizerHooks):
 
     @cached_property
     def by_spec(self) -> dict[str, list[AttachedHook]]:
-        """The sites by the name of their spec."""
         by_spec: dict[str, list[AttachedHook]] = {}
         for attached in self.attached_hooks:
             by_spec.setdefault(attached.site.spec.name, []).append(attached)

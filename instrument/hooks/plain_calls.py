@@ -16,17 +16,7 @@ import torch
 from .clock import FiringIndex, graph_task
 from .gradient_hooks import register_at_base
 
-__all__ = [
-    "CallIndices",
-    "FiringCounts",
-    "PlainCalls",
-    "Recording",
-    "current_transform",
-    "firing_of",
-    "is_tracing",
-    "saved_tensors_hooks",
-    "update_counts",
-]
+__all__ = ["CallIndices", "FiringCounts", "PlainCalls", "Recording", "update_counts"]  # of the C extension
 
 current_transform = torch._C._functorch.peek_interpreter_stack
 """Returns the transform of torch.func that runs this code; None without one."""
@@ -81,14 +71,12 @@ except ImportError:
                     self.micro_step_index = micro_step_index
 
         def next_index(self) -> int:
-            """Return the next index."""
             return next(self._indices)
 
         def end_open_call(self) -> None:
             """Do nothing: no call is open."""
 
     class Recording:  # type: ignore[no-redef]
-        """For type checks. It has no objects."""
+        """For type checks. It has no objects, and neither has `PlainCalls`."""
 
-    class PlainCalls:  # type: ignore[no-redef]
-        """For type checks. It has no objects."""
+    PlainCalls = Recording  # type: ignore[misc, assignment]

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,32 +27,12 @@ from .gradient_hooks import versions_of
 from .module_copies import copy_arguments, copy_modules
 from .separate_gradients import SeparateGradients, are_close, describe_error, without_side_effects
 
-
-def save_random_states() -> Callable[[], None]:
-    """Return a function that restores the current states of the global random generators."""
-    restorations: list[Callable[[], object]] = [
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-        partial(torch.set_rng_state, torch.get_rng_state()),
-    ]
-    if torch.cuda.is_initialized():
-        restorations.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-
-    def restore() -> None:
-        for each in restorations:
-            each()
-
-    return restore
+# Restore the states of the global random generators: those of Python, NumPy, the CPU and all GPUs.
+_RESTORE: Any = random.setstate, np.random.set_state, torch.set_rng_state, torch.cuda.set_rng_state_all
 
 
 class Inputs(NamedTuple):
-    """What a module is called with.
-
-    Attributes:
-        module: The module.
-        arguments: Its arguments by name; see `join_arguments`.
-        positional: The number of positional arguments.
-    """
+    """What a module is called with: arguments by name (see `join_arguments`), of which the first `positional` ones are positional."""
 
     module: nn.Module
     arguments: dict[str, Any]
@@ -67,13 +46,7 @@ def repeated_tensors(value: Any) -> set[int]:
 
 
 class SeparateArguments:
-    """Evaluates a module again with separate arguments. Create it before the module runs.
-
-    Args:
-        inputs: The module and its arguments.
-        tensor: The tensor that the module gets as several arguments.
-        gradients: Receives the results of the second evaluation.
-    """
+    """Evaluates a module again with separate arguments. Create it before the module runs."""
 
     def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients) -> None:
         self.module = inputs.module
@@ -90,7 +63,8 @@ class SeparateArguments:
         except Exception as error:  # from the objects of users
             self.obstacle = f"it cannot be copied: {describe_error(error)}"
         self.versions = versions_of(each for each in given.values() if each.requires_grad)
-        self.restore_random_states = save_random_states()
+        gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.random_states = random.getstate(), np.random.get_state(), torch.get_rng_state(), gpus
         gradients.precision = _precision(inputs.module, tensor.device)
 
     def _argument(self, path: str, tensor: Tensor) -> Tensor:
@@ -148,7 +122,8 @@ class SeparateArguments:
             lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda tensor: tensor
         )
         with without_side_effects(), as_they_are, torch._C.DisableTorchFunction():
-            self.restore_random_states()
+            for restore, state in zip(_RESTORE, self.random_states, strict=True):
+                restore(state)
             return module(*args, **kwargs)
 
 

@@ -26,7 +26,6 @@ class SeparateGradients:
     """The gradients of separate arguments. It refers to the graph of the second evaluation, not to that of the call.
 
     Args:
-        hooks: The hooks on these gradients, by path.
         count_misses: Called with the reason if the gradients are not those of the call.
 
     Attributes:
@@ -55,7 +54,6 @@ class SeparateGradients:
 
         Args:
             pairs: Each output of the call with the same output of the second evaluation.
-            aliases: The separate arguments, by path.
             returned: The path of the alias that the module returns. None if it returns no alias.
         """
         self.aliases, self.returned = aliases, returned
@@ -72,12 +70,7 @@ class SeparateGradients:
             self._received.setdefault(graph_task(), {})[index] = gradient
 
     def deliver(self, contribution: ModuleContribution, gradient: Tensor) -> None:
-        """Compute the gradients, and pass them to the hooks.
-
-        Args:
-            contribution: The module's contribution to the gradient of the tensor.
-            gradient: The gradient of the tensor, to which other code contributes too.
-        """
+        """Pass the gradients to the hooks, given the module's contribution to the gradient of the tensor, and this complete gradient."""
         total = contribution.take()
         if not self.aliases:
             return
@@ -139,7 +132,6 @@ def _is_sum(total: Tensor, terms: Sequence[Tensor], precision: torch.dtype) -> b
 
 
 def describe_error(error: Exception) -> str:
-    """Return the class and the first line of an error."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:100]}" if text else type(error).__name__
 
@@ -149,7 +141,6 @@ def are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor], precisi
     """Return whether two tensors are equal up to rounding. `MultiheadAttention` rounds differently if `query is key`.
 
     Args:
-        actual: The tensor to check.
         expected: The expected tensor. Its NaN and infinite elements are not compared.
         terms: The summands. The tolerance is relative to their sizes; see `_sizes`.
         precision: The type with the lowest precision in the computation, besides that of the tensors.

@@ -42,7 +42,6 @@ def group_sites(
     """Yield the hook groups of all sites. They are not attached yet.
 
     Args:
-        optimizers: The optimizers; empty if no site requires one.
         steps_by_loop: Whether the loop announces optimizer steps itself, because a hook on the optimizer would run too
             early.
         never_suspended: The modules whose hooks stay registered in steps without a scheduled site.

@@ -30,7 +30,6 @@ class _HooksOfKinds(InertWhenCopied):
     """Hooks of the four state-dict kinds on a module or an optimizer."""
 
     def register(self, owner: nn.Module | Optimizer) -> None:
-        """Register a hook for each kind that has a site."""
         for kind, hook in _HOOKS.items():
             if self.of_kind(kind):
                 # PyTorch sets an attribute on one of them, which a bound method does not allow.
@@ -52,7 +51,6 @@ class StateDictHooks(_HooksOfKinds):
     """The sites of the four state-dict kinds with role `entry` at one module."""
 
     def attach(self) -> None:
-        """Register the hooks."""
         self.register(self.attached_hooks[0].site.layer.module)
 
     def on_values(self, kind: str, module: nn.Module, *rest: Any) -> None:  # noqa: ARG002
@@ -71,11 +69,9 @@ class OptimizerStateDictHooks(_HooksOfKinds, OptimizerHooks):
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
     def attach(self) -> None:
-        """Register the hooks."""
         self.register(self.optimizer)
 
     def scheduled_of_kind(self, kind: str) -> list[AttachedHook]:
-        """Return the scheduled sites of a kind at parameters of this optimizer."""
         return self.scheduled(super().scheduled_of_kind(kind))
 
     def on_values(self, kind: str, optimizer: Optimizer) -> None:

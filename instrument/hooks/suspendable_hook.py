@@ -16,11 +16,7 @@ from ..runtime.lazy_compiler import has_compiled
 
 
 class SuspendableHook:
-    """One registered hook.
-
-    Args:
-        handle: The handle that PyTorch returned at the registration, which was without `prepend=True`.
-    """
+    """One registered hook. The handle is that of a registration without `prepend=True`."""
 
     def __init__(self, handle: RemovableHandle) -> None:
         self._handle = handle
@@ -68,7 +64,6 @@ class SuspendableHook:
         self._hook = None
 
     def remove(self) -> None:
-        """Remove the hook for good."""
         self._hook = None
         self._handle.remove()
 
@@ -90,16 +85,13 @@ class SuspendableHooks:
         self._may_suspend = may_suspend
 
     def add(self, handle: RemovableHandle) -> None:
-        """Add a hook, by the handle that PyTorch returned."""
         self._hooks.append(SuspendableHook(handle))
 
     @property
     def is_suspended(self) -> bool:
-        """Whether the module does not call the hooks."""
         return any(hook.is_suspended for hook in self._hooks)
 
     def resume(self) -> None:
-        """Resume the hooks."""
         for hook in self._hooks:
             hook.resume()
 
@@ -115,7 +107,6 @@ class SuspendableHooks:
                 hook.suspend()
 
     def remove(self) -> None:
-        """Remove the hooks for good, in reverse order."""
         for hook in reversed(self._hooks):  # several threads may do this
             hook.remove()
         self._hooks.clear()

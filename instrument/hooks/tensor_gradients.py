@@ -73,19 +73,20 @@ class PendingInputGradients:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
     def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
-        """Register a hook on an input."""
         if tensor.is_leaf:
             self.on_leaves.append(leaf_hooks.register(tensor, hook, self.passes))
         else:
             TensorGradientHook(tensor, hook).finish_registration()
 
     def complete(self, output: Any) -> None:
-        """Complete the registration after the module has run.
-
-        Find its contributions. If it modified or returned an alias, also register a hook on the base.
-        """
+        """Find the contributions of the module that has run. If it modified or returned an alias, also register a hook on the base."""
         if self.on_leaves:
-            self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
+            passes = self.passes  # the hooks on the outputs keep them as long as the graph exists
+            outputs = [tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None]
+            for tensor in outputs:
+                TensorGradientHook(tensor, lambda _: passes.add(graph_task())).finish_registration()
+            for on_leaf in self.on_leaves if not outputs else ():
+                on_leaf.graph_passes = None
         if self.contributions:
             stored = self.stored()
             self._find_contributions(output, stored())
@@ -97,22 +98,10 @@ class PendingInputGradients:
         for alias, hook in self.aliases:
             hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
 
-    def _watch_passes(self, outputs: Sequence[Tensor]) -> None:
-        """Note each backward pass that runs through an output. The hooks on the outputs keep the passes as long as the graph exists."""
-        passes = self.passes
-        for tensor in outputs:
-            TensorGradientHook(tensor, lambda _: passes.add(graph_task())).finish_registration()
-        for hook in self.on_leaves if not outputs else ():
-            hook.graph_passes = None
-
     def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
-        find_contributions(
-            [*outputs, *stored],
-            {edge: contribution for edge, (contribution, _) in self.contributions.items()},
-            self.views,
-            self.since,
-        )
+        contributions = {edge: contribution for edge, (contribution, _) in self.contributions.items()}
+        find_contributions([*outputs, *stored], contributions, self.views, self.since)
         bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
         for contribution, tensor in self.contributions.values():
             if not bases.isdisjoint((id(tensor), id(tensor._base))):
@@ -134,12 +123,7 @@ class InputGradients:
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
 
     def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
-        """Register hooks for all input tensors. Return the input with which to call the module.
-
-        Args:
-            module, value, positional: See `Inputs`.
-            call: The call.
-        """
+        """Register hooks for all input tensors; see `Inputs`. Return the input with which to call the module."""
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients(partial(self._stored_tensors, module))
@@ -232,11 +216,7 @@ class OutputGradients:
         return is_simple
 
     def register(self, module: nn.Module, output: Any, call: Call, inputs: tuple[Any, ...]) -> Any:
-        """Register hooks for all output tensors. Return the output for the caller.
-
-        Args:
-            inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
-        """
+        """Register hooks for all output tensors. Return that for the caller, which reads the containers in `inputs`; see `map_tensors`."""
         if self._register_simple(output, call):
             return output
         gradients = CallGradients(self.attached_hooks, call, self.clock, inputs)

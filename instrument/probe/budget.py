@@ -26,10 +26,9 @@ from ..config.budget import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.hook_timer import MAX_FACTOR, HookTimer
 from ..tables.sink_interface import EventWriter
-from .overhead import BLOCK, Calibration, Overhead
+from .overhead import BLOCK, WARM_UP, Calibration, Overhead
 from .recorder import Recorder
 
-WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
 MIN_STEPS, MIN_SECONDS = 20, 0.5  # the minimum between two checks
 # After how many steps, below which part of the budget, and how often at most sites are sampled more often again.
 STABLE_STEPS, MARGIN, MAX_INCREASES = 60, 0.8, 4
@@ -42,13 +41,7 @@ MAX_ERROR = 0.25
 
 
 class Budget:
-    """Measures the cost of recording and reduces it if necessary.
-
-    Args:
-        recorder: Provides the recorded bytes.
-        steps: The number of steps of the run; None if unknown.
-        event: Writes an event about each change.
-    """
+    """Measures the cost of recording and reduces it if necessary. `steps`: the number of steps of the run; None if unknown."""
 
     def __init__(
         self,
@@ -81,7 +74,6 @@ class Budget:
         self._counted = 0  # steps since the last change
 
     def set_scheduled(self, attached_hooks: Iterable[AttachedHook]) -> None:
-        """Update the scheduled sites."""
         sites = list(attached_hooks)
         names = Counter(attached.site.spec.name for attached in sites if attached.is_record_hook)
         others = dict.fromkeys(attached.site.spec.name for attached in sites if not attached.is_record_hook)
@@ -92,13 +84,7 @@ class Budget:
         self._started_at += seconds
 
     def end_step(self, done: int, seconds: float, *, has_pending_rows: bool = False) -> None:
-        """End a step.
-
-        Args:
-            done: The number of completed steps.
-            seconds: The duration of the step.
-            has_pending_rows: Whether it wrote rows of the previous step.
-        """
+        """End a step: `done` are completed, it took some seconds, and it wrote rows of the previous step if `has_pending_rows`."""
         self.timer.lap()
         self.overhead.add(self._records, seconds, self._interventions, has_pending_rows=has_pending_rows)
         if self.config.bytes is not None and (done <= MIN_STEPS or done % MIN_STEPS == 0):
@@ -166,7 +152,6 @@ class Budget:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of an earlier budget."""
         self.estimated = state["estimated"]
         if state["calibration"] is not None:
             self._baseline_seconds, self._factor = state["calibration"]
@@ -189,10 +174,8 @@ class Budget:
         if self.measured <= allowed:
             return self._sample_more_often(allowed)
         # The time outside of actions is divided among all firings.
-        seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(
-            1, sum(self.timer.firings.values())
-        )
         actions, firings = self.timer.action_seconds, self.timer.firings
+        seconds_per_firing = (hook_seconds - self._factor * sum(actions.values())) / max(1, sum(firings.values()))
         costs = {each: self._factor * actions[each] + seconds_per_firing * firings[each] for each in self.record_hooks}
         return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 

@@ -36,7 +36,6 @@ class Piece(NamedTuple):
     """The contribution of one process to one row.
 
     Attributes:
-        table: The table of the row.
         key: The identity columns of the row, without the rank and the scope. Equal in all processes.
         shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
         part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
@@ -75,11 +74,9 @@ class LocalReducer:
     device = None  # each number is merged on its own device
 
     def agree(self, pieces: Sequence[Piece], other: object, ends: Tensor) -> tuple[bool, None]:  # noqa: ARG002
-        """Return that the rows are the same, and no maxima."""
         return True, None
 
     def gather(self, numbers: Tensor) -> Tensor | None:
-        """Return the numbers, [1, numbers]."""
         return numbers[None]
 
 
@@ -168,11 +165,9 @@ class Ranks:
         return self._control if numbers.is_cpu else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with which a run resumes."""
         return {"differences": [(*key, message) for key, message in self.differences.items()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
     def agree(self, pieces: Sequence[Piece], other: object, ends: Tensor) -> tuple[bool, Tensor | None]:

@@ -93,12 +93,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
     if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
         return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
-        silent = attached.fired < attached.expected
-        return "; ".join(
-            dict.fromkeys(
-                _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
-            )
-        )
+        reported = attached.reasons.most_common() if attached.fired < attached.expected else ()
+        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers) for reason, _ in reported))
     if attached.exemptions:
         spec = attached.site.spec
         if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:
@@ -108,11 +104,8 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
                 return reasons.NO_OPTIONAL_FUNCTION
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
-    return (
-        reasons.NEVER_DUE
-        if attached.was_ever_scheduled or phase in attached.clock.phases
-        else reasons.phase_never_entered(phase)
-    )
+    is_entered = attached.was_ever_scheduled or phase in attached.clock.phases
+    return reasons.NEVER_DUE if is_entered else reasons.phase_never_entered(phase)
 
 
 def _has_no_attention(attached: AttachedHook) -> bool:
@@ -147,8 +140,15 @@ def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: Ev
     recorder.write("coverage", [(*row.values(),) for row in rows])
     for message, layer in coverage_warnings(rows):
         event("coverage", message, layer=layer)
-    for message in drop_warnings(rows):
-        event("dropped", message)
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        dropped[row["hook"]] += row["dropped"]
+    for hook, count in (+dropped).items():
+        event(
+            "dropped",
+            f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
+            "because a custom sink refused them; set sink.when_full: wait to wait for the disk",
+        )
 
 
 def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
@@ -166,16 +166,3 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         layer = group[0]["layer"] if len(group) == 1 else None
         warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {reason}", layer))
     return warnings
-
-
-def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return one warning per hook with dropped tensors."""
-    dropped: Counter[str] = Counter()
-    for row in rows:
-        dropped[row["hook"]] += row["dropped"]
-    return [
-        f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
-        "because a custom sink refused them; set sink.when_full: wait to wait for the disk"
-        for hook, count in dropped.items()
-        if count
-    ]

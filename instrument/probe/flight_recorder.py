@@ -21,7 +21,6 @@ Period = tuple[int, str]
 
 
 def period_of(context: Context) -> Period:
-    """Return the step and the phase of a call."""
     return context.moment.step, context.moment.phase
 
 
@@ -35,12 +34,7 @@ class RecordedTensor(NamedTuple):
 
 
 class FlightRecorder:
-    """Keeps the tensors of the last steps of each hook.
-
-    Args:
-        steps: The number of steps at which a hook records, by hook.
-
-    """
+    """Keeps the tensors of the last steps of each hook. `steps`: the number of steps at which a hook records, by hook."""
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self.steps = steps
@@ -94,5 +88,4 @@ class FlightRecorder:
         return [one for recorded in periods.values() for one in recorded]
 
     def periods(self) -> set[Period]:
-        """Return the steps and phases of all tensors."""
         return {period for periods in self._tensors.values() for period in periods}

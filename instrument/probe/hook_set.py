@@ -31,11 +31,7 @@ from .phase_watch import PhaseWatch
 
 
 class HookSet:
-    """All hooks of a plan on a model and its optimizers; see `Probe`.
-
-    Attributes:
-        steps: Observes the optimizer steps while the hooks are attached.
-    """
+    """All hooks of a plan on a model and its optimizers; see `Probe`. `steps` observes the optimizer steps while they are attached."""
 
     def __init__(
         self,
@@ -69,7 +65,16 @@ class HookSet:
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
-        self._module_watch = ModuleWatch(self.model, attached_hooks)
+        self._at_modules: dict[nn.Module, list[AttachedHook]] = {}
+        for attached in attached_hooks:
+            self._at_modules.setdefault(attached.site.layer.module, []).append(attached)
+        self._module_slots = [
+            (parent._modules, key, child)
+            for parent in self.model.modules()
+            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
+            for key, child in parent._modules.items()
+            if not isinstance(child, weakref.ProxyTypes) and child in self._at_modules
+        ]
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
@@ -83,28 +88,25 @@ class HookSet:
             self._attach(self.steps)
             if self.steps.scaler is not None:
                 self.clock.amp_scale = self.steps.scale
-            self._attach_groups()
+            # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
+            encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+            for group in group_sites(
+                self.attached_hooks,
+                self.optimizers,
+                self.clock,
+                steps_by_loop=self.steps_by_loop,
+                never_suspended={part for encoder in encoders for part in encoder.modules()},
+            ):
+                self._groups.append(group)
+                if isinstance(group, GradientHooks):
+                    self._gradient_groups.append(group)
+                self._attach(group)
+                if isinstance(group, FunctionHooks):
+                    self._functions = group.threads
             for wrapper, optimizer in self._wrappers:
                 self._attach(WrapperWatch(wrapper, optimizer, self._groups, self.clock))
             if self._gradient_groups:
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
-
-    def _attach_groups(self) -> None:
-        # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
-        encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
-        for group in group_sites(
-            self.attached_hooks,
-            self.optimizers,
-            self.clock,
-            steps_by_loop=self.steps_by_loop,
-            never_suspended={part for encoder in encoders for part in encoder.modules()},
-        ):
-            self._groups.append(group)
-            if isinstance(group, GradientHooks):
-                self._gradient_groups.append(group)
-            self._attach(group)
-            if isinstance(group, FunctionHooks):
-                self._functions = group.threads
 
     def _attach(self, hooks: HookGroup) -> None:
         self._attached.callback(hooks.detach)
@@ -128,7 +130,6 @@ class HookSet:
         self.add(watch)
 
     def detach(self) -> None:
-        """Remove all hooks in reverse order."""
         with uninterrupted():
             self._groups.clear()
             self._gradient_groups.clear()
@@ -156,14 +157,12 @@ class HookSet:
         self.steps.end_step()
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
         for group in self._groups:
             if isinstance(group, LossHooks):
                 loss = group.apply(loss)
         return loss
 
     def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
-        """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
         if not self.steps_by_loop:
             raise ValueError(
                 "before_optimizer_step requires steps_by_loop=True; otherwise optimizer.step() runs these hooks itself"
@@ -196,7 +195,11 @@ class HookSet:
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
-        for attached in self._module_watch.replaced():
+        gone = [slot for slot in self._module_slots if slot[0].get(slot[1]) is not slot[2]]
+        if gone:
+            self._module_slots = [slot for slot in self._module_slots if slot not in gone]
+        for attached in [attached for *_, module in gone for attached in self._at_modules.pop(module, ())]:
+            attached.default_reason = REPLACED
             site = attached.site
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
             self.event("replaced", message, layer=site.layer.name)
@@ -212,33 +215,6 @@ class HookSet:
                 self.event("replaced", message, layer=site.layer.name, severity="info")
 
 
-class ModuleWatch:
-    """Detects hooked modules that are no longer part of the model."""
-
-    def __init__(self, model: nn.Module, attached_hooks: Sequence[AttachedHook]) -> None:
-        self.sites: dict[nn.Module, list[AttachedHook]] = {}
-        for attached in attached_hooks:
-            self.sites.setdefault(attached.site.layer.module, []).append(attached)
-        self.slots = [
-            (parent._modules, key, child)
-            for parent in model.modules()
-            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
-            for key, child in parent._modules.items()
-            if not isinstance(child, weakref.ProxyTypes) and child in self.sites
-        ]
-
-    def replaced(self) -> list[AttachedHook]:
-        """Return the sites at modules that were replaced since the last call. Their coverage states it from now on."""
-        gone = [(children, key, child) for children, key, child in self.slots if children.get(key) is not child]
-        if not gone:
-            return []
-        self.slots = [slot for slot in self.slots if slot not in gone]
-        attached_hooks = [attached for _, _, child in gone for attached in self.sites.pop(child, [])]
-        for attached in attached_hooks:
-            attached.default_reason = REPLACED
-        return attached_hooks
-
-
 class LoadWatch(InertWhenCopied):
     """Reports loaded state dicts. `assign=True` replaces parameters."""
 
@@ -248,10 +224,8 @@ class LoadWatch(InertWhenCopied):
         self.on_load = on_load
 
     def attach(self) -> None:
-        """Register the hook."""
         self.handles.append(self.model.register_load_state_dict_post_hook(self.loaded))
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
-        """The hook after a state dict was loaded."""
         if not self.clock.closed:
             self.on_load()

@@ -45,7 +45,6 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor | float | No
 
 
 def _number(name: str, value: Any) -> Tensor | float | None:
-    """Return a metric as a number, or as a tensor with one element."""
     if value is None or type(value) is float:
         return value
     if isinstance(value, Tensor):
@@ -63,7 +62,6 @@ def _number(name: str, value: Any) -> Tensor | float | None:
 
 
 def custom_metrics_in(row: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Return the custom metrics in a row of the `metrics` table."""
     return {name: row[name] for name in row if name not in _KNOWN} if len(row) > len(_KNOWN) else {}
 
 
@@ -78,7 +76,6 @@ class Metrics:
         self._logged: dict[str, dict[str, Tensor | float | None]] = {}  # by phase, for the next row
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to the next row of the current phase; see `Probe.log`."""
         numbers = checked_metrics(metrics)
         kept = {name: each.clone() if isinstance(each, Tensor) else each for name, each in numbers.items()}
         self._logged.setdefault(self.clock.moment.phase, {}).update(kept)
@@ -96,7 +93,6 @@ class Metrics:
     def write(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """Write a row for the current step and phase; see `Probe.write_metrics`."""
         if self._logged:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
                 name: value for name, value in metrics.items() if value is not None
@@ -111,17 +107,13 @@ class Metrics:
             read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
             return _NO_VALUES | read
 
-        row = read() if transfer.is_complete else PendingMetrics(read)
-        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
-            self._keep(row, now=transfer.is_complete)
-        return row
-
-    def _keep(self, row: Mapping[str, Any], *, now: bool) -> None:
-        moment = self.clock.moment
-
         def cells() -> Row:
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             place, values = (moment.step, moment.epoch, moment.phase, self.clock.rank), (row[name] for name in METRICS)
             return (*place, *values, skipped, custom_metrics_in(row) or None)
 
-        self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=now)
+        moment = self.clock.moment
+        row = read() if transfer.is_complete else PendingMetrics(read)
+        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
+            self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=transfer.is_complete)
+        return row

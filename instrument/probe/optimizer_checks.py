@@ -35,9 +35,6 @@ def given_optimizers(optimizers: Optimizers) -> tuple[Any, ...]:
 def flatten_optimizer(optimizer: Any, outer: tuple[Any, ...] = ()) -> tuple[Optimizer, ...]:
     """Return the optimizers that make the steps: the given one, or those that it wraps, as `PerModule` and wrappers of libraries do.
 
-    Args:
-        outer: The optimizers that wrap this one.
-
     Raises:
         ConfigError: It is not an optimizer, or not one with hooks.
     """

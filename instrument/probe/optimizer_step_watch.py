@@ -23,9 +23,6 @@ class StepWatch(HookGroup):
     """Tracks which optimizers made a step, the learning rate that the first one used, and whether a gradient scaler skipped the step.
 
     Args:
-        optimizers: The optimizers, possibly none.
-        scaler: The gradient scaler; None without one.
-        clock: The clock of the probe.
         announced: Whether the loop has to call `announce` once before each optimizer step. The closure of a step may call it, also
             several times.
     """
@@ -47,7 +44,6 @@ class StepWatch(HookGroup):
         self._stepping: set[Optimizer] = set()
 
     def attach(self) -> None:
-        """Register the hooks. After an exception, `detach` removes those that were registered."""
         if self.scaler is not None:
             self._scales = (torch.tensor(self.scaler.get_scale()),) * 2
         for optimizer in self._optimizers:
@@ -56,7 +52,6 @@ class StepWatch(HookGroup):
                 self.handles.append(optimizer.register_step_post_hook(self.after_step))
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
-        """The hook before an optimizer step."""
         if self.scaler is not None:
             # An optimizer that unscales itself receives `found_inf`, which makes it skip the step.
             self._found_inf.append(getattr(optimizer, "found_inf", None))
@@ -116,10 +111,7 @@ class StepWatch(HookGroup):
         return torch.stack([(each > 0).to(checked[0].device, torch.float32) for each in checked]).amin()
 
     def backed_off(self) -> bool:
-        """Return whether the scaler found values that are not finite in the last step.
-
-        This waits for the device, as the scaler did to decide on the step.
-        """
+        """Return whether the scaler found values in the last step that are not finite. Waits for the device, as the scaler did."""
         previous_scale, scale = self._scales
         return bool(scale < previous_scale.to(scale.device))
 
@@ -147,7 +139,6 @@ class WrapperWatch(HookGroup):
     Args:
         wrapper: An object whose method `step` calls the step of the optimizer, such as Lookahead; or the optimizer itself, if PyTorch
             calls hooks twice because its method calls `super().step()`.
-        groups: All hook groups.
     """
 
     def __init__(self, wrapper: Any, optimizer: Optimizer, groups: Sequence[HookGroup], clock: Clock) -> None:

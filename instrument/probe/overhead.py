@@ -50,7 +50,6 @@ class Overhead:
 
         Args:
             scheduled: The hooks that ran in it; `()` if none did.
-            seconds: Its total duration.
             unmeasured: Hooks that ran but are not measured. Only steps with the same ones are compared.
             has_pending_rows: Whether the step wrote rows of the previous step.
         """

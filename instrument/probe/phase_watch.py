@@ -23,9 +23,6 @@ class PhaseWatch(InertWhenCopied):
 
     A phase that other code sets stays until that code restores the previous one.
 
-    Args:
-        set_phase: Sets the phase between two calls.
-
     Attributes:
         modules: The modules whose calls are observed; see `entry_modules`.
     """
@@ -79,7 +76,6 @@ class PhaseWatch(InertWhenCopied):
         self._change("train")
 
     def end_step(self) -> None:
-        """End a training step of the trainer."""
         self._end_interruption()  # compiled code may not call the hook that ends it
         self._in_step = False
 

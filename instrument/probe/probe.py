@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -158,7 +159,7 @@ class Probe(OwnedByProcess):
             self.clock,
             self._on_schedule_change,
             is_sampled=self.budget is not None,
-            is_on=self._is_on,
+            is_on=lambda hook, step: hook not in self._disabled and self._rule_actions.is_on(hook, step),
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, optimizer, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
@@ -398,9 +399,6 @@ class Probe(OwnedByProcess):
         if self._entered:
             self._scheduled.advance(update_all=True)
 
-    def _is_on(self, hook: str, step: int) -> bool:
-        return hook not in self._disabled and self._rule_actions.is_on(hook, step)
-
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.
 
@@ -630,21 +628,12 @@ class Probe(OwnedByProcess):
             self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
-        """Write the `layers` table once.
-
-        Lazy modules delay it until their first forward pass, when their sizes are known.
-        """
+        """Write the `layers` table once. Lazy modules delay it until their first forward pass, when their sizes are known."""
         if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
             self._layers_pending = False
             self.recorder.write("layers", layer_rows(self.plan))
 
     # ------------------------------------------------------------------------------------------------ the record
-
-    def _messages_about_ranks(self) -> list[tuple[str, str]]:
-        """Return messages about tensors that not all processes have seen, and about unknown placements, with the types of their events."""
-        differences = [] if self.ranks is None else self.ranks.differences.values()
-        placements = [] if self.clock.layout is None else self.clock.layout.messages()
-        return [*(("ranks", message) for message in differences), *(("placement", message) for message in placements)]
 
     def event(
         self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
@@ -713,7 +702,9 @@ class Probe(OwnedByProcess):
             self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
-        for rule, message in self._messages_about_ranks():
+        differences = [] if self.ranks is None else self.ranks.differences.values()
+        placements = [] if self.clock.layout is None else self.clock.layout.messages()
+        for rule, message in (*product(("ranks",), differences), *product(("placement",), placements)):
             self.event(rule, message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None

@@ -46,7 +46,6 @@ class MergedRow:
     numbers: ClassVar[tuple[Tensor, ...]] = ()  # on a device: all rows together have them, see `MergedRows`
 
     def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
-        """Write the numbers to the row."""
         row[:] = self.values
         return self.custom
 
@@ -59,7 +58,6 @@ class MergedRows:
         pieces, identities: This process's part of each row that is not in the block, and the identity columns of the row.
         rows: The rows of the pieces in the tables `stats` and `effects`.
         copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
-        block: The rows of the block, without their numbers.
     """
 
     pieces: Sequence[Piece]
@@ -135,7 +133,6 @@ class Block:
         return matrix
 
     def pieces(self) -> list[Piece]:
-        """Return each row as a piece."""
         parts: dict[int, Tensor] = {}
         for rows, numbers in self.sums:
             parts.update(zip(rows.tolist(), numbers, strict=True))
@@ -198,7 +195,6 @@ class RowMerger:
         return sum(piece.table == "stats" and piece.device is not None for piece in self._pieces)
 
     def add_rows(self, taken: Taken, layout: Layout) -> None:
-        """Add this process's parts of the rows of a slab."""
         self._block = Block(taken, layout)
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
@@ -229,7 +225,6 @@ def identity_columns(context: Context) -> Row:
 
 
 def identity_without_rank(context: Context) -> Row:
-    """Return the identity columns without the rank."""
     row = identity_columns(context)
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
@@ -244,7 +239,6 @@ def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, d
 
 
 def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
-    """Return this process's part of a row that a measure computes."""
     return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor, context.shards))
 
 

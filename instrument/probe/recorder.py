@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import EFFECT, Context, Effect, StepContext
+from ..actions.base import EFFECT, Context, Effect, Number, Numbers, StepContext
 from ..actions.print import line_of
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import take
@@ -58,7 +58,9 @@ MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Deci
 
 
 class Recorder:
-    """Collects the results of a step's actions and passes them to the sink at the end of the step. Several threads may add results.
+    """Collects the results of a step's actions and passes them to the sink at the end of the step; see `Rows`, which it implements.
+
+    Several threads may add results.
 
     Args:
         on_rows: Called with the rows of each step, after all of them were passed to the sink.
@@ -68,8 +70,6 @@ class Recorder:
         keep: The number of steps whose tensors stay in memory, for hooks with `keep`. Default: none.
 
     Attributes:
-        samples: The samples of the batches.
-        flight_recorder: The tensors of hooks with `keep`.
         merges, set_scale, batched_launch: See `Rows`.
     """
 
@@ -109,35 +109,21 @@ class Recorder:
         self._pending: _Step | None = None
 
     def memory(self, device: torch.device) -> Tensor | None:
-        """Return memory for the sums of a tensor on a device; None for the CPU."""
         return None if device.type == "cpu" else self._memory.row(device)
 
     def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
-        """Add this process's part of a row of statistics."""
         self._merger.add(statistics_piece(context, names, part, dead), context)
 
     def add_stats(
-        self,
-        context: Context,
-        shape: tuple[int, ...],
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
-        """Add the statistics of one tensor."""
         if not self._merger.is_duplicate(context):
             is_complete = measured.on_device is None and measured.exact_extremes is None and not custom
             other = None if is_complete else _Values(measured, custom, names)
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
     def record_plain_effect(
-        self,
-        before: Tensor,
-        after: Tensor,
-        slot: int,
-        moment: StepContext,
-        factor: float | Tensor | None,
-        held: bool | None,
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: Number, held: bool | None
     ) -> bool:
         """Add the effect of an intervention; see `Rows`. Return false if the tensors are not plain, or if processes merge their rows."""
         if self._merger.ranks is not None:
@@ -149,11 +135,9 @@ class Recorder:
         return self._effects.slab.add_effect(before, after, slot, moment, factor, held) is not None
 
     def slab_of(self, context: Context) -> Slab | None:
-        """Return the slab for the statistics of plain tensors; see `Rows`."""
         return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
-        """Return the slot of the rows of a call; see `Rows`."""
         site = self._merger.identity(context)[len(context.moment) :]
         return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
 
@@ -163,7 +147,6 @@ class Recorder:
         return self._merged_stats if self._merger.merges(context) else self._stats
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
-        """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
         if self._merger.is_duplicate(context):
             return
         if self._merger.merges(context):
@@ -175,14 +158,8 @@ class Recorder:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * measure.size
 
     def add_line(
-        self,
-        context: Context,
-        text: str,
-        names: tuple[str, ...],
-        measured: Measured,
-        custom: Mapping[str, float | Tensor | None],
+        self, context: Context, text: str, names: tuple[str, ...], measured: Measured, custom: Numbers
     ) -> None:
-        """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
             self._lines.append((text, _Values(measured, custom, names)))
 
@@ -227,7 +204,6 @@ class Recorder:
         return recorded
 
     def add_effect(self, context: Context, effect: Effect) -> None:
-        """Add the effect of one intervention."""
         if self.merges(context):
             self._merger.add(effect_piece(context, effect), context)
         elif not self._merger.is_duplicate(context):
@@ -246,7 +222,6 @@ class Recorder:
         return first | {name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state."""
         self.rows_written = state["rows_written"]
         self.flight_recorder.unwritten = list(state["unwritten"])
         self.dropped, self.bytes = (
@@ -382,7 +357,7 @@ class _Values(NamedTuple):
     """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`)."""
 
     measured: Measured
-    custom: Mapping[str, float | Tensor | None]
+    custom: Numbers
     names: tuple[str, ...]
 
     @property
@@ -416,12 +391,11 @@ class _Values(NamedTuple):
 class _EffectValues(NamedTuple):
     """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
 
-    factor: float | Tensor | None
+    factor: Number
     effect: Effect | None = None  # None if all numbers but the factor are in the slab
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The numbers on a device."""
         if self.effect is not None:
             return self.effect.numbers
         return [self.factor] if isinstance(self.factor, Tensor) else []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.hook_specs import HookSpec
-from ..config.rules import CallAction, DisableAction, EnableAction, RuleBase
+from ..config.rules import CallAction, DisableAction, EnableAction
 from ..config.schedule import STEP_PHASES
 from ..errors import HookError, user_code_location
 from ..fields.targets import build_callable
@@ -43,7 +43,6 @@ class _Part(NamedTuple):
     targets: FloatArray | None
 
     def followed_by(self, other: _Part) -> _Part:
-        """Return the rows of two parts together."""
         targets = [each.targets for each in (self, other) if each.targets is not None]
         return _Part(
             [*self.sites, *other.sites],
@@ -94,7 +93,6 @@ class RuleRows:
 
 
 def _targets(samples: Sequence[SampleRows]) -> dict[_Moment, FloatArray]:
-    """Return the targets of each step and phase with any."""
     targets: dict[_Moment, list[FloatArray]] = {}
     for batch in samples:
         if len(batch.targets):
@@ -137,9 +135,6 @@ class RuleActions:
 
     Attributes:
         fired: The rules that fired in the last step or evaluation, by name: in this process, and those with actions in any process.
-        stop_reason: Why the loop should stop; None if it should continue.
-        is_pruned: Whether the reason is a rule with `then: prune`.
-        should_checkpoint: Whether the loop should save a checkpoint after this step.
 
     Raises:
         ConfigError: A function to call cannot be imported.
@@ -164,13 +159,19 @@ class RuleActions:
                 self._keeping[rule].append(hook)
         acting = {name for name, spec in rules.specs.items() if spec.actions}
         self._names = sorted(acting | self._followers.keys() | self._keeping.keys())
-        self._functions = _functions(rules.specs)
+        self._functions = {
+            name: [
+                action.call.function or build_callable(action.call, f"rules.{name}.then.call")
+                for action in spec.actions
+                if isinstance(action, CallAction)
+            ]
+            for name, spec in rules.specs.items()
+        }
         self._off = turned_on_by_rules(rules.specs, hooks)
         self._has_stopped: set[str] = set()  # rules that stopped the run before it was resumed
         self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
 
     def is_on(self, hook: str, step: int) -> bool:
-        """Return whether a hook is turned on at a step."""
         on, stop = self._switches.get(hook, (None, None))
         return hook not in self._off if on is None or (stop is not None and step >= stop) else on
 
@@ -201,7 +202,7 @@ class RuleActions:
             self._write_kept(hook, f"rule {name} fired")
         for hook in self._followers.get(name, ()):
             self._turn_on(hook, step + 1)
-        for action in self.rules.actions_of(name):
+        for action in self.rules.specs[name].actions:
             if action in ("stop", "prune") and self.stop_reason is None and name not in self._has_stopped:
                 self._has_stopped.add(name)
                 self.is_pruned = action == "prune"
@@ -232,7 +233,6 @@ class RuleActions:
                 raise HookError(f"rules.{name}.then: the function failed {at}: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         switches = {hook: list(switch) for hook, switch in self._switches.items()}
         return {"switches": switches, "has_stopped": sorted(self._has_stopped)}
 
@@ -240,15 +240,3 @@ class RuleActions:
         """Restore the state. A rule that has stopped the run does not stop it again."""
         self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
         self._has_stopped = set(state["has_stopped"])
-
-
-def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:
-    """Import the functions to call, by rule."""
-    return {
-        name: [
-            action.call.function or build_callable(action.call, f"rules.{name}.then.call")
-            for action in spec.actions
-            if isinstance(action, CallAction)
-        ]
-        for name, spec in specs.items()
-    }

@@ -83,14 +83,12 @@ class SampleRows(StepColumns):
 
     @property
     def latest(self) -> tuple[int, str]:
-        """See `StepColumns.latest`."""
         return self.moment.step, self.moment.phase
 
     def __len__(self) -> int:
         return len(self._ids)
 
     def columns(self) -> list[Column]:
-        """Return the columns, for a message."""
         count = len(self)
         has_names, nothing = count > 0 and isinstance(self._ids[0], str), (None,) * count
         *numbers, phase = self.moment
@@ -157,9 +155,8 @@ class Samples:
         sizes, self._sizes = self._sizes, set()
         if batch is None or not (has_tensor or has_kept or self.of_all_batches):
             return
-        if any(
-            each.moment == batch.moment for each in self._finished
-        ):  # the backward pass of a micro-step in a pipeline
+        # The backward pass of a micro-step in a pipeline.
+        if any(each.moment == batch.moment for each in self._finished):
             return
         if is_checked and batch.is_checked and sizes and len(batch) not in sizes:
             message = "the number of ids differs from the size of dimension 0 of the recorded tensors"
@@ -209,7 +206,6 @@ def checked_ids(ids: Any) -> Tensor | Sequence[str]:
 
 
 def _ids_of(ids: Any) -> Tensor | Sequence[str]:
-    """Return ids as an int64 tensor [samples] or as a list of strings; see `checked_ids`."""
     if isinstance(ids, Tensor):
         if ids.dim() == 1 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
             return ids.detach().to(torch.int64, copy=True)

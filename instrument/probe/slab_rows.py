@@ -223,7 +223,6 @@ class Taken:
 
     @property
     def moments_of_rows(self) -> list[StepContext]:
-        """The moment of each row."""
         return [self.moments[number] for number in self.keys[:, MOMENT_INDEX].tolist()]
 
     def fetch(self) -> None:
@@ -240,7 +239,6 @@ class Taken:
         return replace(self, numbers=numbers, keys=keys, moments=[*self.moments, *merged.moments])
 
     def without(self, left_out: Sequence[int]) -> Taken:
-        """Return the rows without some of them."""
         is_kept = np.ones(len(self), np.bool_)
         is_kept[left_out] = False
         kept = np.flatnonzero(is_kept).tolist()
@@ -250,16 +248,7 @@ class Taken:
 
 
 class StepSlab:
-    """Collects the rows of one step. Several threads may add some.
-
-    Args:
-        width: The number of columns of the slab.
-        device_columns: The number of columns, after the first one, that a device fills.
-
-    Attributes:
-        slots: The identities.
-        slab: Receives the numbers of plain tensors.
-    """
+    """Collects the rows of one step. Several threads may add some. A device fills `device_columns` columns, after the first one."""
 
     def __init__(self, width: int, device_columns: int) -> None:
         self.slots = Slots()
@@ -290,7 +279,6 @@ class StepSlab:
 
         Args:
             shape: The shape of the tensor; None if the row is merged from several tensors.
-            names: The requested statistics.
             other: What the row has besides its numbers.
         """
         moment = StepContext(*identity[:_MOMENT])
@@ -400,7 +388,6 @@ class SlabRows(StepColumns):
 
     @property
     def latest(self) -> tuple[int, str]:
-        """See `StepColumns.latest`."""
         moment = self.taken.moments[-1]
         return moment.step, moment.phase
 
@@ -412,7 +399,6 @@ class SlabRows(StepColumns):
         """Return the columns after the identity."""
 
     def columns(self) -> list[Column]:
-        """Return the columns, for a message."""
         return [*self._moment_columns(len(self)), *self.layout.identity, *self.number_columns()]
 
     def _moment_columns(self, count: int) -> Iterator[Column]:
@@ -422,10 +408,8 @@ class SlabRows(StepColumns):
         known = self.layout.moment_columns
         for index, value in enumerate(self.moment):
             if known[index][0] != value:  # otherwise, the message has these cells already
-                known[index] = (
-                    value,
-                    (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value)),
-                )
+                cells = (value,) * count if isinstance(value, str) else NumberColumn(np.full(count, value))
+                known[index] = value, cells
             yield known[index][1]
 
 
@@ -516,9 +500,8 @@ class StatisticsRows(SlabRows):
         others = self.taken.others
         custom = tuple(map(others.get, range(len(self)))) if others else self.layout.no_values[-1]
         ranks, dims = self.taken.keys[:, 2], self.taken.dims
-        if self.layout.shapes[0] != (
-            key := ranks.tobytes() + dims.tobytes()
-        ):  # otherwise, the message has these cells already
+        key = ranks.tobytes() + dims.tobytes()
+        if self.layout.shapes[0] != key:  # otherwise, the message has these cells already
             self.layout.shapes = key, ListColumn(ranks, dims)
         return [*self.layout.statistics, self.layout.shapes[1], custom]
 

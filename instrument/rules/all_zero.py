@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
@@ -21,12 +19,10 @@ class AllZeroRule(PersistentRule):
     losses returns metrics, such as the fraction of clipped samples.
     """
 
-    rule: Literal["all_zero"]
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
-@RULES.register("all_zero")
-class AllZero(PersistentLocatedRule[AllZeroRule]):
+class AllZero(PersistentLocatedRule[AllZeroRule], name="all_zero"):
     what = "all zero"
     stage = "units"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from ..fields.field_types import Count
 from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
@@ -24,13 +24,11 @@ class ClassImbalanceRule(RuleBase):
     `data.ids=all`.
     """
 
-    rule: Literal["class_imbalance"]
     above: Annotated[float, Field(ge=1)] = Field(10.0, description="The ratio of both numbers exceeds this number.")
     after: Count = Field(500, description="How many samples are counted first.")
 
 
-@RULES.register("class_imbalance")
-class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
+class ClassImbalance(CatalogueRule[ClassImbalanceRule], name="class_imbalance"):
     source = "targets"
     saved = ("counts", "done")
     what = "class imbalance"

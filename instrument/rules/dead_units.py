@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, FractionRule
+from ..config.rules import FractionRule
 from .rule import BoundsRule
 from .step_rows import Location
 
@@ -19,12 +19,10 @@ class DeadUnitsRule(FractionRule):
     which healthy layers exceed if they are wider than their data have dimensions.
     """
 
-    rule: Literal["dead_units"]
     above: Annotated[float, Field(ge=0, lt=1)] = Field(0.7, description=FractionRule.model_fields["above"].description)
 
 
-@RULES.register("dead_units")
-class DeadUnits(BoundsRule[DeadUnitsRule]):
+class DeadUnits(BoundsRule[DeadUnitsRule], name="dead_units"):
     what = "dead units"
     stage = "units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."

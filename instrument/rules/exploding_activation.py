@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from ..config.rules import RULES
 from .growth import GrowthFields, GrowthRule
 from .step_rows import Location
 
 
-class ExplodingActivationRule(GrowthFields):
+class ExplodingActivation(GrowthRule[GrowthFields], name="exploding_activation"):
     """The `abs_max` of an output is far above the median of its previous values."""
 
-    rule: Literal["exploding_activation"]
-
-
-@RULES.register("exploding_activation")
-class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
     what = "exploding activation"
     stage = "divergence"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from ..config.rules import RULES
 from .growth import GrowthFields, GrowthRule
 from .step_rows import FloatArray, IndexArray, Location
 
 ROUNDING = 1e-6
 
 
-class ExplodingGradientRule(GrowthFields):
+class ExplodingGradient(GrowthRule[GrowthFields], name="exploding_gradient"):
     """The `l2` of a gradient is far above the median of its previous values.
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
@@ -22,11 +19,6 @@ class ExplodingGradientRule(GrowthFields):
     about ten rounding units of float32, of the largest one of all gradients.
     """
 
-    rule: Literal["exploding_gradient"]
-
-
-@RULES.register("exploding_gradient")
-class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
     what = "exploding gradient"
     stage = "divergence"
     advice = "Clip gradients with an action clip, or lower the learning rate."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, Location, StepRows
 
@@ -24,13 +24,11 @@ class InputNotNormalizedRule(RuleBase):
     are its updates.
     """
 
-    rule: Literal["input_not_normalized"]
     mean: Annotated[float, Field(gt=0)] = Field(3.0, description="|mean| exceeds this many times the std.")
     std: Annotated[float, Field(gt=0)] = Field(10.0, description="The std exceeds this number.")
 
 
-@RULES.register("input_not_normalized")
-class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
+class InputNotNormalized(LocatedRule[InputNotNormalizedRule], name="input_not_normalized"):
     saved = ("done",)
     what = "input not normalized"
     stage = "setup"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from .rule import RELATIONS, Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
@@ -36,13 +36,11 @@ class LossNotDecreasingRule(RuleBase):
     classes: the network has become much worse than a constant prediction, for example since the learning rate is too high.
     """
 
-    rule: Literal["loss_not_decreasing"]
     window: Annotated[int, Field(ge=4, le=1_000_000)] = Field(200, description="The number of steps that are compared.")
     by: Annotated[float, Field(ge=0, lt=1)] = Field(0.01, description="The relative decrease that is expected.")
 
 
-@RULES.register("loss_not_decreasing")
-class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
+class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule], name="loss_not_decreasing"):
     saved = ("sums", "count", "first", "last", "constant", "limit", "exceeded")
     relation = "constant_prediction"
     what = "loss not decreasing"
@@ -69,7 +67,10 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if not rows.is_training or loss is None or self._count >= self.spec.window:
             return
         if not math.isfinite(loss):
-            yield from self._check_rise(loss)
+            self._count = self.spec.window
+            bound = RISE * abs(self._first)
+            if self._last > bound:
+                yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
             return
         self._add(loss)
         for row in rows.relations:
@@ -117,13 +118,6 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         quarter = (QUARTERS * (self._count + 1) - 1) // self.spec.window
         self._sums[quarter] += loss
         self._count += 1
-
-    def _check_rise(self, loss: float) -> Iterator[Firing]:
-        """End the window with a loss that is not finite, and report that the losses before it rose."""
-        self._count = self.spec.window
-        bound = RISE * abs(self._first)
-        if self._last > bound:
-            yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
     def bounds(self) -> Bounds | list[Bounds] | None:
         left = self.spec.window - self._count

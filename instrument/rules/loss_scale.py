@@ -17,13 +17,14 @@ class SkippedStepsRule(PersistentRule):
     for_: Count = Field(20, alias="for", description="How many steps in succession are skipped.")
 
 
-class LossScale(RelationRule, relation="loss_scale", fields=SkippedStepsRule):
+class LossScale(RelationRule, name="loss_scale"):
     """The factor of the gradient scaler has fallen below 1, or many steps in succession were skipped.
 
     Some steps are skipped until the factor is found: 16 halve the initial one of PyTorch, 65,536, to 1. Below 1, it no longer keeps
     small gradients from becoming zero (Micikevicius et al. 2018), and it is the smallest one that DeepSpeed allows.
     """
 
+    fields = SkippedStepsRule
     saved = ("times",)
     what = "gradient scaler finds no factor"
     advice = (

@@ -5,20 +5,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, WindowRule
+from ..config.rules import WindowRule
 from ..fields.field_types import Count
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
-ROUNDING = (
-    2.0**-20
-)  # losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy
+# Losses up to this size are 8 roundings of float32 terms of order 1 that cancel, such as those of a new policy.
+ROUNDING = 2.0**-20
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
@@ -36,7 +35,6 @@ class LossSpikeRule(WindowRule):
     equal probabilities.
     """
 
-    rule: Literal["loss_spike"]
     factor: Annotated[float, Field(gt=1)] = Field(
         5.0,
         description="The loss exceeds this many times the median; if a loss was negative, it exceeds the median by this many times "
@@ -45,8 +43,7 @@ class LossSpikeRule(WindowRule):
     after: Count = Field(20, description="How many previous losses have to exist.")
 
 
-@RULES.register("loss_spike")
-class LossSpike(CatalogueRule[LossSpikeRule]):
+class LossSpike(CatalogueRule[LossSpikeRule], name="loss_spike"):
     saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     stage = "divergence"

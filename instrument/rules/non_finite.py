@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from ..tables.kinds import KINDS
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule, QuietSteps
 from .step_rows import Chosen, Location, StepRows
@@ -16,7 +15,7 @@ from .step_rows import Chosen, Location, StepRows
 LOSS_NOT_FINITE = "loss not finite"
 
 
-class NonFiniteRule(RuleBase):
+class NonFinite(LocatedRule[RuleBase], name="non_finite"):
     """A recorded tensor contains NaN or infinity, or the loss is not finite.
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
@@ -25,11 +24,6 @@ class NonFiniteRule(RuleBase):
     loss of each phase.
     """
 
-    rule: Literal["non_finite"]
-
-
-@RULES.register("non_finite")
-class NonFinite(LocatedRule[NonFiniteRule]):
     what = "non-finite value"
     stage = "non_finite"
     evidence = "abs_max"
@@ -41,7 +35,7 @@ class NonFinite(LocatedRule[NonFiniteRule]):
     statistics = ("nan_count", "inf_count")
     saved = ("reported", "phases", "loss", "noted")
 
-    def __init__(self, spec: NonFiniteRule) -> None:
+    def __init__(self, spec: RuleBase) -> None:
         super().__init__(spec)
         self._reported: set[Location] = set()
         self._phases: set[str] = set()  # phases whose loss was not finite

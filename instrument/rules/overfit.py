@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
@@ -25,15 +24,13 @@ class OverfitRule(PersistentRule):
     SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
     """
 
-    rule: Literal["overfit"]
     above: NonNegative = Field(
         1.0, description="(evaluation loss - training loss) / training loss exceeds this number."
     )
     for_: Count = Field(3, alias="for", description="In how many evaluations in succession.")
 
 
-@RULES.register("overfit")
-class Overfit(CatalogueRule[OverfitRule]):
+class Overfit(CatalogueRule[OverfitRule], name="overfit"):
     source = "evaluations"
     saved = ("sum", "count", "lowest", "first", "times")
     what = "overfitting"

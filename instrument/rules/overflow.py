@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, FractionRule
+from ..config.rules import FractionRule
 from .rule import BoundsRule
 from .step_rows import Chosen, FloatArray, StepRows
 
@@ -18,12 +18,10 @@ class OverflowRule(FractionRule):
     The threshold is the fraction at which the automatic scaling of FP8-LM reduces the scale (Peng et al. 2023, section 2.1).
     """
 
-    rule: Literal["overflow"]
     above: Annotated[float, Field(ge=0, lt=1)] = Field(1e-5, description="The fraction exceeds this number.")
 
 
-@RULES.register("overflow")
-class Overflow(BoundsRule[OverflowRule]):
+class Overflow(BoundsRule[OverflowRule], name="overflow"):
     what = "overflow of a cast"
     advice = "Set a smaller scale, or a format with a wider range, such as float8_e5m2. With cast.scale: previous, record more often."
     requires = "a cast, such as hooks=low_precision"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
@@ -21,13 +20,11 @@ class OvertrainingRule(PersistentRule):
     fraction is that of the decrease from the first evaluation to the minimum, instead of the minimum.
     """
 
-    rule: Literal["overtraining"]
     above: NonNegative = Field(0.01, description="The loss is above its minimum by more than this fraction.")
     for_: Count = Field(10, alias="for", description="In how many evaluations in succession.")
 
 
-@RULES.register("overtraining")
-class Overtraining(CatalogueRule[OvertrainingRule]):
+class Overtraining(CatalogueRule[OvertrainingRule], name="overtraining"):
     source = "evaluations"
     saved = ("lowest", "at", "first", "times")
     what = "overtraining"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
@@ -37,14 +37,12 @@ class PoorInitializationRule(RuleBase):
     Logits that are multiplied by a number after the last layer, such as the inverse of a temperature, are not compared.
     """
 
-    rule: Literal["poor_initialization"]
     factor: Annotated[float, Field(gt=1)] = Field(
         1e4, description="The largest std exceeds this many times the smallest one."
     )
 
 
-@RULES.register("poor_initialization")
-class PoorInitialization(LocatedRule[PoorInitializationRule]):
+class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initialization"):
     saved = ("done",)
     relation = "constant_prediction"
     what = "poor initialization"

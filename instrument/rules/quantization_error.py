@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count, NonNegative
 from .rule import BoundsRule
 
@@ -18,13 +16,11 @@ class QuantizationErrorRule(PersistentRule):
     2^-3, half the distance of two numbers. The threshold is its square: a larger error shows that numbers leave the range.
     """
 
-    rule: Literal["quantization_error"]
     above: NonNegative = Field(2.0**-6, description="The relative mean square error exceeds this number.")
     for_: Count = Field(5, alias="for", description="How often in succession the condition has to hold.")
 
 
-@RULES.register("quantization_error")
-class QuantizationError(BoundsRule[QuantizationErrorRule]):
+class QuantizationError(BoundsRule[QuantizationErrorRule], name="quantization_error"):
     what = "error of a cast"
     advice = "Keep this tensor in a wider format, or set cast.scale: previous, or a format with blocks."
     requires = "a cast, such as hooks=low_precision"

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pkgutil import resolve_name
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
@@ -49,7 +49,6 @@ class ReferenceRule(PersistentRule):
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
     """
 
-    rule: Literal["reference"]
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
         alias="from",
         min_length=1,
@@ -87,8 +86,7 @@ NEW_PARAMETER = "new parameter"
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
-@RULES.register("reference")
-class ReferenceRanges(PersistentLocatedRule[ReferenceRule]):
+class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     stage = "reference"
     what = "outside of the reference"
     advice = (

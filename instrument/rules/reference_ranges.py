@@ -34,7 +34,6 @@ BITS = 8  # of the stored numbers, which are rounded outwards by at most 1 / 2^8
 
 @cache
 def schema() -> pa.Schema:
-    """Return the schema of the file of a reference."""
     import pyarrow as pa
 
     labels = [(name, pa.dictionary(pa.int32(), pa.string())) for name in (*KEY, "statistic")]
@@ -91,7 +90,6 @@ class Reference:
             raise ValueError("it was not made by python -m instrument.reference") from error
 
     def content(self) -> bytes:
-        """Return the content of the file."""
         import pyarrow.parquet as pq
 
         about = json.dumps({"format": FORMAT, **self.about}, default=str)
@@ -137,7 +135,6 @@ class Reference:
 
 
 def key_of(location: Location) -> tuple[str, ...]:
-    """Return the values of `KEY` of a location."""
     return tuple(getattr(location, name) for name in KEY)
 
 

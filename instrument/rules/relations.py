@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import create_model
-
-from ..config.rules import RULES, RuleBase
+from ..config.rules import RuleBase
 from ..tables.kinds import KINDS
 from .rule import RELATIONS, Bounds, CatalogueRule, Firing
 from .step_rows import Location, StepRows
 
 
 class RelationRule(CatalogueRule[RuleBase]):
-    """A rule that fires where a relation does not hold. It has the name of the relation, and no fields of its own.
-
-    The docstring of a subclass describes it in the reference and the JSON Schema.
-    """
+    """A rule that fires where a relation does not hold. It has the name of the relation, and no fields of its own."""
 
     stage = "setup"
     requires = "its own observations of the training, without hooks"
 
-    def __init_subclass__(cls, relation: str, fields: type[RuleBase] = RuleBase, **options: Any) -> None:
-        """Register the rule.
-
-        Args:
-            fields: The further fields of its entry in the configuration. Default: none.
-        """
-        super().__init_subclass__(**options)
-        kind: Any = Literal.__getitem__(relation)
-        cls.relation = relation
-        cls.fields = create_model(f"{cls.__name__}Rule", __base__=fields, __doc__=cls.__doc__, rule=(kind, ...))
-        RULES.register(relation, place=f"{cls.__module__}.{cls.__qualname__}")(cls)
+    def __init_subclass__(cls, name: str, **options: Any) -> None:
+        cls.relation = name
+        super().__init_subclass__(name, **options)
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         for row in rows.relations:
@@ -43,7 +30,7 @@ class RelationRule(CatalogueRule[RuleBase]):
         return [Bounds(RELATIONS, high=0)]
 
 
-class AccumulationDivides(RelationRule, relation="accumulation_divides"):
+class AccumulationDivides(RelationRule, name="accumulation_divides"):
     """The gradients of several micro-batches are added, but each loss is a mean that is not divided by their number.
 
     The step is then too large by this factor. Cross-entropies with `reduction="mean"` are checked, in one process,
@@ -55,7 +42,7 @@ class AccumulationDivides(RelationRule, relation="accumulation_divides"):
     advice = "Divide the loss of each micro-batch by their number before backward()."
 
 
-class DistinctData(RelationRule, relation="distinct_data"):
+class DistinctData(RelationRule, name="distinct_data"):
     """Two processes of `DistributedDataParallel` get the same batch in 3 checked steps, or all workers of a loader give the same ones.
 
     Processes get different data with a `DistributedSampler`. Workers give equal batches if each draws from a copy of one generator
@@ -67,7 +54,7 @@ class DistinctData(RelationRule, relation="distinct_data"):
     advice = "Use a DistributedSampler, and seed each worker by torch.utils.data.get_worker_info()."
 
 
-class DoubleSoftmax(RelationRule, relation="double_softmax"):
+class DoubleSoftmax(RelationRule, name="double_softmax"):
     """A loss that applies a softmax or a sigmoid gets the output of another one: a Softmax followed by CrossEntropyLoss, for example.
 
     `torch.nn.functional.cross_entropy` and `binary_cross_entropy_with_logits` expect logits. With K classes, the loss of
@@ -78,7 +65,7 @@ class DoubleSoftmax(RelationRule, relation="double_softmax"):
     advice = "Remove this layer, and pass its input to the loss function, which expects logits."
 
 
-class DropoutKeepsUnits(RelationRule, relation="dropout_keeps_units"):
+class DropoutKeepsUnits(RelationRule, name="dropout_keeps_units"):
     """A dropout module of PyTorch in training mode drops more than 0.9 of its input.
 
     Usual probabilities are 0.2 to 0.5, and at most 0.8 (Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html). The
@@ -89,7 +76,7 @@ class DropoutKeepsUnits(RelationRule, relation="dropout_keeps_units"):
     advice = "Use a smaller probability: p of a dropout module is the fraction that it drops."
 
 
-class GradientsZeroed(RelationRule, relation="gradients_zeroed"):
+class GradientsZeroed(RelationRule, name="gradients_zeroed"):
     """A gradient is added to that of the previous step, because no code zeroes it.
 
     A few parameters of each optimizer are observed. Gradients of micro-batches are added within a step. The check is that of TrainCheck
@@ -100,7 +87,7 @@ class GradientsZeroed(RelationRule, relation="gradients_zeroed"):
     advice = "Call optimizer.zero_grad() once in each step, before the first backward pass."
 
 
-class LabelsShifted(RelationRule, relation="labels_shifted"):
+class LabelsShifted(RelationRule, name="labels_shifted"):
     """A model that uses only earlier tokens is trained on the token that it sees, on the token after the next one, or on the previous one.
 
     The targets of cross-entropy are compared with the integer inputs of the model, [samples, positions]. Whether the model uses only
@@ -115,7 +102,7 @@ class LabelsShifted(RelationRule, relation="labels_shifted"):
     advice = "Keep inputs and labels in the same order, and shift the labels once: in the loop, or in a model that shifts them."
 
 
-class LooksAhead(RelationRule, relation="looks_ahead"):
+class LooksAhead(RelationRule, name="looks_ahead"):
     """The outputs of a model that is trained on the next token depend on later tokens, which it has to predict.
 
     The usual cause is attention without a causal mask (Vaswani et al., 2017, section 3.2.3). After the first step, a copy of the model is
@@ -127,7 +114,7 @@ class LooksAhead(RelationRule, relation="looks_ahead"):
     advice = "Pass a causal mask to the attention, or is_causal=True, and check layers that mix positions."
 
 
-class LossBroadcasts(RelationRule, relation="loss_broadcasts"):
+class LossBroadcasts(RelationRule, name="loss_broadcasts"):
     """`mse_loss`, `l1_loss`, `smooth_l1_loss` or `huber_loss` gets predictions [samples, 1] and targets [samples], or vice versa.
 
     The loss is then the mean over all pairs of a prediction and a target, whose minimum is the same prediction for all samples: the
@@ -138,7 +125,7 @@ class LossBroadcasts(RelationRule, relation="loss_broadcasts"):
     advice = "Give the output and the targets the same shape, such as output.squeeze(1)."
 
 
-class ModeOfPhase(RelationRule, relation="mode_of_phase"):
+class ModeOfPhase(RelationRule, name="mode_of_phase"):
     """A training step runs in evaluation mode, an evaluation in training mode, or an evaluation is recorded as training.
 
     In training steps of a model with dropout or batch normalization, the complete model is in evaluation mode: since an evaluation, or
@@ -157,7 +144,7 @@ class ModeOfPhase(RelationRule, relation="mode_of_phase"):
     )
 
 
-class NarrowLayer(RelationRule, relation="narrow_layer"):
+class NarrowLayer(RelationRule, name="narrow_layer"):
     """The logits of at least three classes lie on a line, in a model with a Linear layer of one unit.
 
     All information passes through this unit: each class is a range of one number. A layer with as many units as there are classes less one
@@ -168,7 +155,7 @@ class NarrowLayer(RelationRule, relation="narrow_layer"):
     advice = "Use more units in this layer: at least as many as there are classes."
 
 
-class PaddingAttended(RelationRule, relation="padding_attended"):
+class PaddingAttended(RelationRule, name="padding_attended"):
     """The `attention_mask` of a model does not mask padding, or a `*padding_mask` is true for the tokens instead of the padding.
 
     Padding is `config.pad_token_id` at the ends of samples and nowhere else, and in the second case a token that is repeated there. The
@@ -182,7 +169,7 @@ class PaddingAttended(RelationRule, relation="padding_attended"):
     )
 
 
-class PaddingInLoss(RelationRule, relation="padding_in_loss"):
+class PaddingInLoss(RelationRule, name="padding_in_loss"):
     """Cross-entropy counts targets at padded positions of the input, so that the model learns to predict padding.
 
     Padding is where the argument `attention_mask` of the model is 0, or where its input is `config.pad_token_id`, or a token that most
@@ -194,7 +181,7 @@ class PaddingInLoss(RelationRule, relation="padding_in_loss"):
     advice = "Set the labels at padded positions to -100, or pass ignore_index= to the loss."
 
 
-class ParametersFollowGradients(RelationRule, relation="parameters_follow_gradients"):
+class ParametersFollowGradients(RelationRule, name="parameters_follow_gradients"):
     """Optimizers do not change parameters that have a gradient, or change frozen ones.
 
     Reported are: an optimizer that changes none of its parameters in 4 checked steps, although gradients and learning rates are not
@@ -210,7 +197,7 @@ class ParametersFollowGradients(RelationRule, relation="parameters_follow_gradie
     )
 
 
-class PositionsDiffer(RelationRule, relation="positions_differ"):
+class PositionsDiffer(RelationRule, name="positions_differ"):
     """The argument `position_ids` of the model has one value for all tokens of all samples.
 
     Attention without positions does not use the order of tokens (Vaswani et al. 2017, section 3.5). Fewer than 4 tokens are not checked.
@@ -220,7 +207,7 @@ class PositionsDiffer(RelationRule, relation="positions_differ"):
     advice = "Do not pass position_ids, or count them from 0 in each sample."
 
 
-class RateInEffect(RelationRule, relation="rate_in_effect"):
+class RateInEffect(RelationRule, name="rate_in_effect"):
     """A learning rate is negative or not finite, a warm-up never ends, or a scheduler changes the rate of an optimizer without steps.
 
     A training of at least 100 steps ends in the warm-up if its rate rises until the end and was at most 1% of the configured one: the
@@ -234,7 +221,7 @@ class RateInEffect(RelationRule, relation="rate_in_effect"):
     advice = "Check the length of the warm-up. Create the scheduler for the optimizer that makes the steps, and again if it is replaced."
 
 
-class ReplicasDiffer(RelationRule, relation="replicas_differ"):
+class ReplicasDiffer(RelationRule, name="replicas_differ"):
     """A fingerprint of a parameter, its update, gradient or optimizer state differs between data-parallel processes.
 
     It reads what hooks of the kinds `step_pre`, `step_post` and `parameter_grad` record with `stats: [fingerprint]`, and names the
@@ -252,7 +239,7 @@ class ReplicasDiffer(RelationRule, relation="replicas_differ"):
         return KINDS[location.kind].frequency == "step"
 
 
-class ReplicasEqual(RelationRule, relation="replicas_equal"):
+class ReplicasEqual(RelationRule, name="replicas_equal"):
     """The trained parameters of the processes of a data-parallel training are not equal in all bits after a step.
 
     All processes start with the same parameters and apply the same mean gradients (Li et al., VLDB 2020), so that any difference is a
@@ -266,7 +253,7 @@ class ReplicasEqual(RelationRule, relation="replicas_equal"):
     advice = "Call the wrapped model in the forward pass, and change gradients and parameters in all processes alike."
 
 
-class SamplesVary(RelationRule, relation="samples_vary"):
+class SamplesVary(RelationRule, name="samples_vary"):
     """All samples of a batch are equal in 3 steps, or the model gets the same batch in 4 steps although the data loader has several.
 
     It also fires if each batch has targets of a single class, and batches have different classes: the data are sorted by class. This
@@ -280,7 +267,7 @@ class SamplesVary(RelationRule, relation="samples_vary"):
     advice = "Pass the current batch to the model, call iter(loader) once per epoch, use the index in the dataset, and shuffle the data."
 
 
-class TiedWeights(RelationRule, relation="tied_weights"):
+class TiedWeights(RelationRule, name="tied_weights"):
     """Parameters that were one parameter at the start, such as the embeddings of input and output, have different values.
 
     The embeddings of a model of transformers whose configuration declares `tie_word_embeddings` are checked too (Press and Wolf, 2017).
@@ -293,7 +280,7 @@ class TiedWeights(RelationRule, relation="tied_weights"):
     )
 
 
-class WrongRangeOfLoss(RelationRule, relation="wrong_range_of_loss"):
+class WrongRangeOfLoss(RelationRule, name="wrong_range_of_loss"):
     """The output of the model cannot reach the minimum of the loss, because of its last activation function or a missing one.
 
     Reported are: `binary_cross_entropy` of a clamped Tanh, ReLU or Softplus, which is no probability; cross-entropy, or binary

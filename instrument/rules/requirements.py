@@ -13,7 +13,7 @@ from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
 from ..tables.statistics import STATISTICS
 from .loss_spike import LossSpikeRule
-from .non_finite import NonFiniteRule
+from .non_finite import NonFinite
 from .reference import ReferenceRule
 from .reference_ranges import METRICS
 from .rule import CatalogueRule, LocatedRule
@@ -66,10 +66,7 @@ def check_rules(
 def check_references(
     rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], layers: Iterable[tuple[str, str]]
 ) -> None:
-    """Check that references concern what the hooks of a model record.
-
-    Args:
-        layers: The hook and the layer of each site.
+    """Check that references concern what the hooks of a model record, given the hook and the layer of each site.
 
     Raises:
         ConfigError: A reference has no layer of the hooks, or none of its hooks records a statistic that its rule names.
@@ -117,7 +114,7 @@ def writes_kept_tensors(rule: str, rules: Mapping[str, RuleBase], spec: HookSpec
     """Return whether a rule makes a hook with `keep` write its tensors."""
     if not isinstance(spec, RecordSpec) or spec.keep is None:
         return False
-    return spec.when == rule if spec.when is not None else isinstance(rules[rule], NonFiniteRule)
+    return spec.when == rule if spec.when is not None else isinstance(rules[rule], NonFinite.fields)
 
 
 def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Iterator[Problem]:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+from pydantic import create_model
 
-from ..config.rules import PersistentRule, RuleBase
+from ..config.rules import RULES, PersistentRule, RuleBase
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
 Stage = Literal[
@@ -124,7 +125,10 @@ PersistentT = TypeVar("PersistentT", bound=PersistentRule)
 
 
 class CatalogueRule(Rule, Generic[SpecT]):
-    """A rule of the catalogue."""
+    """A rule of the catalogue. With the argument `name` of the class, it is registered, and `name` is the field `rule` of its entry.
+
+    The docstring of its fields describes it in the reference and the JSON Schema, or that of the rule, if it has one.
+    """
 
     fields: ClassVar[type[RuleBase]]
     """The model of its entry in the configuration: the argument of the base class."""
@@ -156,12 +160,17 @@ class CatalogueRule(Rule, Generic[SpecT]):
     frozen_layers: Collection[str] = ()
     """The layers whose parameters are all frozen."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, name: str = "", **options: Any) -> None:
         """Read `fields` from the base class: `CatalogueRule[MyRule]`."""
         super().__init_subclass__(**options)
-        for specification, *_ in filter(None, map(get_args, getattr(cls, "__orig_bases__", ()))):
+        for specification, *_ in filter(None, map(get_args, vars(cls).get("__orig_bases__", ()))):
             if isinstance(specification, type):
                 cls.fields = specification
+        if name:
+            kind: Any = Literal.__getitem__(name)
+            text = cls.__doc__ or cls.fields.__doc__
+            cls.fields = create_model(f"{cls.__name__}Rule", __base__=cls.fields, __doc__=text, rule=(kind, ...))
+            RULES.register(name, place=f"{cls.__module__}.{cls.__qualname__}")(cls)
 
     def __init__(self, spec: SpecT) -> None:
         self.spec = spec

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ..config.rules import RULES, Action, CustomRule, RuleBase, WatchRule
+from ..config.rules import RULES, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
@@ -45,12 +45,7 @@ class RuleEvent:
 
 
 class RuleSet:
-    """The rules of a run.
-
-    Args:
-        write: Called with each event.
-        frozen_layers: The layers whose parameters are all frozen.
-    """
+    """The rules of a run. `write` is called with each event."""
 
     def __init__(
         self,
@@ -118,10 +113,6 @@ class RuleSet:
         fired, self._fired = list(self._fired.values()), {}
         return fired
 
-    def actions_of(self, rule: str) -> tuple[Action, ...]:
-        """Return what happens if a rule fires, in addition to the event."""
-        return self.specs[rule].actions
-
     @property
     def custom_advice(self) -> dict[str, str]:
         """What to do next if a custom rule fires, by its name."""
@@ -138,12 +129,10 @@ class RuleSet:
 
     @property
     def rules(self) -> Sequence[Rule]:
-        """The rules."""
         return list(self._rules.values())
 
     @property
     def relations(self) -> frozenset[str]:
-        """The names of the relations that rules read."""
         rules = [rule for rule in self._rules.values() if isinstance(rule, CatalogueRule)]
         return frozenset(rule.relation for rule in rules if rule.relation)
 
@@ -186,7 +175,6 @@ class RuleSet:
         return {"written": dict(self._written), "fired": fired, "rules": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
         self._written = Counter(state["written"])
         self._fired = {event.rule: event for event in (RuleEvent(*cells) for cells in state["fired"])}
         for name, rule in self._rules.items():
@@ -207,18 +195,14 @@ def make_rule(spec: RuleBase) -> Rule:
         ConfigError: A custom rule cannot be imported or built, or lacks the method `update`.
     """
     if isinstance(spec, CustomRule):
-        return _custom_rule(spec)
+        where = f"rules.{spec.name}"
+        function = spec.target.function
+        made = build(spec.target, where) if function is None else function(**(spec.target.model_extra or {}))
+        if not callable(getattr(made, "update", None)):
+            message = "a rule requires the method update(rows); see instrument.Rule"
+            raise ConfigError(Problem(where, message, given=type(made).__name__))
+        return made  # type: ignore[no-any-return]
     if isinstance(spec, WatchRule):
         return WatchMetric(spec) if spec.is_of_metrics else WatchStatistic(spec)
-    made: Rule = RULES[str(getattr(spec, "rule"))](spec)  # noqa: B009 - the field of every rule with a name
-    return made
-
-
-def _custom_rule(spec: CustomRule) -> Rule:
-    where = f"rules.{spec.name}"
-    function = spec.target.function
-    made = build(spec.target, where) if function is None else function(**(spec.target.model_extra or {}))
-    if not callable(getattr(made, "update", None)):
-        message = "a rule requires the method update(rows); see instrument.Rule"
-        raise ConfigError(Problem(where, message, given=type(made).__name__))
-    return made  # type: ignore[no-any-return]
+    named: Rule = RULES[str(getattr(spec, "rule"))](spec)  # noqa: B009 - the field of every rule with a name
+    return named

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from ..config.rules import RULES, FractionRule
+from ..config.rules import FractionRule
 from .rule import WEIGHTED, BoundsRule
 from .step_rows import BoolArray, Chosen, Location, RowLayout, StepRows
 
 
-class SaturatedActivationRule(FractionRule):
+class SaturatedActivation(BoundsRule[FractionRule], name="saturated_activation"):
     """The `saturated_fraction` of an output is large: Tanh, Sigmoid and similar functions pass no gradient there.
 
     The threshold is that of SageMaker Debugger (SaturatedActivation, `threshold_layer`). The output of the network does not count:
     confident predictions saturate it.
     """
 
-    rule: Literal["saturated_activation"]
-
-
-@RULES.register("saturated_activation")
-class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
     what = "saturated activation"
     stage = "units"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."

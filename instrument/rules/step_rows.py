@@ -24,7 +24,6 @@ updates, of other tensors, in which infinities may be a mask, and of attention s
 
 
 def is_gradient(kind: str, role: str) -> bool:
-    """Return whether a role of a kind is a gradient."""
     return "grad" in role or kind == "tensor"
 
 
@@ -37,10 +36,7 @@ def non_finite_fraction(kind: str, role: str) -> float:
 
 
 def location_name(layer: str, path: str, kind: str) -> str:
-    """Return the name of a location.
-
-    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
-    """
+    """Return a location's name: `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, `.` for the root."""
     name = layer or "."
     if not path:
         return name
@@ -76,7 +72,6 @@ class Location(NamedTuple):
 
     @property
     def is_gradient(self) -> bool:
-        """Whether the tensor is a gradient."""
         return is_gradient(self.kind, self.role)
 
     @property
@@ -86,7 +81,6 @@ class Location(NamedTuple):
 
     @property
     def is_output(self) -> bool:
-        """Whether the tensor is the output of a module."""
         return self.kind == "forward" and self.role == "output"
 
     @property

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, RangeRule
+from ..config.rules import RangeRule
 from ..fields.field_types import Count, NonNegative
 from .rule import WEIGHTED, Bounds, BoundsRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
@@ -23,14 +22,12 @@ class TensorVarianceRule(RangeRule):
     (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave.
     """
 
-    rule: Literal["tensor_variance"]
     below: NonNegative = Field(1e-9, description="The variance is below this number.")
     above: NonNegative = Field(1e6, description="The variance exceeds this number.")
     for_: Count = Field(5, alias="for", description="How often in succession the condition has to hold.")
 
 
-@RULES.register("tensor_variance")
-class TensorVariance(BoundsRule[TensorVarianceRule]):
+class TensorVariance(BoundsRule[TensorVarianceRule], name="tensor_variance"):
     what = "variance of an output"
     too_large, too_small = "huge output", "constant output"
     stage = "units"

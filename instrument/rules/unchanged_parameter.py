@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count
 from ..tables.statistics import ALL
 from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended
@@ -24,12 +22,10 @@ class UnchangedParameterRule(PersistentRule):
     of a target network: no optimizer holds them, and they have no gradient.
     """
 
-    rule: Literal["unchanged_parameter"]
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
-@RULES.register("unchanged_parameter")
-class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
+class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule], name="unchanged_parameter"):
     saved = ("counts", "previous")
     what = "unchanged parameter"
     stage = "gradients"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from ..config.rules import RULES, FractionRule
+from ..config.rules import FractionRule
 from .rule import BoundsRule
 
 
@@ -17,12 +17,10 @@ class UnderflowRule(FractionRule):
     2018, "Mixed precision training", section 3.1). With 4 bits, more numbers of a normal distribution underflow.
     """
 
-    rule: Literal["underflow"]
     above: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="The fraction exceeds this number.")
 
 
-@RULES.register("underflow")
-class Underflow(BoundsRule[UnderflowRule]):
+class Underflow(BoundsRule[UnderflowRule], name="underflow"):
     what = "underflow of a cast"
     advice = "Normalize the tensor, or use cast.scale: previous, a format with blocks, or one with a wider range, such as float8_e5m2."
     requires = "a cast, such as hooks=low_precision"

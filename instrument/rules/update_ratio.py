@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, RangeRule
+from ..config.rules import RangeRule
 from ..fields.field_types import Count, Index, NonNegative
 from .rule import BoundsRule, Firing, extended
-from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
+from .step_rows import BoolArray, Chosen, Location, StepRows
 
 REPLACED = 0.5  # of more than half of the weights in the first step
 FROM_ZERO = 1e-4  # weights that start at zero have a ratio of 1, up to the rounding of norms
@@ -27,15 +26,13 @@ class UpdateRatioRule(RangeRule):
     A large ratio that halves does not count: small initial weights grow until their updates have a usual size.
     """
 
-    rule: Literal["update_ratio"]
     above: NonNegative = Field(0.1, description="The ratio exceeds this number.")
     below: NonNegative = Field(1e-7, description="The ratio is below this number.")
     for_: Count = Field(10, alias="for", description="How often in succession the condition has to hold.")
     start: Index = Field(20, description="Updates before this step do not count: weights that start at zero grow fast.")
 
 
-@RULES.register("update_ratio")
-class UpdateRatio(BoundsRule[UpdateRatioRule]):
+class UpdateRatio(BoundsRule[UpdateRatioRule], name="update_ratio"):
     saved = ("counts", "largest")
     what = "update ratio"
     too_large, too_small = "updates too large", "updates too small"
@@ -56,16 +53,14 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         return location.role == "update" and not location.is_of_bias
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
-        if rows.step == 0:
-            yield from self._check_first(self.values(rows, chosen), chosen)
+        if rows.step == 0 and self.spec.above < REPLACED:
+            values = self.values(rows, chosen)
+            replaced = (values > REPLACED) & (np.abs(values - 1) > FROM_ZERO)
+            if 2 * replaced.sum() > len(values):
+                at, count = int(np.flatnonzero(replaced)[0]), replaced.sum()
+                text = f"the first update replaces {count} of {len(values)} weights: update_ratio {values[at]:.4g}"
+                yield Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large)
         yield from super().check(rows, chosen)
-
-    def _check_first(self, values: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        replaced = (values > REPLACED) & (np.abs(values - 1) > FROM_ZERO)
-        if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
-            at = int(np.flatnonzero(replaced)[0])
-            text = f"the first update replaces {replaced.sum()} of {len(values)} weights: update_ratio {values[at]:.4g}"
-            yield Firing(text, float(values[at]), REPLACED, chosen.locations[at], self.too_large)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         values, slots = self.values(rows, chosen), chosen.slots

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, BoundsRule, Firing
 from .step_rows import BoolArray, Chosen, Location, StepRows
@@ -23,15 +23,13 @@ class VanishingGradientRule(PersistentRule):
     step: the loss may include that of a critic. A training that has converged has small gradients too, hence the condition on the loss.
     """
 
-    rule: Literal["vanishing_gradient"]
     below: NonNegative = Field(
         1e-7, gt=0, description="The rms is below this many times the absolute value of the first loss."
     )
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
-@RULES.register("vanishing_gradient")
-class VanishingGradient(BoundsRule[VanishingGradientRule]):
+class VanishingGradient(BoundsRule[VanishingGradientRule], name="vanishing_gradient"):
     saved = ("counts", "first_loss", "follows_rollout")
     what = "vanishing gradient"
     stage = "gradients"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from ..fields.field_types import Count
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
@@ -29,7 +29,6 @@ class ZeroLearningRateRule(PersistentRule):
     https://arxiv.org/abs/1608.03983).
     """
 
-    rule: Literal["zero_learning_rate"]
     for_: Count = Field(3, alias="for", description="How often in succession the rate is 0.")
     fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         1e-3,
@@ -37,8 +36,7 @@ class ZeroLearningRateRule(PersistentRule):
     )
 
 
-@RULES.register("zero_learning_rate")
-class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
+class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule], name="zero_learning_rate"):
     saved = ("times", "low", "largest", "first")
     what = "zero learning rate"
     stage = "setup"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from ..config.rules import RULES, PersistentRule
+from ..config.rules import PersistentRule
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
@@ -14,18 +12,13 @@ LEAST_ELEMENTS = 32  # smaller tensors are counts and flags; a decision of this 
 READ = {"input": ("all_reduce", "reduce_scatter"), "output": ("all_reduce",)}  # a shard may be zero
 
 
-class ZeroMessageRule(PersistentRule):
+class ZeroMessage(PersistentLocatedRule[PersistentRule], name="zero_message"):
     """In an all_reduce or reduce_scatter, a process sends only zeros, but receives other values; or it receives only zeros.
 
     Possible causes are a lost message, a corrupted buffer, and a process without data, or whose data uses none of the parameters, such
     as those of an expert. Tensors of fewer than 32 elements are not checked, and neither are those of the block `Join`.
     """
 
-    rule: Literal["zero_message"]
-
-
-@RULES.register("zero_message")
-class ZeroMessage(PersistentLocatedRule[ZeroMessageRule]):
     what = "message of zeros"
     stage = "setup"
     advice = "Compare the messages of all processes in this step, and check the device and the network of this process."

@@ -12,13 +12,10 @@ from .portable import widest
 
 
 def row_sums(weights: Tensor, context: Any, dim: int | None) -> dict[Sum, Tensor]:  # noqa: ARG001
-    """Return sums over the rows of weights, as scalars on their device; see `Sum.function`.
+    """Return sums over the rows of weights [..., keys], floating point, as scalars on their device; see `Sum.function`.
 
     A row has a sum of 1. Rows of zeros, whose keys are all masked, and rows with NaN are left out. Weights that underflow to zero
     count as masked.
-
-    Args:
-        weights: Floating point, [..., keys].
     """
     parts, index = getattr(context, "split", None) or (None, 0)
     if parts is None or parts.parts[index] is not weights:  # a field of the spec selects elements of the part

@@ -22,7 +22,6 @@ class TensorCast:
     """The cast of a tensor, to compute together with its sums.
 
     Attributes:
-        form: The format.
         scale: The scale of the tensor, a number or float32 on its device.
         length, inner: The elements are read as [outer, length, inner], with blocks along `length`.
         outer: The number of these matrices.
@@ -53,19 +52,14 @@ class TensorCast:
 
     @property
     def blocks(self) -> int:
-        """The number of blocks."""
         return self.outer * self.inner * -(-self.length // self.form.block) if self.form.block else 0
 
 
 def lost_by_operations(flat: Tensor, cast: TensorCast) -> tuple[Tensor, Tensor]:
-    """Compute the errors of a cast by operations on any device, without waiting for it. The computation is that of `casts.c`.
+    """Compute `TensorCast.lost` by operations on any device, without waiting for it. The computation is that of `casts.c`.
 
     Args:
         flat: float64, float32, bfloat16 or float16, [elements], contiguous.
-        cast: The cast.
-
-    Returns:
-        See `TensorCast.lost`.
     """
     form, scale = cast.form, cast.scale
     if not flat.numel():

@@ -44,7 +44,6 @@ class Casts:
     """What a cast loses; see `instrument.stats.table_rows.Measure`.
 
     Attributes:
-        cast: The format and the scale.
         along: The dimension of the blocks.
         measured: The sums of the tensor; None to measure it.
         scales: The scale that follows from the previous tensor of the site, by key; a tensor on a device stays there.
@@ -59,12 +58,10 @@ class Casts:
 
     @property
     def format(self) -> Format:
-        """The format."""
         return FORMATS[self.cast.to]
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return 4 + (len(_BLOCKS.quantiles) if self.format.block else 0)
 
     def of_call(self, tensor: Tensor, call: Call) -> Casts | None:
@@ -92,7 +89,6 @@ class Casts:
         return torch.cat([numbers, quantiles])
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         known: list[Any] = [math.nan if value is None else value for value in values[:NUMBERS]]
         blocks = _BLOCKS.cells(values[NUMBERS:])[2] if self.format.block else None
         return (*self._cells(np.array(known), blocks), None if shape is None else list(shape))
@@ -147,16 +143,9 @@ class Casts:
 
 
 def next_scale(amax: float | Tensor, form: Format, scale: float | Tensor) -> float | Tensor:
-    """Return the scale of the next tensor, float32: the present one after a tensor without finite elements other than 0.
-
-    Args:
-        amax: The largest magnitude of a tensor.
-        form: The format.
-        scale: The scale of this tensor.
-    """
+    """Return the scale of the next tensor, float32: the present one after a tensor without finite elements other than 0."""
     top, most = form.top, torch.finfo(torch.float32).max
     if not isinstance(amax, Tensor):
         return float(np.float32(min(top / min(amax, most), most))) if 0 < amax < math.inf else scale
-    return torch.where((amax > 0) & (amax < math.inf), (top / amax.clamp(max=most)).clamp(max=most), scale).to(
-        torch.float32
-    )
+    known = (top / amax.clamp(max=most)).clamp(max=most)
+    return torch.where((amax > 0) & (amax < math.inf), known, scale).to(torch.float32)

@@ -7,7 +7,7 @@ far from zero that the variance loses precision. Without the kernel, `instrument
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,15 +37,17 @@ is_connected = native is not None and _exchange_api is not None and native.conne
 """Whether the kernel can read tensors. Without it, no tensor is plain."""
 
 
-class Slab(Protocol):
-    """The rows of a step: for each tensor a slot and a moment, its shape, and numbers. Several threads may add rows.
+class Slab:
+    """The rows of a step: for each tensor a slot and a moment, its shape, and `width` numbers. Several threads may add rows.
 
-    `width` is the count of the numbers of a row.
+    The class of the compiled kernel has the same methods. Without the kernel, this one is used: no tensor is plain.
     """
 
-    def __init__(self, width: int) -> None: ...
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._rows: list[tuple[bytes, int, object, Sequence[int] | None]] = []
 
-    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:
+    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:  # noqa: ARG002
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16, float16 or float64, at
@@ -63,6 +65,7 @@ class Slab(Protocol):
             Whether the row was added. False if the tensor is not plain, its squares overflow or underflow, or the kernel or
             PyTorch's exchange API is missing.
         """
+        return False
 
     def add_effect(
         self, before: Tensor, after: Tensor, slot: int, moment: object, factor: float | None, held: bool | None
@@ -79,7 +82,6 @@ class Slab(Protocol):
         Args:
             device_type, device_id: `__dlpack_device__` of a tensor on the device.
             address: The address of the buffer: float64 [rows, 11], or [rows, 3] for `add_effect`.
-            rows: The number of its rows.
 
         Raises:
             ValueError: There are more than 64 buffers.
@@ -93,9 +95,12 @@ class Slab(Protocol):
 
     def end_batch(self) -> bytes:
         """Return the collected launches; see `instrument.stats.device_choice.measure_batch`."""
+        return b""
 
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
+        self._rows.append((numbers, slot, moment, shape))
+        return len(self._rows) - 1
 
     def take(self) -> tuple[bytes, bytes, bytes, list[Any]]:
         """Remove all rows.
@@ -105,37 +110,6 @@ class Slab(Protocol):
             (-1 without a shape), the index of the buffer with the numbers, and the row there (both -1 on the host);
             the dimensions of all rows, int64; the moments, in which neighbours may be equal.
         """
-
-    def __len__(self) -> int: ...
-
-
-class PortableSlab(Slab):
-    """The slab without the compiled kernel: no tensor is plain."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-        self._rows: list[tuple[bytes, int, object, Sequence[int] | None]] = []
-
-    def add(self, tensor: Tensor, slot: int, moment: object, further: int) -> bool:  # noqa: ARG002
-        return False
-
-    def add_effect(self, *given: Any) -> None:
-        """Add no row: no tensor is plain."""
-
-    def set_buffer(self, *given: Any) -> None:
-        """Ignore the buffer."""
-
-    def begin_batch(self) -> None:
-        """Do nothing: no tensor is plain."""
-
-    def end_batch(self) -> bytes:
-        return b""
-
-    def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
-        self._rows.append((numbers, slot, moment, shape))
-        return len(self._rows) - 1
-
-    def take(self) -> tuple[bytes, bytes, bytes, list[Any]]:
         rows, self._rows = self._rows, []
         matrix = np.full((len(rows), self._width), np.nan)
         for row, (numbers, *_) in zip(matrix, rows, strict=True):
@@ -152,7 +126,7 @@ class PortableSlab(Slab):
         return len(self._rows)
 
 
-make_slab: Callable[[int], Slab] = native.Slab if is_connected else PortableSlab
+make_slab: Callable[[int], Slab] = native.Slab if is_connected else Slab
 
 
 def connect_driver(functions: tuple[int, int, int], elements: int) -> None:
@@ -208,7 +182,6 @@ def kernel_sums(
     """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Args:
-        flat: The tensor.
         further: See `Slab.add`.
         cast: A cast to compute in the same read, piece by piece. It receives what is lost. The sums do not depend on it.
 
@@ -232,12 +205,9 @@ def kernel_bits(stored: Tensor) -> int | None:
 
     None if the kernel is missing, or the tensor has no memory.
     """
-    size = stored.element_size()
-    return (
-        None
-        if native is None or stored._is_zerotensor()
-        else native.bits(stored.data_ptr(), stored.numel() * size, size)
-    )
+    if native is None or stored._is_zerotensor():
+        return None
+    return native.bits(stored.data_ptr(), stored.nbytes, stored.element_size())
 
 
 def _unsupported(*arguments: object) -> None:

@@ -111,7 +111,6 @@ class Transfer:
     """Copies the numbers of many small tensors, with one copy per device and dtype.
 
     Args:
-        tensors: The tensors.
         devices: CUDA devices whose earlier copies of recorded tensors are part of the transfer.
     """
 
@@ -177,7 +176,6 @@ class PendingMetrics(Mapping[str, float | None]):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row. Waits for the copy."""
         if self._row is None:
             self._row = self._read()
         return self._row

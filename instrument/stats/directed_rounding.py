@@ -1,7 +1,4 @@
-"""Rounding to a narrower dtype in a given direction.
-
-The default rounding, to the nearest number, may exceed a bound.
-"""
+"""Rounding to a narrower dtype in a given direction. The default rounding, to the nearest number, may exceed a bound."""
 
 from __future__ import annotations
 
@@ -12,12 +9,9 @@ from torch import Tensor
 
 
 def round_down(bound: float, dtype: torch.dtype) -> float:
-    """Return the largest number of a floating-point dtype that is not above a finite bound.
+    """Return the largest number of a floating-point dtype that is not above a finite bound; minus infinity if there is none.
 
     Comparing or clamping a tensor of this dtype with the result is equivalent to using the bound.
-
-    Returns:
-        The number; minus infinity if the bound is below all finite numbers.
     """
     info = torch.finfo(dtype)
     if dtype == torch.float64:

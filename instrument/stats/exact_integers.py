@@ -23,9 +23,6 @@ def integer_extremes(tensor: Tensor, names: Sequence[str], measured: Measured, *
     """Return the minimum and the maximum of 64-bit integers. Does not wait for a device.
 
     Args:
-        tensor: Any tensor.
-        names: The names of its statistics.
-        measured: Its sums.
         is_part: Whether other processes have further parts of the tensor.
 
     Returns:
@@ -52,7 +49,6 @@ def remainders(extremes: Iterable[Sequence[float]], names: Sequence[str], row: R
 
     Args:
         extremes: The `integer_extremes` of each part of the tensor.
-        names: The names of its statistics.
         row: Its sums, float64 [COLUMNS].
     """
     parts = [[int(number) for number in part] for part in extremes if not math.isnan(part[0])]

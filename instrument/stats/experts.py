@@ -40,7 +40,6 @@ class Experts:
     Attributes:
         experts: The number of experts per token, or `module` to look it up.
         capacity_factor: The capacity of an expert, as a multiple of the mean load; None without a capacity.
-        count: The number of experts.
     """
 
     experts: int | Literal["module"] = "module"
@@ -49,7 +48,6 @@ class Experts:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return self.count or _USUAL_SIZE
 
     def of_call(self, tensor: Tensor, call: Call) -> Experts | None:
@@ -78,7 +76,6 @@ class Experts:
         return self.part(tensor, NOT_SHARDED)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         *loads, entropies, tokens = (math.nan if value is None else value for value in values)
         counts = np.array(loads)
         total = counts.sum()
@@ -97,10 +94,7 @@ class Experts:
         """Return the numbers of `values` for one process's part, whose sums are those of the full tensor."""
         x = tensor.detach().to_dense()
         dtype = widest(x.device)
-        counts, sums = (
-            torch.zeros(self.count, dtype=dtype, device=x.device),
-            torch.zeros(2, dtype=dtype, device=x.device),
-        )
+        counts, sums = (torch.zeros(size, dtype=dtype, device=x.device) for size in (self.count, 2))
         if not x.is_floating_point():
             is_valid = (x >= 0) & (x < self.count)
             counts.index_add_(0, torch.where(is_valid, x, 0).flatten().long(), is_valid.flatten().to(dtype))
@@ -115,6 +109,5 @@ class Experts:
         return torch.cat([counts, sums])
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         is_missing = np.isnan(parts).all(axis=0)
         return self.cells(np.where(is_missing, math.nan, np.nansum(parts, axis=0)).tolist(), None)

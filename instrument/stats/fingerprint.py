@@ -103,11 +103,7 @@ def form_of(dtype: torch.dtype, shape: Sequence[int]) -> float:
 
 
 def portable_bits(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the lower and the upper 32 bits of the sum over the tiles by PyTorch operations, float64 scalars.
-
-    Args:
-        stored: Any dtype, shape [elements], contiguous.
-    """
+    """Return the lower and the upper 32 bits of the sum over the tiles of a contiguous vector, by PyTorch operations: float64 scalars."""
     words = TILE * stored.element_size() // 8
     total = torch.zeros((), dtype=torch.int64, device=stored.device)
     keys = _mixed(_mixed(torch.arange(1, words + 1, device=stored.device)) + 1)

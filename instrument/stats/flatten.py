@@ -24,9 +24,6 @@ def stored_elements(tensor: Tensor) -> tuple[Tensor, int]:
     A sparse tensor does not become dense. If it has zeros that it does not store, one of them is the last element of the
     vector. The vector then has at least one finite element, and the extremes of the tensor.
 
-    Args:
-        tensor: See `as_vector`.
-
     Returns:
         Shape [elements], see `as_vector`, and the number of further zeros; 0 for a tensor that is not sparse.
     """
@@ -79,9 +76,8 @@ def unreadable(tensor: Tensor) -> str | None:
         return "the tensor is on the meta device, which stores shapes but no values"
     if part.is_quantized:
         return f"the tensor is quantized ({part.dtype}): hook the layer before quantize or after dequantize"
-    if type(part) not in (Tensor, Parameter) and (
-        is_compiling() or not _has_memory(part)
-    ):  # torch.export would trace the test
+    # torch.export would trace the test.
+    if type(part) not in (Tensor, Parameter) and (is_compiling() or not _has_memory(part)):
         kind = type(part).__name__
         return f"the tensor is a {kind}, whose values are not stored in memory like those of a plain tensor"
     if not _is_numeric(part.dtype):

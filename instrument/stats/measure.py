@@ -50,7 +50,6 @@ class Measured:
     lost: tuple[Tensor, Tensor] | None = None
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
-        """Set one of the sums."""
         if self.on_device is not None and isinstance(number, Tensor):
             self.on_device.row[INDEX[sum_.name]] = number
         else:
@@ -107,17 +106,13 @@ CastOf = Callable[[Tensor], TensorCast]
 def measure(
     tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None, cast_of: CastOf | None = None
 ) -> Measured:
-    """Compute the sums of a tensor of any shape, layout, dtype and device.
+    """Compute the sums of a tensor of any shape, layout, dtype and device. It is not modified.
 
     Args:
-        tensor: The tensor. It is not modified.
         needs: Which sums with a term are required, in addition to those of every tensor. Sums of the fingerprint are included
             where a kernel computes them from the same read.
         memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
         cast_of: A cast to compute in the same read, where a kernel measures the tensor.
-
-    Returns:
-        The sums.
     """
     if FORM in needs and tensor.layout == torch.strided and not tensor.is_nested:
         tensor = tensor.detach().resolve_neg().contiguous()  # one copy for all

@@ -91,6 +91,12 @@ WIDEN(widen_float16, from_float16)
 
 #define AS_IT_IS(x) (x)
 
+/* Calls the function for the kind of the elements, which is not float16. */
+#define OF_KIND(NAME, ...)                                                                                            \
+    (kind == FLOAT32    ? NAME##_of_float32(__VA_ARGS__)                                                              \
+     : kind == BFLOAT16 ? NAME##_of_bfloat16(__VA_ARGS__)                                                             \
+                        : NAME##_of_float64(__VA_ARGS__))
+
 /* One kernel per type: ELEMENT is the type in memory, VALUE the type for comparisons, READ converts one to the other. WORD is an
    integer of the size of VALUE, BITS reads one, and INFINITE is that of plus infinity. */
 #define KERNEL(NAME, ELEMENT, VALUE, READ, WORD, BITS, INFINITE)                                                      \
@@ -721,12 +727,6 @@ int has_kernel_layout(PyObject *object) {
     return describe_on_any_device(object, &t, &kind, &memory) > 0;
 }
 
-/* Describes a tensor that all kernels for the CPU support. Returns the number of its elements, otherwise 0. */
-static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
-    const size_t numel = describe_on_any_device(object, t, kind, memory);
-    return numel && t->device.type == CPU && *kind != FLOAT16 ? numel : 0;
-}
-
 /* The driver of a device; see `connect_driver`. */
 static struct {
     int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
@@ -1177,18 +1177,10 @@ EFFECT(clip_of_float64, double, double, AS_IT_IS, CLIPPED)
 static int write_effect(const void *before, const void *after, size_t count, int kind, double low, double high,
                         int *is_inside, double *out) {
     Effect e = {0};
-    if (!after && kind == FLOAT32)
-        clip_of_float32(before, before, count, low, high, &e);
-    else if (!after && kind == BFLOAT16)
-        clip_of_bfloat16(before, before, count, low, high, &e);
-    else if (!after)
-        clip_of_float64(before, before, count, low, high, &e);
-    else if (kind == FLOAT32)
-        effect_of_float32(before, after, count, low, high, &e);
-    else if (kind == BFLOAT16)
-        effect_of_bfloat16(before, after, count, low, high, &e);
+    if (after)
+        OF_KIND(effect, before, after, count, low, high, &e);
     else
-        effect_of_float64(before, after, count, low, high, &e);
+        OF_KIND(clip, before, before, count, low, high, &e);
     *is_inside = !e.is_outside;
     out[0] = (double)e.changed;
     for (int i = 0; i < 2; i++) {
@@ -1301,8 +1293,9 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
     const double high = args[2] == Py_None ? INFINITY : PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    const size_t numel = low <= high ? describe_dense(args[0], &t, &kind, &memory) : 0;
-    if (!numel || !write_effect_unlocked(memory, NULL, numel, kind, low, high, &is_inside, numbers))
+    const size_t numel = low <= high ? describe_on_any_device(args[0], &t, &kind, &memory) : 0;
+    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
+        !write_effect_unlocked(memory, NULL, numel, kind, low, high, &is_inside, numbers))
         Py_RETURN_NONE;
     return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);
 }
@@ -1388,12 +1381,7 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
     if (!counts)
         return PyErr_NoMemory();
     Py_BEGIN_ALLOW_THREADS
-    if (kind == 0)
-        bins_of_float32(memory, (size_t)count, low, high, bins, counts);
-    else if (kind == 1)
-        bins_of_bfloat16(memory, (size_t)count, low, high, bins, counts);
-    else
-        bins_of_float64(memory, (size_t)count, low, high, bins, counts);
+    OF_KIND(bins, memory, (size_t)count, low, high, bins, counts);
     for (int turn = 0; turn < TURNS; turn++)
         for (int i = 0; i < bins; i++)
             totals[i] += counts[turn * (bins + 1) + i];

@@ -18,9 +18,8 @@ from .sums import BASE
 
 PART = 1 << 20
 """The number of elements of a part of a tensor that is converted at once."""
-_LEAST_EXPONENT = (
-    -700.0
-)  # exp is zero in float32, and negligible in float64; unlike minus infinity, its product with it is no NaN
+# Its exp is zero in float32, and negligible in float64; unlike that of minus infinity, their product is no NaN.
+_LEAST_EXPONENT = -700.0
 SAFE_EXPONENT = 200
 """Powers of two up to this one neither overflow nor underflow float64 if they are raised to the fourth power."""
 # For each dtype, integers of the same size, the bits of the exponent, and the largest unit whose inverse is finite.
@@ -99,7 +98,6 @@ def further_sums(flat: Tensor, base: Tensor, sums: Sequence[Sum]) -> list[Tensor
     Args:
         flat: Any real dtype, shape [elements], without graph.
         base: The sums `BASE` of the tensor on its device, [columns].
-        sums: Sums with a term.
     """
     x = flat.to(base.dtype)
     is_finite = x.abs() < math.inf

@@ -38,7 +38,6 @@ class PositionLosses:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return 2 * len(self.position_losses)
 
     def of_call(self, tensor: Tensor, call: Call) -> PositionLosses | None:
@@ -68,7 +67,6 @@ class PositionLosses:
         return self.part(tensor, NOT_SHARDED)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         sums, counts = np.array([0.0 if value is None else value for value in values]).reshape(2, -1)
         losses = [total / count if count else None for total, count in zip(sums.tolist(), counts.tolist(), strict=True)]
         return [*self.position_losses], losses, counts.astype(int).tolist(), None if shape is None else list(shape)
@@ -100,5 +98,4 @@ class PositionLosses:
         return numbers.flatten()
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         return self.cells(np.nansum(parts, axis=0).tolist(), None)

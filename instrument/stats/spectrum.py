@@ -25,7 +25,6 @@ class Spectrum:
     """The largest singular values, the spectral norm, and two ranks; see `instrument.stats.table_rows.Measure`.
 
     Attributes:
-        spectrum: The number of singular values.
         units: The dimension of the units.
         is_of_batch: Whether the parts of several processes have all units, and different samples.
     """
@@ -36,7 +35,6 @@ class Spectrum:
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return self.spectrum + 3
 
     def of_call(self, tensor: Tensor, call: Call) -> Spectrum | None:
@@ -45,11 +43,9 @@ class Spectrum:
         units = (
             unit_dim(tensor.dim(), call.module, of_parameter=not of_batch) if call.unit_dim is None else call.unit_dim
         )
-        return (
-            None
-            if units is None or tensor.is_nested
-            else replace(self, units=units % tensor.dim(), is_of_batch=of_batch)
-        )
+        if units is None or tensor.is_nested:
+            return None
+        return replace(self, units=units % tensor.dim(), is_of_batch=of_batch)
 
     def values(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that computes the singular values, then the stable rank and the effective rank."""
@@ -67,7 +63,6 @@ class Spectrum:
         return tensor.detach().to_dense().movedim(self.units, 0).flatten(1).clone()
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] | None) -> tuple[Any, ...]:
-        """See `Measure`."""
         *largest, stable, effective = (None if value is None or math.isnan(value) else value for value in values)
         norm = largest[0] if largest else None
         is_known = norm is not None or not largest
@@ -100,7 +95,6 @@ class Spectrum:
         return factor if is_counted else lambda: torch.full_like(factor(), math.nan)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         parts = parts[~np.isnan(parts[:, -1])]
         rows, columns, numel = parts[:, -3:].T
         singular = _singular_values(torch.from_numpy(parts[:, :-3]).reshape(-1, int(columns.max(initial=1.0))))

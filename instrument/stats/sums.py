@@ -60,11 +60,7 @@ INDEX = {name: index for index, name in enumerate(COLUMNS[: len(BASE) + len(FURT
 
 
 class Sums:
-    """Columns of a matrix of sums by name, and what several formulas need of them.
-
-    Args:
-        matrix: float64 [rows, COLUMNS].
-    """
+    """Columns of a matrix of sums, float64 [rows, COLUMNS], by name, and what several formulas need of them."""
 
     def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
@@ -171,21 +167,15 @@ def statistic(
     def add(formula: Callable[[Sums], Column]) -> Statistic:
         known = {each.name: each for each in (MAGNITUDES, *FURTHER)}
         if missing := [need for need in needs if isinstance(need, str) and known.get(need, WEIGHT).term is None]:
-            raise ConfigError(
-                Problem(
-                    place,
-                    "there is no such sum",
-                    given=missing[0],
-                    allowed=[each.name for each in known.values() if each.term is not None],
-                )
-            )
+            allowed = [each.name for each in known.values() if each.term is not None]
+            raise ConfigError(Problem(place, "there is no such sum", missing[0], allowed))
         sums = tuple(known[need] if isinstance(need, str) else need for need in needs)
         for each in sums:
             _add_sum(each, place)
         if name in STATISTICS:
             raise ConfigError(Problem(place, f"statistic {name!r} is built in", fix="choose another name"))
         text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
-        entry = Statistic(name, text, unit, formula, sums, default=False, merged=merged)
+        entry = Statistic(name, text, unit, formula, sums, merged=merged)
         _check_formula(entry, place)
         return REGISTERED.register(name, place=place)(entry)
 
@@ -243,10 +233,7 @@ _CENTRAL = [each for each in FURTHER if each.is_central]  # in the order of thei
 
 
 def extremes(matrix: Tensor) -> Tensor:
-    """Return the numbers of which the maximum over all parts is computed.
-
-    Args:
-        matrix: float64 [rows, COLUMNS], NaN for missing numbers.
+    """Return the numbers of which the maximum over all parts is computed, given float64 [rows, COLUMNS], NaN for missing numbers.
 
     Returns:
         float64 [rows, EXTREMES]: the maximum, minus the minimum, and the columns that not every tensor has; minus infinity for missing

@@ -71,23 +71,16 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Distributions:
-    """Quantiles and histograms: the table `distributions`; see `Measure`.
-
-    Attributes:
-        quantiles: The levels of the quantiles; empty for no quantiles.
-        histogram: The number of bins; 0 for no histogram.
-    """
+    """Quantiles at some levels, and a histogram with this number of bins, 0 for none: the table `distributions`; see `Measure`."""
 
     quantiles: tuple[float, ...] = ()
     histogram: int = 0
 
     @property
     def size(self) -> int:
-        """See `Measure`."""
         return 2 * len(self.quantiles) + self.histogram
 
     def values(self, tensor: Tensor) -> Values:
-        """See `Measure`."""
         return distribution(tensor, self.quantiles, self.histogram)
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...] = ()) -> tuple[Any, ...]:  # noqa: ARG002
@@ -104,11 +97,9 @@ class Distributions:
         return sampled, list(self.quantiles) or None, quantiles, low, high, counts
 
     def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
-        """See `Measure`."""
         return sketch(tensor, bool(self.quantiles), self.histogram)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
-        """See `Measure`."""
         sampled, *rest = merge_distributions(parts, self.quantiles, self.histogram)
         return (sampled if self.quantiles else None, list(self.quantiles) or None, *rest)
 

@@ -27,7 +27,6 @@ def unit_dim(dims: int, module: nn.Module, *, of_parameter: bool) -> int | None:
     Args:
         dims: The number of dimensions of the tensor. A parameter: [out, ...]. Otherwise: [N, C], [N, T, C], [N, C, H, W] or
             [N, C, D, H, W]; for modules in `CHANNELS_FIRST` [N, C, L], for modules in `FEATURES_LAST` [N, ..., C].
-        module: The module of the tensor.
         of_parameter: Whether the tensor is a parameter, its gradient, its update or similar.
     """
     if of_parameter:
@@ -44,7 +43,6 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
 
     Args:
         tensor: Any dtype with at least one dimension, strided or sparse.
-        dim: The dimension of the units.
 
     Raises:
         IndexError: The tensor has no such dimension.

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ..errors import InstrumentWarning
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
-from ..tables.statistics import STATISTICS
+from ..tables.statistics import DEFAULT, STATISTICS
 from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
 from .checksums import REMEDY
 from .journal_truncation_check import DAMAGED, truncation_problem
@@ -48,7 +48,7 @@ OPTIONAL_COLUMNS = {
     "held",  # of effects
     "projection",  # of operators
     *Place._fields,  # of tensors
-    *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
+    *(name for name in STATISTICS if name not in DEFAULT),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""
 SMALL_TENSOR = (

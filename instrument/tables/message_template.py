@@ -68,7 +68,6 @@ class NumberBlock:
     exact: Mapping[int, Numbers]
 
     def column(self, index: int) -> NumberColumn:
-        """Return a column."""
         return NumberColumn(
             self.exact.get(index, self.values[index]), None if self.nulls is None else self.nulls[index]
         )
@@ -123,8 +122,6 @@ class Message(NamedTuple):
     """A serialized record batch, with the part of the interface of `pyarrow.RecordBatch` that a journal needs.
 
     Attributes:
-        num_rows: The number of rows.
-        schema: The columns.
         buffer: The bytes. They are only valid until the next message of the same template.
     """
 
@@ -133,7 +130,6 @@ class Message(NamedTuple):
     buffer: bytearray
 
     def serialize(self) -> bytearray:
-        """Return the bytes."""
         return self.buffer
 
 
@@ -178,7 +174,6 @@ class MessageTemplate:
         return True
 
     def _begin(self, columns: Sequence[Column], block: NumberBlock | None) -> None:
-        """Begin a new message."""
         self._is_included = [
             known or not _is_empty(column) for column, known in zip(columns, self._is_included, strict=True)
         ]
@@ -200,7 +195,6 @@ class MessageTemplate:
 
 
 def as_record_batch(schema: pa.Schema, columns: Sequence[Column], block: NumberBlock | None = None) -> pa.RecordBatch:
-    """Return rows as a record batch."""
     return pa.RecordBatch.from_arrays([*map(_as_array, _own(columns, block), schema.types)], schema=schema)
 
 
@@ -210,7 +204,6 @@ def _own(columns: Sequence[Column], block: NumberBlock | None) -> list[OwnColumn
 
 
 def _cells(column: OwnColumn, dtype: pa.DataType) -> Sequence[Any]:
-    """Return the cells of a column."""
     match column:
         case NumberColumn(nulls=nulls):
             numbers: list[Any] = column.as_type(dtype).tolist()

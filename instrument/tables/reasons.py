@@ -158,8 +158,6 @@ def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None
     """Return the reason if a hook could have fired in other phases, or at other steps of its phase; None otherwise.
 
     Args:
-        reason: The reason that is known so far.
-        phase: The phase of the hook.
         elsewhere: The phases in which it had an opportunity but was not scheduled.
     """
     if reason not in _HAPPENED or not elsewhere:
@@ -177,15 +175,7 @@ def phase_never_entered(phase: str) -> str:
 
 
 def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:
-    """Return why a module was not called, if the surrounding modules explain it: attention in a fused function.
-
-    Args:
-        module: The module that was not called.
-        parents: The modules that contain it, innermost first.
-
-    Returns:
-        The reason; None if they do not explain it.
-    """
+    """Return why a module was not called, if attention in a fused function explains it; otherwise None. `parents`: innermost first."""
     attention = fused = None
     for parent in parents:
         classes = [cls.__name__ for cls in type(parent).__mro__]

@@ -29,7 +29,6 @@ class Column:
     """One column of a table.
 
     Attributes:
-        name: The name.
         type_name: The name of the Arrow type; `label` for text that is stored as a dictionary.
         unit: The unit; empty if it has none.
         meaning: What the column contains.
@@ -42,7 +41,6 @@ class Column:
 
     @cached_property
     def type(self) -> pa.DataType:
-        """The Arrow type."""
         import pyarrow as pa
 
         outer, _, inner = self.type_name.rstrip(">").partition("<")

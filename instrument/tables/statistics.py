@@ -53,7 +53,6 @@ class Statistic:
             unknown. Counts, minimum and maximum are exact; the others agree with float64 to 1e-5.
         formula: Computes it from the `instrument.stats.sums.Sums` of many tensors, arrays [rows]; NaN for no value.
         needs: The sums that not every tensor has, in addition to those that all statistics share.
-        default: Whether `stats: default` includes it.
         merged: How the values of several tensors are combined into one.
         only: The kinds and roles that have it; empty for all.
     """
@@ -63,46 +62,37 @@ class Statistic:
     unit: Literal["count", "elements", "bits", "fraction", "units", "ratio", "nats", "value", "custom"]
     formula: Callable[[Any], Any] = lambda sums: sums.n * float("nan")
     needs: tuple[Sum, ...] = ()
-    default: bool = True
     merged: Literal["mean", "min", "max"] = "mean"
     only: tuple[tuple[str, str], ...] = ()
 
     @property
     def dtype(self) -> Literal["int64", "float64"]:
-        """The dtype of the column."""
         return "int64" if self.unit in ("count", "elements", "bits") else "float64"
 
 
+def _formed_by(function: str, *names: str) -> tuple[Sum, ...]:
+    return tuple(Sum(name, function=f"instrument.{function}") for name in names)
+
+
 MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
-BITS_LOW, BITS_HIGH, FORM = (
-    Sum(name, function="instrument.stats.fingerprint:sums_of_bits") for name in ("bits_low", "bits_high", "form")
-)
-SATURATED = Sum("saturated", function="instrument.actions.measurement:saturated_elements")
-DEAD, UNITS = (Sum(name, function="instrument.actions.measurement:count_dead_units") for name in ("dead", "units"))
-PRODUCT, PREVIOUS = (
-    Sum(name, function="instrument.actions.gradient_statistics:product_with_previous")
-    for name in ("product", "previous")
-)
-NOISE, SIGNAL = (
-    Sum(name, function="instrument.actions.gradient_statistics:noise_of_micro_batches") for name in ("noise", "signal")
-)
-RATE = Sum("rate", function="instrument.actions.gradient_statistics:rate_of_update")
-WEIGHT = Sum("weight", function="instrument.actions.measurement:norm_of_value")
-ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = (
-    Sum(name, function="instrument.stats.attention_rows:row_sums")
-    for name in ("rows", "row_entropies", "wide_rows", "row_uniformities", "first")
+BITS_LOW, BITS_HIGH, FORM = _formed_by("stats.fingerprint:sums_of_bits", "bits_low", "bits_high", "form")
+(SATURATED,) = _formed_by("actions.measurement:saturated_elements", "saturated")
+DEAD, UNITS = _formed_by("actions.measurement:count_dead_units", "dead", "units")
+PRODUCT, PREVIOUS = _formed_by("actions.gradient_statistics:product_with_previous", "product", "previous")
+NOISE, SIGNAL = _formed_by("actions.gradient_statistics:noise_of_micro_batches", "noise", "signal")
+(RATE,) = _formed_by("actions.gradient_statistics:rate_of_update", "rate")
+(WEIGHT,) = _formed_by("actions.measurement:norm_of_value", "weight")
+ROWS, ROW_ENTROPIES, WIDE_ROWS, UNIFORMITIES, FIRST = _formed_by(
+    "stats.attention_rows:row_sums", "rows", "row_entropies", "wide_rows", "row_uniformities", "first"
 )
 _OF_ATTENTION = (("function", "attention"),)
-UNIT_NORMS, NORMED_UNITS = (
-    Sum(name, function="instrument.actions.measurement:norms_of_units") for name in ("unit_norms", "normed_units")
+UNIT_NORMS, NORMED_UNITS = _formed_by("actions.measurement:norms_of_units", "unit_norms", "normed_units")
+INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = _formed_by(
+    "actions.activation_sums:sums_with_input", "input_squares", "output_squares", "products"
 )
-_SUMS = "instrument.actions.activation_sums"
-INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS = (
-    Sum(name, function=f"{_SUMS}:sums_with_input") for name in ("input_squares", "output_squares", "products")
-)
-TOKEN_COSINES, SEQUENCES = (Sum(name, function=f"{_SUMS}:token_cosines") for name in ("token_cosines", "sequences"))
-ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = (
-    Sum(name, function=f"{_SUMS}:logit_sums") for name in ("entropies", "log_partition_squares", "logit_rows")
+TOKEN_COSINES, SEQUENCES = _formed_by("actions.activation_sums:token_cosines", "token_cosines", "sequences")
+ENTROPIES, LOG_PARTITION_SQUARES, LOGIT_ROWS = _formed_by(
+    "actions.activation_sums:logit_sums", "entropies", "log_partition_squares", "logit_rows"
 )
 _CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
 _FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
@@ -121,7 +111,7 @@ _STATISTICS = (
     Statistic("min", "min(x)", "value", lambda s: s.low, merged="min"),
     Statistic("max", "max(x)", "value", lambda s: s.high, merged="max"),
     Statistic("abs_max", "max(|x|)", "value", lambda s: s.largest, merged="max"),
-    Statistic("l1", "sum(|x|)", "value", lambda s: s.magnitudes * s.unit, needs=(MAGNITUDES,), default=False),
+    Statistic("l1", "sum(|x|)", "value", lambda s: s.magnitudes * s.unit, needs=(MAGNITUDES,)),
     Statistic("l2", "sqrt(sum(x^2))", "value", lambda s: s.squares**0.5 * s.unit),
     Statistic("zero_fraction", "count(x = 0) / n", "fraction", lambda s: s.zeros / s.n),
     Statistic("nan_count", "number of NaN", "count", lambda s: s.nan, merged="max"),
@@ -132,7 +122,6 @@ _STATISTICS = (
         "bits",
         lambda s: s.fingerprint,
         needs=(BITS_LOW, BITS_HIGH, FORM),
-        default=False,
     ),
     Statistic(
         "dead_fraction",
@@ -140,7 +129,6 @@ _STATISTICS = (
         "units",
         lambda s: s.dead / s.units,
         needs=(DEAD, UNITS),
-        default=False,
     ),
     Statistic(
         "saturated_fraction",
@@ -149,7 +137,6 @@ _STATISTICS = (
         "fraction",
         lambda s: s.saturated / s.n,
         needs=(SATURATED,),
-        default=False,
         only=(("forward", "output"),),
     ),
     Statistic(
@@ -158,7 +145,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.weight,
         needs=(WEIGHT,),
-        default=False,
         only=(("step_post", "update"),),
     ),
     Statistic(
@@ -167,7 +153,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.weight / (s.rate / s.numel),
         needs=(WEIGHT, RATE),
-        default=False,
         only=(("step_post", "update"),),
     ),
     Statistic(
@@ -177,7 +162,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.product / (s.squares**0.5 * s.unit * s.previous**0.5),
         needs=(PRODUCT, PREVIOUS),
-        default=False,
         only=(("parameter_grad", "param_grad"), ("parameter_grad_micro", "param_grad"), ("step_post", "update")),
     ),
     Statistic(
@@ -188,7 +172,6 @@ _STATISTICS = (
         "value",
         lambda s: s.noise,
         needs=(NOISE, SIGNAL),
-        default=False,
         only=(("parameter_grad", "param_grad"),),
     ),
     Statistic(
@@ -198,7 +181,6 @@ _STATISTICS = (
         "value",
         lambda s: s.signal,
         needs=(NOISE, SIGNAL),
-        default=False,
         only=(("parameter_grad", "param_grad"),),
     ),
     Statistic(
@@ -207,7 +189,6 @@ _STATISTICS = (
         "fraction",
         lambda s: s.negatives / s.n,
         needs=(Sum("negatives", lambda y, mean: y < 0),),
-        default=False,
     ),
     Statistic(
         "skewness",
@@ -215,7 +196,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.cubes / s.n / s.variance**1.5,
         needs=(_CUBES,),
-        default=False,
     ),
     Statistic(
         "kurtosis",
@@ -223,16 +203,14 @@ _STATISTICS = (
         "ratio",
         lambda s: s.fourths / s.n / s.variance**2 - 3,
         needs=(_CUBES, _FOURTHS),
-        default=False,
     ),
-    Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+    Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, merged="max"),
     Statistic(
         "row_entropy",
         "mean over queries of the entropy -sum(p ln p) of their attention weights p, in nats, without masked queries and those with NaN",
         "nats",
         lambda s: s.row_entropies / s.rows,
         needs=(ROWS, ROW_ENTROPIES),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -241,7 +219,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.row_uniformities / s.wide_rows,
         needs=(WIDE_ROWS, UNIFORMITIES),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -250,7 +227,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.first / s.wide_rows,
         needs=(WIDE_ROWS, FIRST),
-        default=False,
         only=_OF_ATTENTION,
     ),
     Statistic(
@@ -259,7 +235,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.squares**0.5 * s.unit / s.input_squares**0.5,
         needs=(INPUT_SQUARES,),
-        default=False,
         only=_CHANGE,
     ),
     Statistic(
@@ -268,7 +243,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.products / s.input_squares**0.5 / s.output_squares**0.5,
         needs=(INPUT_SQUARES, OUTPUT_SQUARES, PRODUCTS),
-        default=False,
         only=_CHANGE,
     ),
     Statistic(
@@ -278,7 +252,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.token_cosines / s.sequences,
         needs=(TOKEN_COSINES, SEQUENCES),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -287,7 +260,6 @@ _STATISTICS = (
         "nats",
         lambda s: s.entropies / s.logit_rows,
         needs=(ENTROPIES, LOGIT_ROWS),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -297,7 +269,6 @@ _STATISTICS = (
         "ratio",
         lambda s: s.log_partition_squares / s.logit_rows,
         needs=(LOG_PARTITION_SQUARES, LOGIT_ROWS),
-        default=False,
         only=_ACTIVATIONS,
     ),
     Statistic(
@@ -307,7 +278,6 @@ _STATISTICS = (
         "ratio",
         lambda s: abs(s.squares * s.unit**2 / s.normed_units * (s.normed_units / s.unit_norms) ** 2 - 1.0) ** 0.5,
         needs=(UNIT_NORMS, NORMED_UNITS),
-        default=False,
         only=(("step_pre", "param"), ("step_post", "param"), ("step_post", "update")),
     ),
 )
@@ -342,9 +312,7 @@ def unreachable_bound(name: str, above: float | None, below: float | None) -> st
 
 def statistic_of(name: str) -> Statistic:
     """Return the definition of a built-in, registered or custom statistic."""
-    return (
-        STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom", default=False)
-    )
+    return STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom")
 
 
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
@@ -354,12 +322,10 @@ Without them, a gradient that is NaN except for a few zeros would look like a sm
 """
 WITHOUT_VALUES = (*COUNTS, "fingerprint")
 """The statistics that a tensor without a finite element has."""
-DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
+DEFAULT = (*("numel", "mean", "std", "rms", "min", "max", "abs_max", "l2", "zero_fraction"), "nan_count", "inf_count")
+"""The statistics of `stats: default`."""
 USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
-"""The usual range of `update_ratio` in a healthy training, "about 1e-3".
-
-CS231n, https://cs231n.github.io/neural-networks-3/#ratio
-"""
+"""The usual range of `update_ratio` in a healthy training, "about 1e-3". CS231n, https://cs231n.github.io/neural-networks-3/#ratio"""
 
 REMAINDERS = {name: f"{name}_remainder" for name in ("min", "max", "abs_max")}
 """For each statistic of 64-bit integers that float64 rounds beyond 2^53, the name of its remainder among the custom statistics.

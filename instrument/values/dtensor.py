@@ -55,7 +55,6 @@ def local_shard(tensor: Tensor, *, wait: bool = True) -> Tensor:
     """Return the shard of this process as a view; a tensor that is not sharded is returned unchanged.
 
     Args:
-        tensor: Any tensor.
         wait: Whether to wait for the result of a collective operation, as its first consumer does. Without, only the metadata of the
             result is valid. Default: True.
     """
@@ -99,7 +98,6 @@ class Shards:
 
     @property
     def is_known(self) -> bool:
-        """Whether the placement is known."""
         return "unknown" not in self.placement
 
     @property
@@ -139,8 +137,6 @@ def joined_shards(tensor: Tensor, shards: Shards, keep: int | None) -> tuple[Ten
     """Join the shards along all dimensions but one. This is a collective operation, which sends the tensor.
 
     Args:
-        tensor: The shard of this process.
-        shards: How shards form the tensor.
         keep: The dimension along which it remains sharded; None for none.
 
     Returns:
@@ -181,10 +177,7 @@ def _redistributed(tensor: Tensor, shards: Shards, keeps: Callable[[Placement], 
 
 @own_collectives()
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor.
-
-    For a sharded tensor this is a collective operation: all processes must call it.
-    """
+    """Return the full tensor. For a sharded tensor this is a collective operation: all processes must call it."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -245,11 +238,7 @@ def _fields(placement: Any) -> list[int]:
 
 
 def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh.
-
-    Args:
-        mesh: The mesh of all processes, with the dimensions of the tensors.
-    """
+    """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh of all processes."""
     return map_leaves(
         value, lambda _, packed: _unpacked(packed, mesh), lambda leaf: isinstance(leaf, Mapping) and _SHARD in leaf
     )

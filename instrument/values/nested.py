@@ -121,9 +121,6 @@ def number_of_samples(batch: Any) -> int:
     Zero-dimensional tensors and values other than tensors are ignored. For a packed sequence, the sequences are
     counted.
 
-    Args:
-        batch: A batch of the data loader: a tensor, or tensors in tuples, lists, mappings and dataclasses.
-
     Raises:
         ConfigError: No tensor has a dimension 0, or their sizes differ.
     """

@@ -40,7 +40,6 @@ class DropoutSpec(ModifySpec):
     p: Annotated[Number, Field(ge=0, lt=1)] = Field(description="The probability of zero.")
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
-        """Draw the elements that are kept."""
         import torch
 
         kept = torch.rand(tensor.shape, generator=context.generator(tensor.device), device=tensor.device) >= self.p

@@ -73,7 +73,6 @@ class RecordedSpec(ModifySpec):
             yield "from_sample", f"{self.from_sample} is out of range for dimension 0 of", f"{-size} to {size - 1}"
 
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
-        """Return the function that inserts the values of the run or of the sample."""
         from ..tensor_selection import patch
 
         if self.run is None:

@@ -59,7 +59,6 @@ class MeanSpec(ModifySpec):
     )
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
-        """Replace each value by the mean over `dim`."""
         if tensor.dim() == 0:
             return tensor.clone()
         dims = tuple(range(tensor.dim())) if self.dim is None else self.dim
@@ -96,7 +95,6 @@ class ShuffleSpec(ModifySpec):
     fn: Literal["shuffle"]
 
     def change(self, tensor: Tensor, context: Context) -> Tensor:
-        """Permute the samples (dimension 0) randomly."""
         import torch
 
         if tensor.dim() == 0:

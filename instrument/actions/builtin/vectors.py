@@ -37,7 +37,6 @@ class _VectorSpec(ModifySpec):
         return {field: folder for field, folder in folders.items() if folder is not None}
 
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
-        """Return the function, which finds the vectors of each tensor."""
         from ..unit_vectors import UnitVectors
 
         vectors = UnitVectors(self, archive)
@@ -86,7 +85,6 @@ class AddSpec(_VectorSpec):
         return self
 
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
-        """Return the function that adds the number or the vector. The gradient passes through."""
         if self.value is None:
             return super().function(archive)
         number = self.value * self.scale
@@ -122,7 +120,6 @@ class ProjectSpec(_VectorSpec):
         return self
 
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Project onto the subspace of the directions, or remove that part."""
         import torch
 
         values, device = tensor.movedim(dim, -1).to(vectors.dtype), tensor.device.type
