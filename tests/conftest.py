@@ -24,8 +24,6 @@ from hypothesis import HealthCheck, settings
 from tiers import mark_combinations, mark_spread
 
 if TYPE_CHECKING:
-    from hydra.core.default_element import InputDefault
-    from omegaconf import DictConfig
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
@@ -152,26 +150,10 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def composes_fast() -> Iterator[None]:
-    """Let a command compose its configuration once, and copy the choices of groups only for files that refer to them.
+    """Let Hydra compose fast."""
+    from fast_composition import composition
 
-    Hydra composes the configuration a second time to read `hydra.mode`, and copies all choices for each file. Both together take
-    half of the time of a refused command.
-    """
-    from hydra._internal import defaults_list
-    from hydra._internal.hydra import Hydra
-
-    original, choices = Hydra.get_mode, defaults_list._create_interpolation_map
-
-    def get_mode(self: Hydra, config_name: str | None, overrides: list[str]) -> object:
-        is_given = any("hydra.mode" in override for override in overrides)
-        return original(self, config_name, overrides) if is_given else None
-
-    def choices_of(overrides: object, defaults: list[InputDefault], self_added: bool) -> DictConfig | None:
-        return choices(overrides, defaults, self_added) if any(d.is_interpolation() for d in defaults) else None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", get_mode)
-        patch.setattr(defaults_list, "_create_interpolation_map", choices_of)
+    with composition(fast=True):
         yield
 
 

@@ -7,6 +7,7 @@ import weakref
 
 import torch._dynamo  # `DistributedDataParallel` imports it
 import torch.distributed.fsdp  # noqa: F401
+from fast_composition import composition
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 
@@ -16,6 +17,7 @@ import instrument.training.terminal  # noqa: F401
 from instrument.commands.job import read_config
 from instrument.config.search_path import config_loader
 
+composition(fast=True).__enter__()
 Plugins.instance()  # imports the installed plugins
 overrides = ["model=mlp", "data=digits", "hooks=activations"]
 read_config(

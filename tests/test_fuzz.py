@@ -26,6 +26,13 @@ from instrument.training.experiment import prepare
 TIME_LIMIT = 30  # seconds per case; a case takes a few milliseconds
 
 
+@pytest.fixture(autouse=True)
+def one_pass(few_repeats: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limit the dry run of a plan to one pass: no test here reads its durations."""
+    for name in ("MIN_REPEATS", "MAX_REPEATS"):
+        monkeypatch.setattr(f"instrument.training.dry_run.{name}", 0)
+
+
 @contextmanager
 def time_limit(seconds: int, name: str) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
@@ -65,12 +72,10 @@ def exit_codes(numbers: range) -> Counter[int]:
     return codes
 
 
-@pytest.mark.usefixtures("few_repeats")
 def test_base_configuration_is_valid() -> None:
     assert plan_exit_code(CONFIG) == 0
 
 
-@pytest.mark.usefixtures("few_repeats")
 @pytest.mark.parametrize("numbers", portions(25, 10_000, 1_110))
 def test_mutated_configurations_run_or_are_refused(numbers: range) -> None:
     codes = exit_codes(numbers)

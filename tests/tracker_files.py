@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,13 +42,18 @@ def metrics(step: int, phase: str = "train", **cells: Any) -> tuple[Any, ...]:
 
 
 def keep_data_local(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Set environment variables so that Weights & Biases and MLflow send nothing, and MLflow writes below a folder."""
+    """Set environment variables so that Weights & Biases and MLflow send nothing, and MLflow writes below a folder.
+
+    A run of Weights & Biases looks for inputs of its launcher, whose import takes longer than all other imports.
+    """
     for name, value in {
         "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",
         "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true",
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    no_inputs = SimpleNamespace(StagedLaunchInputs=lambda: SimpleNamespace(apply=lambda run: None))
+    monkeypatch.setitem(sys.modules, "wandb.sdk.launch.inputs.internal", no_inputs)
 
 
 def read_tensorboard(folder: Path) -> dict[str, dict[str, list[tuple[int, Any]]]]:

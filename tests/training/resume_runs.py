@@ -48,12 +48,12 @@ class Net(nn.Module):
 VARIANTS: list[dict[str, Any]] = [
     {
         "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
-        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [9, 120], "gamma": 0.5},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [9, 60], "gamma": 0.5},
         "train": {"eval_every": 10, "accumulate": 2},
     },
     {
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
-        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [30, 120], "gamma": 0.5},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [30, 60], "gamma": 0.5},
         "train": {"accumulate": 3},
     },
     {
@@ -80,7 +80,7 @@ HOOKS = {
 
 def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
-    steps = 25 if number < len(VARIANTS) else 200
+    steps = 25 if number < len(VARIANTS) else 100
     return {
         **CONFIG,
         "name": "resumed",
