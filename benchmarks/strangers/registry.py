@@ -62,6 +62,7 @@ MISSING_RULES = frozenset(
 HALVES = {
     "build": ("healthy", "silent_errors", "transformer_faults", "keras_faults"),
     "held out": ("second_healthy", "second_silent_errors", "second_transformer_faults", "second_general_faults"),
+    "third": ("third_transformers",),
 }
 
 # The parts of a training step in which a fault of each category has its first effect, written before any measurement of this. A fault
