@@ -1,16 +1,16 @@
 """The default rules on programs after published ones: which errors they find, and in which healthy programs they warn.
 
-python benchmarks/strangers/run.py --half build --seeds 1
-python benchmarks/strangers/run.py --half build --seeds 3 --only gpt2
-python benchmarks/strangers/run.py --half "held out" --no-rules    # whether each program runs to its end
-python benchmarks/strangers/run.py --half "held out" --reference 5    # also with the rule `reference`
+python benchmarks/strangers/run.py --collection build --seeds 1
+python benchmarks/strangers/run.py --collection build --seeds 3 --only gpt2
+python benchmarks/strangers/run.py --collection "held out" --no-rules    # whether each program runs to its end
+python benchmarks/strangers/run.py --collection "held out" --reference 5    # also with the rule `reference`
 
 Each program runs in a new process with one thread. A fault counts as found if a rule that names its cause warns within 20 recorded
 steps of the start of its effect, and its healthy twin has no such warning. Other warnings that the twin does not have are wrong causes.
 A fault that does not change the final loss is no miss: it is counted separately. The loss is changed if the losses of all seeds of the
 fault are above, or all below, those of its twin, by more than 5 percent of the twin's loss.
 
-Do not change a rule because of a program of the half `held out`.
+Do not change a rule because of a program of the collection `held out`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from registry import EVERY, GROUPS, HALVES, PARTS, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
+from registry import COLLECTIONS, EVERY, GROUPS, PARTS, PROGRAMS, RECORDING, WITHIN, Fault, Program, seed_of
 
 from instrument import ConfigError, make_reference
 from instrument.config.rules import RULES
 
-MODULES = [module for modules in HALVES.values() for module in modules]
+MODULES = [module for modules in COLLECTIONS.values() for module in modules]
 LIMIT = 60  # seconds; a program takes at most 10 on a machine without other work
 REFERENCE_SEED = 100  # the first seed of the healthy trainings in a reference
 LAST_LOSSES = 20  # the final loss is the mean of so many training losses, unless the program returns one
@@ -324,7 +324,7 @@ def _numbers(rules: Counter[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=tuple(HALVES), default="build")
+    parser.add_argument("--collection", choices=tuple(COLLECTIONS), default="build")
     parser.add_argument("--seeds", type=int, default=1, help="the number of seeds")
     parser.add_argument(
         "--only", nargs="+", default=[""], help="only programs and faults whose name contains one of these"
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="programs that run at the same time")
     parser.add_argument("--out", type=Path, default="outputs/strangers.json", help="a JSON file for the results")
     arguments = parser.parse_args()
-    programs = [program for program in PROGRAMS.values() if program.half == arguments.half]
+    programs = [program for program in PROGRAMS.values() if program.collection == arguments.collection]
     jobs = list(jobs_of(programs, arguments.only, arguments.seeds))
     # The server from which the programs are forked imports the modules of this folder, with PyTorch.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -1,4 +1,4 @@
-"""General faults of programs of the half `held out`, after taxonomies and collections of faults of Keras and PyTorch programs."""
+"""General faults of programs of the collection `second`, after taxonomies and collections of faults of Keras and PyTorch programs."""
 
 from __future__ import annotations
 

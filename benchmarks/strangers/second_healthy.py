@@ -1,4 +1,4 @@
-"""Healthy programs of the half `held out`, after published ones, in small."""
+"""Healthy programs of the collection `second`, after published ones, in small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of the half `held out` with errors of pipelines that raise no exception.
+"""Programs of the collection `second` with errors of pipelines that raise no exception.
 
 The causes were written before any measurement: they are the rules that would name what is wrong, also those that do not exist yet.
 """

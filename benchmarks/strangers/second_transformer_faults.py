@@ -1,4 +1,4 @@
-"""Mutations of transformers, in the half `held out`: small models in plain PyTorch and of the library transformers.
+"""Mutations of transformers, in the collection `second`: small models in plain PyTorch and of the library transformers.
 
 The categories are parts of a transformer: embeddings, positional encoding, projections of queries, keys and values, mask, scale and
 softmax, heads, feed-forward network, residual connections, normalization, output head, memory of keys and values, loss and optimizer,
