@@ -47,8 +47,8 @@ def make_reference(
 
     Args:
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
-        statistics: The names of statistics, also custom ones, and of metrics. Default: those of `DEFAULT_STATISTICS` that the runs
-            recorded.
+        statistics: The names of statistics, also custom ones, and of metrics. Default: those of
+            `instrument.analysis.reference.DEFAULT_STATISTICS` that the runs recorded.
         out: The file to write. Default: None, no file.
 
     Returns:
