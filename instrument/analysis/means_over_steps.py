@@ -55,15 +55,14 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     condition = ds.field("step") >= (start or 0)
     if stop is not None:
         condition &= ds.field("step") < stop
-    if table != "metrics":
-        chosen = condition & ~ds.field("recompute")
-    else:
-        chosen, is_evaluation = condition & ds.field("phase").isin(STEP_PHASES), ds.field("phase") == "eval"
+    selections = [condition & ~ds.field("recompute")]
+    if table == "metrics":
+        selections, is_evaluation = [condition & ds.field("phase").isin(STEP_PHASES)], ds.field("phase") == "eval"
         evaluations = run.scan("metrics", ["step"], condition & is_evaluation)
         last = max((pc.max(batch["step"]).as_py() for batch in evaluations if len(batch)), default=None)
-        if last is not None:
-            chosen |= is_evaluation & (ds.field("step") == last)
-    batches = run.scan(table, [*keys, *names], chosen)
+        if last is not None:  # after the training, wherever the files have it
+            selections.append(is_evaluation & (ds.field("step") == last))
+    batches = (batch for chosen in selections for batch in run.scan(table, [*keys, *names], chosen))
     return _means_of_batches(map(_with_nan, batches) if table == "stats" else batches, keys, names)
 
 

@@ -47,8 +47,9 @@ def make_reference(
 
     Args:
         runs: The folder of a run, a folder of runs such as a sweep, a pattern such as `runs/healthy*`, or several of these.
-        statistics: The names of statistics, also custom ones, and of metrics. Default: those of
-            `instrument.analysis.reference.DEFAULT_STATISTICS` that the runs recorded.
+        statistics: The names of statistics, also custom ones, and of metrics. Default: those that the runs recorded of `rms`,
+            `std`, `abs_max`, `zero_fraction`, `dead_fraction`, `saturated_fraction`, `update_ratio`, `row_entropy`, `first_fraction`,
+            `branch_ratio`, `input_cosine`, `token_cosine`, `softmax_entropy`, `z_loss`, `lr`, `loss`, `accuracy` and `grad_norm`.
         out: The file to write. Default: None, no file.
 
     Returns:

@@ -7,6 +7,7 @@ arguments are those of `run`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -15,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import to_json
+from pydantic_core import to_jsonable_python
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
@@ -86,7 +87,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(value: object) -> None:
     """Print a value as JSON. Dataclasses become objects, and data frames lists of objects. NaN and infinity become null."""
-    print(to_json(value, indent=1, inf_nan_mode="null", fallback=_content).decode())
+    plain = to_jsonable_python(value, inf_nan_mode="null", fallback=_content)
+    print(json.dumps(plain, indent=1))  # ASCII, which all outputs can encode
 
 
 def _content(value: Any) -> Any:

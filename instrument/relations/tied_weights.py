@@ -22,7 +22,7 @@ class TiedWeights(Relation):
         self._tied = [several for several in names.values() if len(several) > 1]
 
     def check(self) -> Iterator[Checked]:
-        parameters = dict(all_parameters(self.training.modules.items())) if self._tied else {}
+        parameters = dict(all_parameters(self.training.model.named_modules())) if self._tied else {}
         tied = [[(name, parameters[name]) for name in names if name in parameters] for names in self._tied]
         tied += _declared(self.training.model)
         count = 0

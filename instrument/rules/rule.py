@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copyreg
 import math
 import sys
 from abc import ABC, abstractmethod
@@ -124,6 +125,11 @@ SpecT = TypeVar("SpecT", bound=RuleBase)
 PersistentT = TypeVar("PersistentT", bound=PersistentRule)
 
 
+def _new_spec(rule: str) -> RuleBase:
+    fields: type[RuleBase] = RULES[rule].fields
+    return fields.__new__(fields)
+
+
 class CatalogueRule(Rule, Generic[SpecT]):
     """A rule of the catalogue. With the argument `name` of the class, it is registered, and `name` is the field `rule` of its entry.
 
@@ -170,6 +176,8 @@ class CatalogueRule(Rule, Generic[SpecT]):
             kind: Any = Literal.__getitem__(name)
             text = cls.__doc__ or cls.fields.__doc__
             cls.fields = create_model(f"{cls.__name__}Rule", __base__=cls.fields, __doc__=text, rule=(kind, ...))
+            # No module has this class, so pickle finds it by the name of the rule.
+            copyreg.pickle(cls.fields, lambda spec: (_new_spec, (name,), spec.__getstate__()))
             RULES.register(name, place=f"{cls.__module__}.{cls.__qualname__}")(cls)
 
     def __init__(self, spec: SpecT) -> None:

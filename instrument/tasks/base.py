@@ -215,7 +215,7 @@ def number_classified(outcomes: Sequence[Outcome]) -> Tensor | int:
 
 @torch.no_grad()
 def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
-    """Return the fraction of correctly classified targets over several batches: a scalar; None if an outcome has no `correct`."""
+    """Return the fraction of correctly classified targets over several batches, a scalar; None if one has no `correct`."""
     parts = [
         outcome.correct * (number_classified([outcome]) / outcome.samples)
         for outcome in outcomes
@@ -276,6 +276,7 @@ class HasLoss:
 
     @property
     def reduction(self) -> str:
+        """The reduction of the loss: `sum`, or any other value for a mean."""
         return str(loss_option(self.loss, "reduction", "mean"))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gzip
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -26,7 +26,8 @@ from ..tasks.base import IGNORED
 
 DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
 
-DIGITS_STATS = ((0.3053,), (0.3760,))  # see `Images`
+CIFAR10_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))  # see `Images`
+DIGITS_STATS = ((0.3053,), (0.3760,))
 
 
 class DatasetMissingError(Exception):
@@ -60,18 +61,8 @@ class Images(Dataset[tuple[Tensor, int]]):
         return (pixels - self.mean) / self.std, self.targets[index]
 
 
-def _images_of_torchvision(
-    name: str, about: str, stats: tuple[Sequence[float], Sequence[float]]
-) -> Callable[..., Images]:
-    """Return the function that loads a dataset of torchvision. `stats`: those of the training images, see `Images`."""
-
-    def load(split: str, root: str, download: bool = True) -> Images:
-        dataset = _torchvision(name, split, root, download)
-        images, targets = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets)
-        return Images(images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2), targets, stats)
-
-    load.__qualname__ = name  # in errors about the arguments
-    load.__doc__ = f"""Load {about}.
+def mnist(split: str, root: str, download: bool = True) -> Images:
+    """Load MNIST: 60,000 training and 10,000 test images of handwritten digits, float32 [1, 28, 28].
 
     Args:
         split: `train` or `test`.
@@ -81,16 +72,40 @@ def _images_of_torchvision(
     Raises:
         DatasetMissingError: The dataset is not in `root` and is not downloaded.
     """
-    return load
+    return _images(_torchvision("MNIST", split, root, download), ((0.1307,), (0.3081,)))
 
 
-_MNIST = "MNIST: 60,000 training and 10,000 test images of handwritten digits, float32 [1, 28, 28]"
-mnist = _images_of_torchvision("MNIST", _MNIST, ((0.1307,), (0.3081,)))
-_FASHION_MNIST = "Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28]"
-fashion_mnist = _images_of_torchvision("FashionMNIST", _FASHION_MNIST, ((0.2860,), (0.3530,)))
-_CIFAR10 = "CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32]"
-_CIFAR10_STATS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-cifar10 = _images_of_torchvision("CIFAR10", _CIFAR10, _CIFAR10_STATS)
+def fashion_mnist(split: str, root: str, download: bool = True) -> Images:
+    """Load Fashion-MNIST: 60,000 training and 10,000 test images of clothing, float32 [1, 28, 28].
+
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
+    return _images(_torchvision("FashionMNIST", split, root, download), ((0.2860,), (0.3530,)))
+
+
+def cifar10(split: str, root: str, download: bool = True) -> Images:
+    """Load CIFAR-10: 50,000 training and 10,000 test colour photographs, float32 [3, 32, 32].
+
+    Args:
+        split: `train` or `test`.
+        root: The folder of the torchvision datasets.
+        download: Whether to download the dataset if it is not in `root`. Default: True.
+
+    Raises:
+        DatasetMissingError: The dataset is not in `root` and is not downloaded.
+    """
+    return _images(_torchvision("CIFAR10", split, root, download), CIFAR10_STATS)
+
+
+def _images(dataset: Any, stats: tuple[Sequence[float], Sequence[float]]) -> Images:
+    images, targets = torch.as_tensor(dataset.data), torch.as_tensor(dataset.targets)
+    return Images(images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2), targets, stats)
 
 
 def digits(split: str, size: int = 8, random_labels: float = 0.0, seed: int = 0) -> Images:

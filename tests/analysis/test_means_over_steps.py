@@ -106,6 +106,12 @@ def test_steps_are_half_open_and_the_last_evaluation_counts(
         assert found == ([] if expected is None else [expected])
 
 
+def test_training_metrics_are_before_those_of_evaluations(tmp_path: Path) -> None:
+    rows = [{"step": 2, "phase": "eval", "loss": 1.0}, {"step": 2, "phase": "train", "loss": 2.0}]
+    run = instrument.load(write_run(tmp_path / "run", rows={"metrics": rows}))
+    assert means_of(run, "metrics").locations == [("train",), ("eval",)]
+
+
 def test_every_numeric_column_is_averaged(tmp_path: Path) -> None:
     cells = {
         name: 1 if name in ("numel", "changed") else True if name == "held" else 0.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,11 @@ def test_print_json_converts_values(capsys: pytest.CaptureFixture[str]) -> None:
     }
     verbs.print_json(values)
     assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_print_json_writes_ascii(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"sparkline": "▁▂█", "path of undecodable bytes": os.fsdecode(b"runs/\xff")}
+    verbs.print_json(values)
+    written = capsys.readouterr().out
+    assert written.isascii()
+    assert json.loads(written) == values

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -536,3 +539,12 @@ def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
     assert event.layer == "1"
     assert event.message.endswith("2 of 3 weights are zero")
     assert fired("poor_initialization", first(healthy, (0.0,) * 4, (1e-4, 1e-3, 1e-4, 1e-3))) == []
+
+
+def test_specs_of_rules_can_be_pickled() -> None:
+    """Also in a process that has not imported the rules."""
+    rules = parse_rules({**default_rules(), "loss_spike": {"factor": 7.0}})
+    content = pickle.dumps(rules)
+    assert pickle.loads(content) == rules
+    program = f"import pickle; print(pickle.loads({content!r})['loss_spike'].factor)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "7.0\n"

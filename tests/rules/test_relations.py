@@ -109,6 +109,24 @@ def test_weights_that_are_no_longer_tied_are_reported() -> None:
     assert "head.weight differs from embedding.weight" in event["message"]
 
 
+def test_modules_that_are_replaced_after_the_optimizer_step_are_compared() -> None:
+    model = Bigram()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        pytest.warns(instrument.InstrumentWarning, match="tied weights differ"),
+        instrument.attach(model, {}, optimizer=optimizer) as probe,
+    ):
+        for step, batch in enumerate(tokens()):
+            optimizer.zero_grad()
+            loss = next_token_loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            if step == 2:
+                model.head = nn.Linear(8, VOCABULARY, bias=False)
+            probe.end_step(loss=loss)
+    assert ("tied_weights", 2) in violations(probe)
+
+
 def test_weights_that_a_transformer_declares_as_tied_are_compared() -> None:
     class Declared(Bigram):
         config = SimpleNamespace(tie_word_embeddings=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -10,7 +11,17 @@ import pytest
 import torch
 
 from instrument.training import datasets
-from instrument.training.datasets import DatasetMissingError, digits, english, induction_prompts, mnist, repeated_tokens
+from instrument.training.datasets import (
+    DatasetMissingError,
+    Images,
+    cifar10,
+    digits,
+    english,
+    fashion_mnist,
+    induction_prompts,
+    mnist,
+    repeated_tokens,
+)
 
 
 def test_digits_equal_scikit_learn() -> None:
@@ -137,3 +148,10 @@ def test_failed_download_leaves_no_folder_and_names_the_cause(tmp_path: Path, mo
         with pytest.raises(DatasetMissingError, match=r"download failed: no route to host$"):
             mnist("train", str(root))
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("function", [mnist, fashion_mnist, cifar10])
+def test_functions_of_torchvision_datasets_can_be_pickled(function: Callable[..., Images]) -> None:
+    assert pickle.loads(pickle.dumps(function)) is function
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) missing .* 'root'"):
+        function("train")
