@@ -93,8 +93,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "Compare the run with a healthy one: python -m instrument.diff. What is outside first is the most likely cause."
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
-        "forward": "The forward pass left its ranges first: compare the data, the parameters of the model and their initial values, and the "
-        "code and the mode of this layer.",
+        "forward": "The forward pass left its ranges first: compare the data, the parameters of the model and their initial "
+        "values, and the code and the mode of this layer.",
         "loss": "The loss left its range first: compare the targets, the order of the samples and the loss function; for an evaluation, "
         "also its data and the mode of the model.",
         "backward": "The gradients left their ranges first: compare the targets, the loss function, and what changes gradients, such as "
