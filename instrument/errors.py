@@ -19,7 +19,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
@@ -135,7 +135,7 @@ class ConfigError(InstrumentError):
         return type(self), self.problems
 
 
-def raise_problems(problems: Sequence[Problem]) -> None:
+def raise_problems(problems: Collection[Problem]) -> None:
     """Raise a ConfigError with all of these problems, if there are any."""
     if problems:
         raise ConfigError(*problems)

@@ -12,7 +12,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.pip_extras import packages_of
 from ..formatting import shorten
 from ..rules.reference_ranges import KEY, METRICS, RATIOS, STARTS, Reference, phase_of, rounded, schema
@@ -135,8 +135,7 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         for run in runs
         if (reason := _why_unhealthy(run))
     ]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     table = _table([ranges_of(run, statistics or DEFAULT_STATISTICS) for run in runs])
     known = table["statistic"].unique().to_pylist()
     if missing := [name for name in statistics if name not in known]:

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.globs import ROOT
 from ..formatting import shorten
 
@@ -45,8 +45,7 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
         elif not set(used[old]) & set(others):
             message, wrong = "no recorded layer of B has the new name", used[old][0]
             problems.append(Problem(where, message, wrong, shorten(theirs), similar_names(wrong, theirs)))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     taken, known = Counter(names.values()), {*others}
     if twice := [name for name in names.values() if taken[name] > 1 and name in known]:
         same = ", ".join(layer or ROOT for layer, name in names.items() if name == twice[0])

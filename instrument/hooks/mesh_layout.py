@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..config.base import ObservationSpec
 from ..config.parallel import Declared
 from ..config.record import RecordSpec
-from ..errors import ConfigError, HookError, Problem
+from ..errors import ConfigError, HookError, Problem, raise_problems
 from ..fields.globs import matches
 from ..plan.hook_plan import HookPlan, Site
 from ..plan.layer_selection import no_such_layer
@@ -177,8 +177,7 @@ class MeshLayout:
                         message = f"module {layer.label!r} has no such tensor"
                         problems.append(Problem(f"{where}.{tensor}", message, tensor, allowed=allowed))
                     found.setdefault(layer.module, {})[tensor] = {name: _parsed(text) for name, text in along.items()}
-        if problems:
-            raise ConfigError(*problems)
+        raise_problems(problems)
         return found
 
     def of_plain(self, site: Site) -> Shards:

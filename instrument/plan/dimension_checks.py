@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..config.base import dimension_misfits, parse_slice
 from ..config.record import RecordSpec
 from ..config.selection import SelectionError, selected_shape
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, raise_problems
 from ..stats.unit_statistics import unit_dim
 from ..values.nested import shape_of
 from .hook_plan import HookPlan, Site
@@ -23,8 +23,7 @@ def check_parameters(plan: HookPlan) -> None:
     for site in plan.sites:
         if (tensor := stand_in(site)) is not None and (problem := misfit(site, site.own_name, tensor)) is not None:
             problems.setdefault(site.spec.name, problem)
-    if problems:
-        raise ConfigError(*problems.values())
+    raise_problems(problems.values())
 
 
 def stand_in(site: Site) -> Tensor | None:

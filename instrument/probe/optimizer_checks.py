@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..hooks.optimizer_owners import parameter_ids
 from ..plan.hook_plan import HookPlan
 
@@ -86,8 +86,7 @@ def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
                 message = f"role {role!r} requires optimizer state that {' and '.join(types)} {options} current options"
                 similar, allowed = similar_names(role, roles), ", ".join(roles) or "none"
                 problems.append(Problem(f"hooks.{name}.role", message, given=role, allowed=allowed, similar=similar))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..actions.base import StepContext
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
-from ..errors import ConfigError, Problem
+from ..errors import Problem, raise_problems
 from ..hooks.distributed_scope import scope_of
 from ..relations.relation import RecordedFingerprint
 from ..stats.cpu_kernel import launch_devices, make_slab
@@ -66,8 +66,7 @@ def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
             if custom.column.lower() in reserved:
                 message = f"the table 'stats' already has a column {custom.column!r}"
                 problems.append(Problem(f"hooks.{name}.stats", message, custom.target, fix="set another 'name'"))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 @dataclass

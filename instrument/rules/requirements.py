@@ -8,7 +8,7 @@ from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..config.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..config.schedule import STEP_PHASES
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import Problem, raise_problems, similar_names
 from ..formatting import shorten
 from ..tables.schemas import TABLES, joined_table
 from ..tables.statistics import STATISTICS
@@ -48,8 +48,7 @@ def check_rules(
         for name, spec in hooks.items()
         if isinstance(spec.when, str) and spec.when not in rules
     ]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     followed = {spec.when for spec in hooks.values()}
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: hooks_read(rule, hooks) for name, rule in required.items()}
@@ -59,8 +58,7 @@ def check_rules(
         )
         problems += _record_problems(f"rules.{name}", rule, hooks, read[name], steps)
     problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def check_references(
@@ -92,8 +90,7 @@ def check_references(
                 message = f"the hooks of the reference do not record it: {', '.join(sorted(common))}"
                 fix = f"add {statistic} to hooks.{min(common)}.stats"
                 problems.append(Problem(f"rules.{name}.stats", message, statistic, sorted(recorded), fix=fix))
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def _foreign_reference(where: str, rule: ReferenceRule, known: Collection[tuple[str, str]]) -> Problem:
