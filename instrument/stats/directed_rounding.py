@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def round_down(bound: float, dtype: torch.dtype) -> float:
-    """Return the largest number of a floating-point dtype that is not above a finite bound; minus infinity if there is none.
+    """Return the largest number of a floating-point dtype that is not above a finite bound; minus infinity if no number is.
 
     Comparing or clamping a tensor of this dtype with the result is equivalent to using the bound.
     """

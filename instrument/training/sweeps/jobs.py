@@ -216,7 +216,7 @@ def error_of(info: Mapping[str, Any]) -> str | None:
 
 
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if there is none that Hydra wrote."""
+    """Read the sweep record of Hydra, from which the jobs are composed. Raise a ConfigError if Hydra wrote no record."""
     try:
         record = OmegaConf.create((folder / SWEEP_RECORD).read_text())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
