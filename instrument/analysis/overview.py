@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,8 +10,9 @@ import numpy as np
 from ..config.schedule import STEP_PHASES
 from ..formatting import format_number
 from ..rules.step_rows import location_name
-from .plot_data import short_names, shown_first
+from .plot_data import RecordedSeries, short_names, shown_first
 from .run_history import METRICS, RunHistory
+from .step_history import StepHistory
 
 LEVELS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
@@ -31,6 +32,24 @@ class Row(NamedTuple):
 
     cells: tuple[str, ...]
     is_problem: bool
+
+
+class LocationView(NamedTuple):
+    """The most useful statistic of a location."""
+
+    series: RecordedSeries
+    location: str
+    statistic: str
+    values: np.ndarray  # over the groups of steps; NaN for a missing value
+    not_finite: np.ndarray  # whether a group contains NaN or infinite elements
+    last: float  # at the last step
+    ratio: float  # of the last value to the median over the steps; NaN if it is undefined
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """The sort key: locations with non-finite elements first, then those whose last value differs most."""
+        change = 0.0 if np.isnan(self.ratio) else np.inf if self.ratio == 0 else abs(np.log(self.ratio))
+        return not self.not_finite.any(), -change
 
 
 def metric_rows(history: RunHistory) -> list[Row]:
@@ -58,36 +77,37 @@ def layer_rows(history: RunHistory, most: int | None = None) -> tuple[list[Row],
     Args:
         most: The maximum number of rows. Default: None, all.
     """
-    found = []
-    for series, each in history.series.items():
-        statistics = each.statistics
-        if not statistics:
-            continue
-        is_of_values = not (series.is_of_parameters or series.is_gradient)
-        statistic = shown_first(statistics, ("std", "rms", "mean") if is_of_values else ("l2", "rms", "abs_max"))
-        groups = each.groups()
-        values, last = each.values(statistic, groups), each.last(statistic)
-        bad = np.zeros(values.shape, bool)
-        for name in series.problem_counts:
-            if name in statistics:
-                bad |= each.values(name, groups) > 0
-        for row, location in enumerate(each.locations):
-            known = np.abs(values[row][~np.isnan(values[row])])
-            median = float(np.median(known)) if len(known) else 0.0
-            ratio = abs(float(last[row])) / median if median else float("nan")
-            change = 0.0 if np.isnan(ratio) else np.inf if ratio == 0 else abs(np.log(ratio))
-            # Locations with non-finite elements come first, then those whose last value differs most from the median.
-            urgency = not bad[row].any(), -change
-            found.append((urgency, series, location, statistic, values[row], bad[row], float(last[row]), ratio))
-    shown = sorted(found, key=lambda each: each[0])[:most]
-    names = short_names([location for _, _, location, *_ in shown], LONGEST)
+    views = [view for series, each in history.series.items() for view in views_of(series, each)]
+    shown = sorted(views, key=lambda view: view.urgency)[:most]
+    names = short_names([view.location for view in shown], LONGEST)
     rows = []
-    for _, series, location, statistic, numbers, not_finite, end, ratio in shown:
-        hook = series.hook + ("" if series.phase in STEP_PHASES else f" ({series.phase})")
-        cells = (hook, names[location], statistic, sparkline(numbers, not_finite))
-        ends = "" if np.isnan(end) else format_number(end), "" if np.isnan(ratio) else f"{ratio:.3g}"
-        rows.append(Row((*cells, *ends), bool(not_finite.any())))
-    return rows, len(found)
+    for view in shown:
+        hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
+        ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
+        line, last = sparkline(view.values, view.not_finite), "" if np.isnan(view.last) else format_number(view.last)
+        cells = (hook, names[view.location], view.statistic, line, last, ratio)
+        rows.append(Row(cells, bool(view.not_finite.any())))
+    return rows, len(views)
+
+
+def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationView]:
+    """Yield the most useful statistic of each location of a series."""
+    usual = ("l2", "rms", "abs_max") if series.is_of_parameters or series.is_gradient else ("std", "rms", "mean")
+    names = history.statistics
+    if not names:
+        return
+    statistic = shown_first(names, usual)
+    groups = history.groups()
+    values, last = history.values(statistic, groups), history.last(statistic)
+    bad = np.zeros(values.shape, bool)
+    for name in series.problem_counts:
+        if name in names:
+            bad |= history.values(name, groups) > 0
+    for row, location in enumerate(history.locations):
+        known = np.abs(values[row][~np.isnan(values[row])])
+        median = float(np.median(known)) if len(known) else 0.0
+        ratio = abs(float(last[row])) / median if median else float("nan")
+        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]), ratio)
 
 
 def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
@@ -126,10 +146,10 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
         hooks.setdefault(site["hook"], []).append(site)
     rows = []
     for hook, sites in hooks.items():
-        causes: dict[str, dict[str, None]] = {}
+        causes: dict[str, list[str]] = {}
         for site in sites:
             if site["cause"] and (site["fired"] < site["expected"] or not site["expected"]):
-                causes.setdefault(site["cause"], {})[location_name(site["layer"], site["path"], site["kind"])] = None
+                causes.setdefault(site["cause"], []).append(location_name(site["layer"], site["path"], site["kind"]))
         rows.append(
             {
                 "hook": hook,
@@ -138,7 +158,7 @@ def coverage_rows(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
                 "locations": len({(site["layer"], site["path"]) for site in sites}),
                 "expected": sum(site["expected"] for site in sites),
                 "fired": sum(site["fired"] for site in sites),
-                "causes": [(cause, _join_first([*locations])) for cause, locations in causes.items()],
+                "causes": [(cause, _join_first(list(dict.fromkeys(locations)))) for cause, locations in causes.items()],
             }
         )
     return rows
