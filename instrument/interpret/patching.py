@@ -16,7 +16,7 @@ from ..analysis.config_comparison import HOOKS, Training, differing_overrides, t
 from ..analysis.config_fields import canonical_json, to_yaml
 from ..analysis.config_key_effects import student
 from ..analysis.load import Run
-from ..analysis.means_over_steps import averaged_columns, keys_of, means_of
+from ..analysis.means_over_steps import Means, averaged_columns, keys_of, means_of
 from ..analysis.plot_data import check_choice
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
@@ -122,35 +122,13 @@ def _numbers_of(
     intervention: str | None = None,
     baseline: Run | None = None,
 ) -> tuple[np.ma.MaskedArray, InterventionGrid]:
-    """Return the numbers of the runs, float64 [rows, columns, seeds], and their grid.
-
-    If there are baselines, these are differences: the number of each run minus that of its baseline. They are masked where a cell
-    has fewer runs, or runs without a baseline if others have one.
-    """
+    """Return the numbers of the runs [rows, columns, seeds], and their grid."""
     runs = combine_runs(sweep)
     known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
     check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
-    number = cache(_numbers(runs, metric, layer, hook))  # several runs have the same baseline
-    common = None
-    if baseline is not None:
-        if len(baseline.folders) > 1:
-            message = f"the folder contains {len(baseline.folders)} runs"
-            raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
-        if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
-            message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
-            raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
-        common = _numbers(baseline, metric, layer, hook)(0)
-    cells: dict[tuple[int, int], list[float]] = {}
-    for cell in grid.cells:
-        if common is not None or cell.baseline is not None or not grid.has_baseline:
-            own = 0.0 if cell.baseline is None else number(cell.baseline)
-            value = number(cell.treated) - (own if common is None else common)
-            cells.setdefault((cell.row, cell.column), []).append(value)
-    shape = len(grid.rows), len(grid.columns), max(map(len, cells.values()), default=1)
-    numbers = np.ma.MaskedArray(np.full(shape, np.nan), np.ones(shape, bool))
-    for at, values in cells.items():
-        numbers[*at, : len(values)] = values
+    number = _numbers(runs, metric, layer, hook)
+    numbers = grid.numbers(number, None if baseline is None else _reference(baseline, grid, metric, layer, hook))
     if not np.isfinite(numbers).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(Problem("metric", message, metric))
@@ -158,39 +136,19 @@ def _numbers_of(
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
-    """Return a function of the index of a run: its metric, or the mean of its statistic over the steps.
+    if metric in METRICS or metric in runs.custom_metrics:
+        return lambda index: metric_of(runs, index, metric)
+    return lambda index: statistic_of_run(runs, index, metric, layer="" if layer == "." else layer, hook=hook)
 
-    The metric is that of the last evaluation or of all batches, otherwise its mean over the steps. The function raises an
-    InstrumentError if no location or several have the statistic.
-    """
-    is_metric = metric in METRICS or metric in runs.custom_metrics
-    table = "metrics" if is_metric else "stats"
 
-    def number(index: int) -> float:
-        if is_metric and (value := runs.infos[index]["metrics"].get(metric)) is not None:
-            return float(value)
-        run, columns = runs.single(index), keys_of(table)
-        if metric not in averaged_columns(run, table):
-            return float("nan")
-        means = means_of(run, table)
-        at = means.columns.index(metric)
-        known = [i for i in range(len(means.locations)) if means.counts[i, at]]
-        if not is_metric:
-            wanted = {"layer": "" if layer == "." else layer, "hook": hook}
-            given = [(columns.index(name), value) for name, value in wanted.items() if value is not None]
-            matches = [i for i in known if all(means.locations[i][column] == value for column, value in given)]
-            if len(matches) != 1:
-                shown = [
-                    ", ".join(f"{key}={cell!r}" for key, cell in zip(columns, means.locations[i], strict=True) if cell)
-                    for i in matches or known
-                ]
-                which = "several locations have" if matches else "no location has"
-                problem = Problem("metric", f"{which} this statistic; select one with layer= and hook=", metric)
-                raise InstrumentError("\n    ".join([str(problem), *shown[:MAX_NAMES]]))
-            known = matches
-        return float(np.mean([float(means.values[i, at]) for i in known])) if known else float("nan")
-
-    return number
+def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | None, hook: str | None) -> float:
+    if len(baseline.folders) > 1:
+        message = f"the folder contains {len(baseline.folders)} runs"
+        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
+    if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
+        message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
+        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
+    return _numbers(baseline, metric, layer, hook)(0)
 
 
 def _draw_figure(
@@ -210,10 +168,7 @@ def _draw_figure(
     width = float(np.clip(CELL * len(grid.columns), NARROWEST, WIDEST))
     charts = new_charts(width + width_of(rows) + 1.6, height + 1.5)
     axes = charts[0, 0]
-    finite = values[np.isfinite(values)]
-    largest = float(np.abs(finite).max()) or 1.0
-    ends = (-largest, largest) if is_difference else (float(finite.min()), float(finite.max()))
-    scale = colours(values, limits=ends) | ({} if is_difference else {"cmap": None})
+    scale = _colours(values, is_difference=is_difference)
     labels = _column_labels(grid, tokens)
     draw_cells(axes, values, rows, labels, height=height, label=label, missing=missing, widths=widths, **scale)
     xlabel = "\n".join([plain(column_name) if any(grid.columns) else "", *notes]).strip()
@@ -238,6 +193,15 @@ def _column_labels(grid: pd.DataFrame, tokens: Sequence[str] | Sequence[int] | N
             raise InstrumentError(Problem("tokens", message, f"{len(names)} tokens"))
         labels.append(f"{token_label(' '.join(names[each] for each in positions))} ({text})")
     return labels
+
+
+def _colours(values: np.ndarray, *, is_difference: bool) -> dict[str, Any]:
+    """Return the color scale: centered at zero for differences, otherwise from the smallest to the largest value."""
+    finite = values[np.isfinite(values)]
+    if is_difference:
+        largest = float(np.abs(finite).max()) or 1.0
+        return colours(values, limits=(-largest, largest))
+    return colours(values, limits=(float(finite.min()), float(finite.max()))) | {"cmap": None}
 
 
 def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:
@@ -297,6 +261,34 @@ class InterventionGrid:
         """Whether any run has a baseline."""
         return any(cell.baseline is not None for cell in self.cells)
 
+    def numbers(self, number: Callable[[int], float], baseline: float | None = None) -> np.ma.MaskedArray:
+        """Return the numbers of the runs of each cell.
+
+        If there are baselines, these are differences: the number of each run minus that of its baseline. Runs without a baseline
+        do not count then.
+
+        Args:
+            number: Returns the number of a run, by the index of the run.
+            baseline: The number of the baseline of all runs. Default: that of the baseline of each run.
+
+        Returns:
+            float64, shape [rows, columns, seeds]; masked where a cell has fewer runs, or runs without a baseline if others have one.
+        """
+        number = cache(number)  # several runs have the same baseline
+        cell_values: dict[tuple[int, int], list[float]] = {}
+        for cell in self.cells:
+            if baseline is None and self.has_baseline and cell.baseline is None:
+                continue
+            own = 0.0 if cell.baseline is None else number(cell.baseline)
+            value = number(cell.treated) - (own if baseline is None else baseline)
+            cell_values.setdefault((cell.row, cell.column), []).append(value)
+        grid = np.full((len(self.rows), len(self.columns), max(map(len, cell_values.values()), default=1)), np.nan)
+        known = np.zeros(grid.shape, bool)
+        for at, numbers in cell_values.items():
+            grid[*at, : len(numbers)] = numbers
+            known[*at, : len(numbers)] = True
+        return np.ma.MaskedArray(grid, ~known)
+
 
 def intervention_grid(run: RunTables, intervention: str | None = None) -> InterventionGrid:
     """Arrange the runs of a sweep over an intervention as a grid.
@@ -310,8 +302,8 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         InstrumentError: No intervention or several differ between the runs, or they differ in more than two keys.
     """
     finished, left_out = trainings(run)
-    interventions = dict.fromkeys(name for training in finished for name in training.interventions)
-    fields = {name: _differing_fields(finished, name) for name in interventions}
+    names = dict.fromkeys(name for training in finished for name in training.interventions)
+    fields = {name: _differing_fields(finished, name) for name in names}
     hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
@@ -320,16 +312,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
         raise InstrumentError(Problem("sweep", message, given, fix=_FEWER))
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
-    start = f"{HOOKS}.{hook}."
-    others: dict[tuple[str | None, ...], dict[str, str]] = {}
-    for training in treated:  # runs in the same cell differ only in their seed
-        leaves = dict(training.leaves)
-        values = tuple(leaves.pop(start + key, None) for key in keys)
-        first = others.setdefault(values, leaves)
-        if first != leaves:
-            names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
-            message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
-            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
+    _check_unique(treated, hook, keys)
     row_values = {training.index: _field(training, hook, row) for training in treated}
     column_values = {training.index: _field(training, hook, column) for training in treated}
     rows, columns = _ordered(run, row_values.values()), _ordered(run, column_values.values())
@@ -341,6 +324,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
             columns.index(canonical_json(column_values[training.index])),
         )
         cells[(*at, training.seed)] = Cell(*at, training.index, controls.get(training.without([HOOKS, hook])))
+    start = f"{HOOKS}.{hook}."
     return InterventionGrid(
         hook,
         start + row,
@@ -374,6 +358,7 @@ def _select(
     fields: Mapping[str, Sequence[str]],
     intervention: str | None,
 ) -> str:
+    """Return the intervention whose fields differ."""
     swept = [f"{HOOKS}.{hook}.{key}" for hook, keys in fields.items() for key in keys]
     if intervention is not None and intervention not in fields:
         message = "the runs do not differ in any field of this intervention"
@@ -391,6 +376,20 @@ def _select(
         fix = "sweep over it: -m 'hooks.patch.layers=blocks.0,blocks.1' 'hooks.patch.positions=[0],[1]'"
         raise InstrumentError(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix))
     return intervention or next(iter(fields))
+
+
+def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -> None:
+    """Check that runs in the same cell differ only in their seed."""
+    start = f"{HOOKS}.{hook}."
+    others: dict[tuple[str | None, ...], dict[str, str]] = {}
+    for training in treated:
+        leaves = dict(training.leaves)
+        at = tuple(leaves.pop(start + key, None) for key in keys)
+        first = others.setdefault(at, leaves)
+        if first != leaves:
+            names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
+            message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
+            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
 
 
 def _field(training: Training, hook: str, field: str) -> Any:
@@ -420,3 +419,50 @@ def _text(value: Any) -> str:
         return ""
     values = value if isinstance(value, list) else [value]
     return ", ".join(each if isinstance(each, str) else to_yaml(each) for each in values)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def metric_of(run: RunTables, index: int, metric: str) -> float:
+    """Return a metric of one of several runs: that of the last evaluation or of all batches, otherwise its mean over the steps."""
+    value = run.infos[index]["metrics"].get(metric)
+    if value is not None:
+        return float(value)
+    means = means_of(run.single(index), "metrics")
+    if metric not in means.columns:
+        return float("nan")
+    return _mean(means, metric, range(len(means.locations)))
+
+
+def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | None) -> float:
+    """Return the mean of a statistic over the steps of one of several runs.
+
+    Args:
+        where: Conditions on `layer`, `hook` and other columns that identify a location; None for any.
+
+    Raises:
+        InstrumentError: No location or several match.
+    """
+    one = run.single(index)
+    if statistic not in averaged_columns(one, "stats"):
+        return float("nan")
+    means, columns = means_of(one, "stats"), keys_of("stats")
+    at = means.columns.index(statistic)
+    known = [i for i in range(len(means.locations)) if means.counts[i, at]]
+    wanted = {columns.index(name): value for name, value in where.items() if value is not None}
+    matches = [i for i in known if all(means.locations[i][column] == value for column, value in wanted.items())]
+    if len(matches) != 1:
+        shown = [
+            ", ".join(f"{key}={cell!r}" for key, cell in zip(columns, means.locations[i], strict=True) if cell)
+            for i in matches or known
+        ]
+        message = f"{'several locations have' if matches else 'no location has'} this statistic; select one with layer= and hook="
+        raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MAX_NAMES]]))
+    return _mean(means, statistic, matches)
+
+
+def _mean(means: Means, name: str, rows: Sequence[int]) -> float:
+    at = means.columns.index(name)
+    numbers = [float(means.values[i, at]) for i in rows if means.counts[i, at]]
+    return float(np.mean(numbers)) if numbers else float("nan")
