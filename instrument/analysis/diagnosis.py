@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from ..config.rules import RULES
 from ..rules.non_finite import LOSS_NOT_FINITE
-from ..rules.reference import NEW_PARAMETER
+from ..rules.reference import NEW_PARAMETER, OTHER_SETTING
 from ..rules.reference_ranges import METRICS
 from ..rules.rule import CAUSES, CatalogueRule, Part, Stage
 from ..rules.rule_set import RuleEvent
@@ -154,6 +154,7 @@ def _finding(events: Sequence[RuleEvent], facts: RuleFacts, warns: bool, part: P
     event = events[0]
     what, _, value = event.message.split(": ", 2)
     first = _first_word(event)  # a rule of several statistics names the one that shows the problem first
+    first = "" if what == OTHER_SETTING else first
     more = f" ({len(events) - 1} more)" if len(events) > 1 else ""
     hook, role = hook_and_role(event.location) if event.location else ("", "")
     statistic = facts.statistic if event.location or facts.is_of_metric else "loss"
@@ -179,9 +180,10 @@ def _first_word(event: RuleEvent) -> str:
     return event.message.split(": ", 2)[-1].partition(" ")[0]
 
 
-def _is_of_rate(event: RuleEvent) -> bool:
-    """Return whether an event is about the learning rate, which nothing in its step changes: it precedes the others."""
-    return event.location is None and event.layer is None and _first_word(event) == "lr"
+def _is_of_program(event: RuleEvent) -> bool:
+    """Return whether an event is about a setting or the learning rate, which nothing in its step changes: it precedes the others."""
+    is_of_rate = event.location is None and event.layer is None and _first_word(event) == "lr"
+    return is_of_rate or event.message.startswith(OTHER_SETTING)
 
 
 def severity_of(what: str, warns: bool) -> Severity:
@@ -249,7 +251,7 @@ class _Timeline:
     def onset(self, event: RuleEvent) -> int:
         """Return the step at which a problem began: the first of several in succession, or one after the last recorded step."""
         facts = self._facts.get(event.rule, NO_FACTS)
-        if event.location is None and facts.stage != "reference":
+        if event.message.startswith(OTHER_SETTING) or (event.location is None and facts.stage != "reference"):
             return event.step
         every = {name: spec.every for name, spec in self._hooks.items() if spec.steps is None}
         # A metric outside of the reference was compared in the steps in which statistics were.
@@ -258,6 +260,10 @@ class _Timeline:
 
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
+        if event.message.startswith(OTHER_SETTING):
+            name = _first_word(event)
+            is_of_update = name.endswith(".optimizer") or (event.layer is None and name.startswith("optimizer"))
+            return (UPDATE, 0) if is_of_update else (FORWARD, self._rank(event.layer or ""))
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
         hook, role = hook_and_role(event.location)
@@ -292,7 +298,7 @@ class _Timeline:
         Rows of the gradients of parameters are in the order of the parameters, not of the backward pass.
         """
         part, rank = self.position(event)
-        return event.step, not _is_of_rate(event), part, rank if part == BACKWARD else 0
+        return event.step, not _is_of_program(event), part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""
@@ -308,4 +314,4 @@ class _Timeline:
     def _order(self, event: RuleEvent) -> tuple[int, int, bool, tuple[int, int]]:
         stage = self._facts.get(event.rule, NO_FACTS).stage
         first = 0 if stage and not CAUSES[stage] else LATE.get(stage, 1)
-        return first, self.onset(event), not _is_of_rate(event), self.position(event)
+        return first, self.onset(event), not _is_of_program(event), self.position(event)

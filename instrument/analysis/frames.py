@@ -35,7 +35,7 @@ def plain_labels(table: pa.Table) -> pa.Table:
 
 def to_frame(table: pa.Table) -> pd.DataFrame:
     """Return a table as a DataFrame. Fingerprints are Int64, because float64 would round them."""
-    frame: pd.DataFrame = plain_labels(table).to_pandas()
+    frame: pd.DataFrame = plain_labels(table).to_pandas(maps_as_pydicts="strict")
     if "fingerprint" in frame:
         frame["fingerprint"] = table["fingerprint"].to_pandas(types_mapper={pa.int64(): pd.Int64Dtype()}.get)
     return frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ..storage.remote_folder import folder_at, is_address
 from ..storage.run_search import NoRunError, find_runs
 from ..tables.statistics import ALL, statistic_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
+from .rule_events import settings_of
 from .run_tables import RunTables
 
 DEFAULT_STATISTICS = (
@@ -152,8 +154,20 @@ def _from_runs(given: Sequence[str], statistics: Sequence[str], where: str, wher
         "last_step": max((int(batch["step"].to_numpy().max(initial=0)) for batch in batches), default=0),
         "versions": runs[0].info.get("versions") or {},
         "config": {name: config[name] for name in SECTIONS if name in config},
+        "settings": _common_settings(runs),
     }
     return Reference(table, about)
+
+
+def _common_settings(runs: Sequence[RunTables]) -> dict[str, dict[str, str | None]]:
+    """Return the settings of each module in any run: None for one that differs, or that a run does not have."""
+    each = [*map(settings_of, runs)]
+    common: dict[str, dict[str, str | None]] = {}
+    for layer in dict.fromkeys(itertools.chain(*each)) if all(each) else ():
+        own = [settings.get(layer, {}) for settings in each]
+        texts = {name: {one.get(name) for one in own} for name in itertools.chain(*own)}
+        common[layer] = {name: known.pop() if len(known) == 1 else None for name, known in texts.items()}
+    return common
 
 
 def _runs(given: str, where: str) -> list[RunTables]:

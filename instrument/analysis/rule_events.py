@@ -41,9 +41,18 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     batches = itertools.chain.from_iterable(run.scan(table, ["rank"]) for table in ("stats", "metrics", "relations"))
     for rank in sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()}):
         rule_set = RuleSet(rules, events.append, frozen_layers)
+        if rank == 0:
+            rule_set.set_settings(settings_of(run))
         for rows in _steps(run, rule_set, ds.field("rank") == rank):
             rule_set.update(rows)
     return sorted(events, key=lambda event: event.step)
+
+
+def settings_of(run: RunTables) -> dict[str, dict[str, str]]:
+    """Return the settings of each module by its name, with its type; empty for a run of an earlier version."""
+    rows = (row for batch in run.scan("layers", ["layer", "module_type", "settings"]) for row in batch.to_pylist())
+    known = (row for row in rows if row["settings"] is not None)
+    return {row["layer"]: {"type": row["module_type"], **dict(row["settings"])} for row in known}
 
 
 def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepRows]:

@@ -19,9 +19,11 @@ from ..analysis.config_comparison import HOOKS, Training, training_of
 from ..analysis.config_fields import leaves_of, to_yaml
 from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
+from ..analysis.rule_events import settings_of
 from ..errors import ConfigError, Problem
 from ..fields.globs import ROOT
 from ..formatting import shorten
+from ..rules.reference_ranges import setting_name
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
@@ -134,7 +136,7 @@ def diff(
         infos=(runs[0].info, runs[1].info),
         dtypes=(precisions[0].dtype, precisions[1].dtype),
         tolerance=comparison.tolerance if operators is None or comparison.precisions else operators.tolerance,
-        settings=_settings(runs[0].info, runs[1].info),
+        settings=_settings(*runs),
         common_steps=(common[0], common[-1], len(common)),
         first=first,
         with_bits=comparison.with_bits,
@@ -271,16 +273,19 @@ def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
     )
 
 
-def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
     """Return the settings, versions and devices that differ; see `Diff.settings`."""
     known: list[dict[str, str]] = []
-    for info in (one, other):
+    of_modules = settings_of(one), settings_of(other)
+    common = [layer for layer in of_modules[0] if layer in of_modules[1]]
+    for info, own in zip((one.info, other.info), of_modules, strict=True):
         training = training_of(0, info)
         leaves = leaves_of({**training.rest, HOOKS: training.hooks}) if isinstance(training, Training) else {}
         settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
         settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
         flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
-        known.append(flat | {key: str(value) for key, value in settings.items()})
+        of_layers = {setting_name(layer, name): own[layer][name] for layer in common for name in own[layer]}
+        known.append(flat | {key: str(value) for key, value in settings.items()} | of_layers)
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -631,7 +631,9 @@ class Probe(OwnedByProcess):
         """Write the `layers` table once. Lazy modules delay it until their first forward pass, when their sizes are known."""
         if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
             self._layers_pending = False
-            self.recorder.write("layers", layer_rows(self.plan))
+            rows = layer_rows(self.plan, self.optimizers)
+            self.recorder.write("layers", rows)
+            self.rules.set_settings({row[0]: {"type": row[2], **row[-1]} for row in rows})
 
     # ------------------------------------------------------------------------------------------------ the record
 

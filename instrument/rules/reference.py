@@ -17,7 +17,8 @@ from ..config.rules import PersistentRule
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
-from .reference_ranges import METRICS, STARTS, Reference, key_of, phase_of
+from ..formatting import shorten
+from .reference_ranges import METRICS, STARTS, Reference, Settings, key_of, phase_of, setting_name
 from .rule import Bounds, Firing, Part, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
@@ -47,6 +48,9 @@ class ReferenceRule(PersistentRule):
     known. NaN and infinities are not compared, nor are steps after the last phase in which the runs have values.
 
     A parameter that none of the runs has is outside, if they recorded others with the same hook: the model is another one.
+
+    Settings of modules and optimizers that all runs have in common are compared when the first training step ends, unless `stats` or
+    `hook` is given; see the column `settings` of the table `layers`. Any difference is reported, without a margin.
     """
 
     from_: Annotated[Names, BeforeValidator(_as_text, json_schema_input_type=str | list[str])] = Field(
@@ -82,7 +86,8 @@ class ReferenceRule(PersistentRule):
         return reference
 
 
-NEW_PARAMETER = "new parameter"
+NEW_PARAMETER, OTHER_SETTING = "new parameter", "other setting"
+MAX_SETTINGS = 4  # of a module in a message
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -93,13 +98,13 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         "Compare the run with a healthy one: python -m instrument.diff. What is outside first is the most likely cause."
     )
     advice_in: ClassVar[Mapping[Part, str]] = {
-        "forward": "The forward pass left its ranges first: compare the data, the parameters of the model and their initial "
-        "values, and the code and the mode of this layer.",
-        "loss": "The loss left its range first: compare the targets, the order of the samples and the loss function; for an evaluation, "
+        "forward": "The forward pass differs first: compare the data, the parameters of the model and their initial values, and the "
+        "settings, the code and the mode of this layer.",
+        "loss": "The loss differs first: compare the targets, the order of the samples and the loss function; for an evaluation, "
         "also its data and the mode of the model.",
-        "backward": "The gradients left their ranges first: compare the targets, the loss function, and what changes gradients, such as "
+        "backward": "The gradients differ first: compare the targets, the loss function, and what changes gradients, such as "
         "accumulation, clipping, scaling and detached tensors.",
-        "update": "The updates left their ranges first: compare the optimizer, its learning rate and schedule, and its parameters.",
+        "update": "The updates differ first: compare the optimizer, its settings, its learning rate and schedule, and its parameters.",
     }
     requires = "locations of the reference"
     saved = ("counts", "times")
@@ -128,6 +133,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         }
         self._phase = 0
         self._has_read = False
+        self.settings: Settings | None = None  # those of the run, until they are compared
 
     def selects(self, location: Location) -> bool:
         hook, _, kind, role, _, phase = key = key_of(location)
@@ -150,9 +156,29 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         self._phase = min(int(phase_of(rows.step)), self._low.shape[2] - 1)
+        if self.settings is not None and rows.phase in STEP_PHASES:
+            if not (self.spec.hook or self.spec.stats):
+                yield from self._check_settings(self.settings)
+            self.settings = None
         yield from super().update(rows)
         if rows.phase not in self._phases or self.choose(rows.layout) is not None:
             yield from self._check_metrics(rows)
+
+    def _check_settings(self, settings: Settings) -> Iterator[Firing]:
+        """Yield a firing for each module with other settings. A module within one that is missing or new is left out."""
+        healthy = self.reference.settings
+        for layer in dict.fromkeys([*settings, *healthy]):
+            parent = layer.rpartition(".")[0]
+            if parent in settings and parent in healthy:
+                own, known = settings.get(layer, {}), healthy.get(layer, {})
+                names = [
+                    name for name in {**own, **known} if own.get(name) != known.get(name) and known.get(name, "new")
+                ]
+                if names:
+                    here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
+                    others = f"; also {shorten(names[1:], MAX_SETTINGS)}" if names[1:] else ""
+                    text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{others}"
+                    yield Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None)
 
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
         for (phase, name), (low, high) in self._metrics.items():
@@ -222,8 +248,12 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
 
     def _range(self, name: str, location: int) -> str:
         low, high = (numbers[location, 0, self._phase] for numbers in self.reference.ranges([name]))
+        return f"{low:.4g} to {high:.4g} in {self._healthy_runs}"
+
+    @property
+    def _healthy_runs(self) -> str:
         count = len(self.reference.about["runs"])
-        return f"{low:.4g} to {high:.4g} in {count} healthy run{'s' * (count > 1)}"
+        return f"{count} healthy run{'s' * (count > 1)}"
 
     def unread(self) -> str:
         if self._has_read:

@@ -22,6 +22,8 @@ KEY = ("hook", "layer", "kind", "role", "path", "phase")
 METRICS = ("lr", "loss", "accuracy", "grad_norm")
 RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
+Settings = Mapping[str, Mapping[str, str]]
+"""The settings of each module by its name; see the column `settings` of the table `layers`."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -52,14 +54,16 @@ class Reference:
         table: One row for each location, statistic and phase of training, with the columns of `schema`: the first step of the phase,
             the smallest and the largest value, and the margin: a factor for statistics that are never negative, otherwise a
             difference.
-        about: The entries `runs` (the names of the runs), `last_step`, `versions` and `config`.
+        about: The entries `runs` (the names of the runs), `last_step`, `versions`, `config` and `settings`.
 
     Attributes:
         index: The index of each location, given as the values of `KEY`.
+        settings: The settings of each module that it has in all runs; None for one that differs between them.
     """
 
     def __init__(self, table: pa.Table, about: Mapping[str, Any]) -> None:
         self.table, self.about = table, about
+        self.settings: Mapping[str, Mapping[str, str | None]] = about.get("settings") or {}
         *columns, names = (table[name].cast("string").to_pylist() for name in (*KEY, "statistic"))
         keys = list(zip(*columns, strict=True))
         self.index = {key: at for at, key in enumerate(dict.fromkeys(keys))}
@@ -101,9 +105,10 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """The first 16 hexadecimal digits of the SHA-256 of the ranges and their names."""
+        """The first 16 hexadecimal digits of the SHA-256 of the ranges, their names and the settings."""
         digest = hashlib.sha256(repr((list(self.index), self.statistics, self._ranges.shape)).encode())
         digest.update(self._ranges.tobytes())
+        digest.update(json.dumps(self.settings).encode() if self.settings else b"")
         return digest.hexdigest()[:16]
 
     @property
@@ -132,6 +137,11 @@ class Reference:
         low = np.where(is_ratio, low / spread**margin, low - margin * spread)
         high = np.where(is_ratio, high * spread**margin, high + margin * spread)
         return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
+
+
+def setting_name(layer: str, name: str) -> str:
+    """Return the full name of a setting, such as `encoder.0.dropout.p`."""
+    return f"{layer}.{name}" if layer else name
 
 
 def key_of(location: Location) -> tuple[str, ...]:
