@@ -159,14 +159,14 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
 
 
 def _write_csv(files: RunFiles, folder: Path) -> str:
-    """Write all tables except `tensors` into an existing folder; lists are written as JSON."""
+    """Write all tables except `tensors` into an existing folder; lists and maps are written as JSON."""
     run = RunTables(files.folder, [files.folder], [files])
     for name, table in TABLES.items():
         if name == "tensors":
             continue
         columns = with_custom_columns(table.schema.empty_table(), run.custom_columns(name)).schema
         kinds = ((each.name, each.type) for each in columns)
-        is_text = (pa.types.is_list, pa.types.is_dictionary)
+        is_text = (pa.types.is_list, pa.types.is_map, pa.types.is_dictionary)
         schema = pa.schema(
             [(name, pa.string() if any(test(kind) for test in is_text) else kind) for name, kind in kinds]
         )
@@ -178,8 +178,11 @@ def _write_csv(files: RunFiles, folder: Path) -> str:
 
 
 def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    if pa.types.is_list(values.type):
-        return pa.array([None if cell is None else json.dumps(cell) for cell in values.to_pylist()], pa.string())
+    if pa.types.is_nested(values.type):
+        as_plain = dict if pa.types.is_map(values.type) else list
+        return pa.array(
+            [None if each is None else json.dumps(as_plain(each)) for each in values.to_pylist()], pa.string()
+        )
     return values.cast(kind)
 
 

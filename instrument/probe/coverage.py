@@ -90,14 +90,14 @@ def _as_text(value: Any) -> str | None:
         case None | bool() | int() | float() | torch.dtype():
             return str(value)
         case str():
-            return value if value.isidentifier() else None
+            return str(value) if value.isidentifier() else None
         case list() | tuple() if len(value) <= MAX_ITEMS:
             texts = [_as_text(each) for each in value]
             return None if None in texts else str(texts).replace("'", "")
-        case Tensor() if value.numel() == 1 and not isinstance(value, nn.Parameter):
+        case Tensor() if value.numel() == 1 and not value.is_meta:
             return str(value.item())
         case FunctionType() | BuiltinFunctionType() | type():
-            return value.__qualname__
+            return value.__name__
     return None
 
 

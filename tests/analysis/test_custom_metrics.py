@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,8 @@ def test_exported_csv_has_custom_metrics(folder: Path, tmp_path: Path) -> None:
     frame = pd.read_csv(tmp_path / "metrics.csv")
     assert frame["late"].tolist()[2] == 0.5
     assert list(frame["step"][frame["episode_return"] == 23]) == [3]
+    settings = pd.read_csv(tmp_path / "layers.csv")["settings"]
+    assert [json.loads(each) for each in settings] == instrument.load(folder).layers["settings"].tolist()
 
 
 def test_rules_on_a_finished_run_decide_as_live(folder: Path) -> None:

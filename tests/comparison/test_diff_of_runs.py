@@ -521,6 +521,16 @@ def test_settings_of_record_hooks_are_listed(written: Write) -> None:
     assert instrument.diff(*runs).settings == {"hooks.fc.every": ("1", "2")}
 
 
+def test_settings_of_modules_are_listed(tmp_path: Path) -> None:
+    for p in (0.1, 0.5):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(p))
+        record = {"layers": "**", "kind": "forward", "action": "record"}
+        with instrument.attach(model, {"outputs": record}, out=tmp_path / str(p)) as probe:
+            model(torch.ones(1, 2))
+            probe.end_step()
+    assert instrument.diff(tmp_path / "0.1", tmp_path / "0.5").settings == {"1.p": ("0.1", "0.5")}
+
+
 def test_other_batches_name_no_layer(trained: Path) -> None:
     found = instrument.diff(trained / "base", trained / "data")
     assert found.cause == "batches"

@@ -107,6 +107,51 @@ def test_layers_are_written_on_attach() -> None:
     ]
 
 
+class _Block(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.scale, self.sizes, self.function, self.norm_layer = 0.125, (2, None), torch.relu, nn.LayerNorm
+        self.mode, self.folder, self.table, self._hidden, self.long = "mean", "/data/x", torch.ones(3), 1, [0] * 99
+        self.gain = torch.tensor(2.0)
+
+
+def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.25), nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
+    model.append(_Block(model[0].weight))
+    model[2].weight.requires_grad_(False)
+    groups = [{"params": model[0].parameters()}, {"params": [model[3].bias], "lr": torch.tensor(0.5), "name": "head"}]
+    optimizers = [torch.optim.SGD(groups, lr=0.1, momentum=0.9), torch.optim.AdamW([model[3].weight], betas=(0.8, 0.9))]
+    with instrument.attach(model, {"a": {**RECORD, "layers": "*"}}, optimizer=optimizers) as probe:
+        settings = dict(zip(probe.layers["layer"], probe.layers["settings"], strict=True))
+    groups_of_root = {name: text for name, text in settings[""].items() if name.startswith("optimizer")}
+    keys = ["optimizer[0]", "optimizer[0].lr", "optimizer[0].momentum", "optimizer[1].lr", "optimizer[1].name"]
+    keys += ["optimizer[2]", "optimizer[2].betas"]
+    assert [groups_of_root[key] for key in keys] == ["SGD", "0.1", "0.9", "0.5", "head", "AdamW", "[0.8, 0.9]"]
+    assert "optimizer[0].params" not in groups_of_root
+    assert settings["0"] == {
+        "in_features": "2",
+        "out_features": "2",
+        "weight": "float32 [2, 2]",
+        "weight.optimizer": "optimizer[0]",
+        "bias": "float32 [2]",
+        "bias.optimizer": "optimizer[0]",
+    }
+    assert settings["1"] == {"p": "0.25", "inplace": "False"}
+    assert [settings["2"][f"{name}.optimizer"] for name in ("weight", "bias")] == ["frozen", "none"]
+    assert (settings["3"]["weight"], settings["3"]["bias.optimizer"]) == ("float64 [2, 2]", "optimizer[1]")
+    assert settings["4"] == {
+        "scale": "0.125",
+        "sizes": "[2, None]",
+        "function": "relu",
+        "norm_layer": "LayerNorm",
+        "mode": "mean",
+        "gain": "2.0",
+        "weight": "that of 0.weight",
+        "weight.optimizer": "optimizer[0]",
+    }
+
+
 # ----------------------------------------------------------------------------------- steps and metrics
 
 

@@ -21,8 +21,11 @@ from torch import nn
 import instrument
 from instrument import ConfigError
 from instrument.analysis.reference import make_reference
+from instrument.analysis.rule_events import rule_events
 from instrument.commands import findings, reference
+from instrument.config.parse import parse_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.rules.reference import ReferenceRanges
 from instrument.rules.reference_ranges import STARTS, Reference, phase_of
 from instrument.rules.rule_set import RuleEvent
 
@@ -312,9 +315,19 @@ def test_reference_that_was_never_read_is_reported(tmp_path: Path) -> None:
     assert "allowed  steps 0 to 3" in late.unread[0]
 
 
-def train(seed: int, out: Path | None, *, lr: float = 0.1, scale: float = 1.0, **options: Any) -> AttachedProbe:
+def train(
+    seed: int,
+    out: Path | None,
+    *,
+    lr: float = 0.1,
+    scale: float = 1.0,
+    change: Callable[[nn.Sequential], object] = lambda model: None,
+    **options: Any,
+) -> AttachedProbe:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2), nn.Dropout(0.0))
+    model.seed = seed
+    change(model)
     with torch.no_grad():
         model[2].weight.mul_(scale)
         model[2].bias.mul_(scale)
@@ -343,6 +356,67 @@ def test_run_decides_live_as_afterwards_without_the_healthy_runs(
     assert findings.main([str(tmp_path / "run")]) == findings.FIRED
     message = events["message"].iloc[0].partition("in 2 output")[2]
     assert f"step 1: 2 output{message} ({len(events) - 1} more)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "layer", "text"),
+    [
+        (lambda model: setattr(model[5], "p", 1e-6), {}, "5", "5.p 1e-06; 0.0 in 3 healthy runs"),
+        (lambda model: model.append(nn.Identity()), {}, "6", "6.type Identity; missing in 3 healthy runs"),
+        (
+            lambda model: model.pop(5),
+            {},
+            "5",
+            "5.type missing; Dropout in 3 healthy runs; also p, inplace",
+        ),
+        (
+            lambda model: model.__setitem__(1, nn.Hardtanh()),
+            {},
+            "1",
+            "1.type Hardtanh; Tanh in 3 healthy runs; also min_val, max_val, inplace",
+        ),
+        (
+            lambda model: model[4].bias.requires_grad_(False),
+            {},
+            "4",
+            "4.bias.optimizer frozen; optimizer in 3 healthy runs",
+        ),
+        (lambda model: None, {"lr": 0.1001}, None, "optimizer.lr 0.1001; 0.1 in 3 healthy runs"),
+    ],
+)
+def test_other_setting_is_reported_live_and_afterwards(
+    healthy: Path,
+    tmp_path: Path,
+    change: Callable[[nn.Sequential], object],
+    options: Mapping[str, Any],
+    layer: str | None,
+    text: str,
+) -> None:
+    rules = {"same": {"rule": "reference", "from": str(healthy)}}
+    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+        probe = train(7, tmp_path, change=change, rules=rules, **options)
+    live = probe.events[probe.events["rule"] == "same"]
+    first = live.iloc[0]
+    assert first["message"] == f"other setting: at step 0: {text}"
+    assert (None if pd.isna(first["layer"]) else first["layer"]) == layer
+    assert first["value"] == 1 + (text.count(",") + 1 if "also" in text else 0)
+    events = rule_events(instrument.load(tmp_path), parse_rules(rules))
+    assert [event.message for event in events] == live["message"].tolist()
+    finding = probe.findings.iloc[0]
+    part = "update" if "optimizer" in text else "forward"
+    assert (finding["what"], finding["advice"]) == ("other setting", ReferenceRanges.advice_in[part])
+    for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
+        quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
+        assert not any("other setting" in event.message for event in quiet)
+
+
+def test_settings_that_differ_between_healthy_runs_are_not_compared(healthy: Path, tmp_path: Path) -> None:
+    made = make_reference(healthy)
+    assert made.settings[""]["seed"] is None
+    assert made.settings["1"] == {"type": "Tanh"}
+    same = {"rule": "reference", "from": str(healthy)}
+    probe = train(9, tmp_path, rules={"same": same}, change=lambda model: setattr(model, "seed", "other"))
+    assert "other setting" not in "".join(probe.events["message"])
 
 
 @pytest.mark.slow
@@ -446,7 +520,7 @@ def write_root(folder: Path) -> Path:
 def test_command_makes_shows_and_checks(healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "reference.parquet")
     assert reference.main(["make", str(healthy), "--out", file]) == 0
-    assert "3 runs, steps 0 to 11, 12 locations, rms, std, abs_max, zero_fraction" in capsys.readouterr().out
+    assert "3 runs, steps 0 to 11, 13 locations, rms, std, abs_max, zero_fraction" in capsys.readouterr().out
     assert reference.main(["show", file, "--layer", "2"]) == 0
     out = capsys.readouterr().out
     assert "2 output (outputs) rms: step 0:" in out

@@ -79,7 +79,7 @@ def test_written_rows_match_their_table_schema(sink: instrument.MemorySink, name
     assert written.schema.equals(table.schema, check_metadata=True)
     assert written.num_rows == len(rows)
     assert not table.is_sorted or written.column("position").to_pylist() == [0, *range(len(rows) - 1)]
-    back = written.select(table.names).to_pylist()
+    back = written.select(table.names).to_pylist(maps_as_pydicts="strict")
     for row, wanted in zip(back, rows, strict=True):
         assert tuple(row) == table.names
         for value, given in zip(row.values(), wanted, strict=True):
