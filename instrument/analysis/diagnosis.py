@@ -262,8 +262,13 @@ class _Timeline:
         """Return the position in the order of a training step: its part, and the one within this part."""
         if event.message.startswith(OTHER_SETTING):
             name = _first_word(event)
-            is_of_update = name.endswith(".optimizer") or (event.layer is None and name.startswith("optimizer"))
-            return (UPDATE, 0) if is_of_update else (FORWARD, self._rank(event.layer or ""))
+            if name.endswith(".optimizer") or (event.layer is None and name.startswith("optimizer")):
+                return UPDATE, 0
+            return (
+                (LOSS, 0)
+                if name.startswith("loss.") and event.layer is None
+                else (FORWARD, self._rank(event.layer or ""))
+            )
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
         hook, role = hook_and_role(event.location)
@@ -293,12 +298,14 @@ class _Timeline:
         return episodes
 
     def _order_in_rule(self, event: RuleEvent) -> tuple[int, bool, int, int]:
-        """Return the sort key of an event among those of its rule, which are in the order of their rows except for gradients.
+        """Return the sort key of an event among those of its rule.
 
-        Rows of the gradients of parameters are in the order of the parameters, not of the backward pass.
+        They are in the order of their rows except for gradients: rows of the gradients of parameters are in the order of the parameters,
+        not of the backward pass. Settings stay in their order, from the modules to the root.
         """
         part, rank = self.position(event)
-        return event.step, not _is_of_program(event), part, rank if part == BACKWARD else 0
+        is_setting = event.message.startswith(OTHER_SETTING)
+        return event.step, not _is_of_program(event), 0 if is_setting else part, rank if part == BACKWARD else 0
 
     def leads(self, episode: _Events) -> dict[_Key, _Key]:
         """Return the leading problem of each problem, in the causal order; of one without a known cause, the problem itself."""

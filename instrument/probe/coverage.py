@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -18,9 +16,8 @@ from ..plan.modules import Layers
 from ..tables import reasons
 from ..tables.kinds import ATTENTION_ROLES
 from ..tables.sink_interface import EventWriter, Row
+from .program_settings import module_settings
 from .recorder import Recorder, count_at_site
-
-MAX_ITEMS = 16  # of a list that is a setting
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:
@@ -36,10 +33,15 @@ def frozen_layers(plan: HookPlan) -> frozenset[str]:
     )
 
 
-def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer]) -> list[Row]:
-    """Return the rows of the `layers` table: one per module of the model."""
+def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer], graph: Mapping[str, str]) -> list[Row]:
+    """Return the rows of the `layers` table: one per module of the model.
+
+    Args:
+        graph: The operators of the backward graph of a loss; see `graph_settings`.
+    """
     rows: list[Row] = []
     settings = module_settings(plan.layers, optimizers)
+    settings[""] |= graph
     for layer in plan.layers:
         parameters = layer.counted_parameters()
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
@@ -51,54 +53,6 @@ def layer_rows(plan: HookPlan, optimizers: Sequence[Optimizer]) -> list[Row]:
         name = layer.name
         rows.append((name, list(layer.aliases), layer.type, layer.depth, *sizes, hooks, settings[name]))
     return rows
-
-
-def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str, dict[str, str]]:
-    """Return the settings of each module by its name; see the column `settings` of the table `layers`."""
-    groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
-    labels = ["optimizer"] if len(groups) == 1 else [f"optimizer[{number}]" for number in range(len(groups))]
-    optimized = {
-        id(parameter): label for label, (_, group) in zip(labels, groups, strict=True) for parameter in group["params"]
-    }
-    first: dict[int, str] = {}  # the name of each parameter
-    settings: dict[str, dict[str, str]] = {}
-    for layer in layers:
-        own = vars(layer.module).items()
-        given = {name: value for name, value in own if not name.startswith("_") and name != "training"}
-        known = settings[layer.name] = _as_texts(given)
-        for name, parameter in layer.own_parameters():
-            full_name = f"{layer.name}.{name}".removeprefix(".")
-            owner = first.setdefault(id(parameter), full_name)
-            size = "lazy" if is_lazy(parameter) else [*parameter.shape]
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            known[name] = f"{dtype} {size}" if owner == full_name else f"that of {owner}"
-            known[f"{name}.optimizer"] = optimized.get(id(parameter), "none") if parameter.requires_grad else "frozen"
-    for label, (name, group) in zip(labels, groups, strict=True):
-        texts = _as_texts({key: value for key, value in group.items() if key != "params"})
-        settings[""] |= {label: name, **{f"{label}.{key}": text for key, text in texts.items()}}
-    return settings
-
-
-def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: _as_text(value) for name, value in values.items()}
-    return {name: text for name, text in texts.items() if text is not None}
-
-
-def _as_text(value: Any) -> str | None:
-    """Return a setting as text; None for an object that is not a setting, and for text that can be a path or a secret."""
-    match value:
-        case None | bool() | int() | float() | torch.dtype():
-            return str(value)
-        case str():
-            return str(value) if value.isidentifier() else None
-        case list() | tuple() if len(value) <= MAX_ITEMS:
-            texts = [_as_text(each) for each in value]
-            return None if None in texts else str(texts).replace("'", "")
-        case Tensor() if value.numel() == 1 and not value.is_meta:
-            return str(value.item())
-        case FunctionType() | BuiltinFunctionType() | type():
-            return value.__name__
-    return None
 
 
 def coverage_rows(

@@ -45,6 +45,7 @@ from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
+from .program_settings import graph_settings
 from .recorder import Recorder
 from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
@@ -175,6 +176,7 @@ class Probe(OwnedByProcess):
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
+        self._graph: dict[str, str] = {}  # the operators of the first loss; see `graph_settings`
         self._step_started_at = time.perf_counter()
         check_optimizers(plan, self.optimizers)
         super().__init__()
@@ -191,7 +193,6 @@ class Probe(OwnedByProcess):
             self._hooks.add(self._relations)
             if not self._is_resumed:
                 self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
-                self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
@@ -409,7 +410,14 @@ class Probe(OwnedByProcess):
             The loss to call `backward` on. It differs from the argument if a hook changes it, for example adds a
             penalty.
         """
-        return self._hooks.loss(loss)
+        changed = self._hooks.loss(loss)
+        self._note_graph(changed)
+        return changed
+
+    def _note_graph(self, loss: object) -> None:
+        """Note the operators of the first loss, for the table `layers`."""
+        if self._layers_pending and not self._graph and isinstance(loss, Tensor):
+            self._graph = graph_settings(loss)
 
     def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
         """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
@@ -516,6 +524,7 @@ class Probe(OwnedByProcess):
                 "a forked process cannot use the probe of its parent; attach a probe in this process"
             )
         checked = checked_metrics({"loss": loss, **metrics})
+        self._note_graph(loss)
         with self.clock.timer or _UNMEASURED, deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(samples, checked)
@@ -628,10 +637,10 @@ class Probe(OwnedByProcess):
             self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
     def _write_layers(self, *, at_the_end: bool = False) -> None:
-        """Write the `layers` table once. Lazy modules delay it until their first forward pass, when their sizes are known."""
+        """Write the `layers` table once, at the end of the first step. Lazy modules delay it until their sizes are known."""
         if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
             self._layers_pending = False
-            rows = layer_rows(self.plan, self.optimizers)
+            rows = layer_rows(self.plan, self.optimizers, self._graph)
             self.recorder.write("layers", rows)
             self.rules.set_settings({row[0]: {"type": row[2], **row[-1]} for row in rows})
 

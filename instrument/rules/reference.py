@@ -18,7 +18,17 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem
 from ..fields.field_types import Count, Names, NonNegative
 from ..formatting import shorten
-from .reference_ranges import METRICS, STARTS, Reference, Settings, key_of, phase_of, setting_name
+from .reference_ranges import (
+    GRAPH_PARTS,
+    METRICS,
+    STARTS,
+    Reference,
+    Settings,
+    has_graph,
+    key_of,
+    phase_of,
+    setting_name,
+)
 from .rule import Bounds, Firing, Part, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
 
@@ -165,19 +175,22 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             yield from self._check_metrics(rows)
 
     def _check_settings(self, settings: Settings) -> Iterator[Firing]:
-        """Yield a firing for each module with other settings. A module within one that is missing or new is left out."""
+        """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out."""
         healthy = self.reference.settings
-        for layer in dict.fromkeys([*settings, *healthy]):
+        # A loop that passes no loss with a graph has no settings of it.
+        left_out = () if has_graph(settings) and has_graph(healthy) else GRAPH_PARTS
+        for layer in sorted(dict.fromkeys([*settings, *healthy]), key=lambda layer: not layer):
             parent = layer.rpartition(".")[0]
             if parent in settings and parent in healthy:
                 own, known = settings.get(layer, {}), healthy.get(layer, {})
-                names = [
+                others = [
                     name for name in {**own, **known} if own.get(name) != known.get(name) and known.get(name, "new")
                 ]
+                names = [name for name in others if not name.startswith(left_out)]
                 if names:
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
-                    others = f"; also {shorten(names[1:], MAX_SETTINGS)}" if names[1:] else ""
-                    text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{others}"
+                    more = f"; also {shorten(names[1:], MAX_SETTINGS)}" if names[1:] else ""
+                    text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
                     yield Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None)
 
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:

@@ -24,6 +24,8 @@ RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
 Settings = Mapping[str, Mapping[str, str]]
 """The settings of each module by its name; see the column `settings` of the table `layers`."""
+GRAPH_PARTS = ("loss.", "graph.")
+"""The beginnings of the settings of the root that are operators of the backward graph of the loss: after the model, and of it."""
 METADATA = b"instrument_reference"
 FORMAT = 1
 STARTS: IndexArray = np.unique([0, *np.ceil(2.0 ** (np.arange(80) / 2)).astype(np.int64)])
@@ -142,6 +144,10 @@ class Reference:
 def setting_name(layer: str, name: str) -> str:
     """Return the full name of a setting, such as `encoder.0.dropout.p`."""
     return f"{layer}.{name}" if layer else name
+
+
+def has_graph(settings: Mapping[str, Mapping[str, str | None]]) -> bool:
+    return any(name.startswith(GRAPH_PARTS) for name in settings.get("", ()))
 
 
 def key_of(location: Location) -> tuple[str, ...]:

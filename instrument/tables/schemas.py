@@ -363,9 +363,11 @@ for _table in (
                 without those of its submodules
             trainable | int64 | elements | trainable elements among them
             hooks | list<string> | | hooks that match it
-            settings | map<string, string> | | its public attributes that are numbers, names or functions; dtype and shape of its
-                parameters, and the optimizer of each (`none` or `frozen` without one); in the row of the root also the settings of
-                the optimizers, such as `optimizer.lr`, when the hooks were attached
+            settings | map<string, string> | | at the end of the first step: its public attributes that are numbers, names or
+                functions; dtype and shape of its parameters, and the optimizer of each (`none` or `frozen` without one); in the row
+                of the root also the settings of the optimizers, such as `optimizer.lr`, and the number of each operator of the
+                backward graph with its arguments: after the model, such as `loss.NllLossBackward0`, and of the model, such as
+                `graph.AddmmBackward0`
             """
         ),
     ),

@@ -88,11 +88,12 @@ def test_sink_is_closed_whichever_way_the_probe_exits(
     assert found == events
 
 
-def test_layers_are_written_on_attach() -> None:
+def test_layers_are_written_at_the_end_of_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, bias=False))
     model.again = model[0]
     model[2].requires_grad_(False)
     with probe_of(model, a={**RECORD, "layers": "*"}, b={**RECORD, "types": "Linear", "layers": None}) as probe:
+        probe.end_step()
         rows = {row["layer"]: row for row in probe.sink.records("layers")}
     assert list(rows) == ["", "0", "1", "2"]
     assert rows["0"]["aliases"] == ["again"]
@@ -123,6 +124,7 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
     groups = [{"params": model[0].parameters()}, {"params": [model[3].bias], "lr": torch.tensor(0.5), "name": "head"}]
     optimizers = [torch.optim.SGD(groups, lr=0.1, momentum=0.9), torch.optim.AdamW([model[3].weight], betas=(0.8, 0.9))]
     with instrument.attach(model, {"a": {**RECORD, "layers": "*"}}, optimizer=optimizers) as probe:
+        probe.end_step()
         settings = dict(zip(probe.layers["layer"], probe.layers["settings"], strict=True))
     groups_of_root = {name: text for name, text in settings[""].items() if name.startswith("optimizer")}
     keys = ["optimizer[0]", "optimizer[0].lr", "optimizer[0].momentum", "optimizer[1].lr", "optimizer[1].name"]
@@ -150,6 +152,45 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
         "weight": "that of 0.weight",
         "weight.optimizer": "optimizer[0]",
     }
+
+
+def test_layers_have_the_operators_of_the_first_loss() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False, dtype=torch.float64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x[:, -2:].select(1, 0)
+
+    model = Model()
+    for loss_of in (lambda loss: loss, lambda loss: loss.detach(), lambda loss: None):
+        with instrument.attach(model, {"a": {**RECORD, "layers": "layers.*"}}) as probe:
+            for ignored in (-7, -100):
+                output = model(torch.ones(2, 3, dtype=torch.float64))
+                loss = nn.functional.cross_entropy(output[None].exp(), torch.tensor([1]), ignore_index=ignored)
+                loss.backward()
+                probe.end_step(loss=loss_of(loss))
+        settings = probe.layers["settings"][0]
+        assert settings == (
+            {
+                "loss.ExpBackward0": "1",
+                "loss.LogSoftmaxBackward0": "1 (dim=1)",
+                "loss.NllLossBackward0": "1 (ignore_index=-7, reduction=1)",
+                "loss.ReluBackward0": "1",
+                "loss.SelectBackward0": "1 (dim=1, index=0)",
+                "loss.SliceBackward0": "1 (dim=1, end=9223372036854775807, start=-2, step=1)",
+                "loss.UnsqueezeBackward0": "1 (dim=0)",
+                "graph.AccumulateGrad": "3",
+                "graph.MmBackward0": "3",
+                "graph.ReluBackward0": "2",
+                "graph.TBackward0": "3",
+            }
+            if loss_of(loss) is loss
+            else {}
+        )
 
 
 # ----------------------------------------------------------------------------------- steps and metrics
