@@ -14,6 +14,7 @@ from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 LARGE_CHANGE = 0.5  # of a block, relative to its input
+TREND = 0.5  # the smallest rank correlation of outputs that grow or shrink from layer to layer
 PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
@@ -25,7 +26,9 @@ class PoorInitializationRule(RuleBase):
     are a usual start of some layers, but not of more than half of them: they pass no gradient to the layers before.
 
     A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). PyTorch's
-    default shrinks it to about a third per layer, so that only a far larger ratio is reported.
+    default shrinks it to about a third per layer, so that only a far larger ratio is reported, and only if the `std` changes from layer to
+    layer: its rank correlation with the order of the layers is at least 0.5 or at most -0.5. Single layers with small outputs, such as
+    the last ones of residual branches, are usual (Zhang et al. 2019, https://arxiv.org/abs/1901.09321).
 
     With `branch_ratio` and `input_cosine` of the changes of blocks, such as `hooks=transformer`, it is also reported if most blocks
     add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
@@ -88,7 +91,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
         positive = np.where(values > 0, values, np.nan)
         low, high = int(np.nanargmin(positive)), int(np.nanargmax(positive))
         ratio = float(values[high] / values[low])
-        if ratio > self.spec.factor:
+        if ratio > self.spec.factor and abs(_rank_correlation(positive[~np.isnan(positive)])) >= TREND:
             at, other = (low, high) if low > high else (high, low)  # the later layer is where it arrives
             text = (
                 f"std {values[at]:.2g}, but {values[other]:.2g} in {chosen.locations[other].layer or '.'}: "
@@ -127,3 +130,9 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
 
     def bounds(self) -> Bounds | None:
         return Bounds("mean") if self._done else None
+
+
+def _rank_correlation(values: FloatArray) -> float:
+    """Return the rank correlation of values with their order."""
+    ranks = values.argsort().argsort()
+    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
