@@ -117,7 +117,9 @@ def check_run(path: str, reference: str, margin: float, *, as_json: bool) -> int
 def _summary(reference: Reference) -> str:
     runs, last = len(reference.about["runs"]), reference.about["last_step"]
     statistics = ", ".join(reference.statistics)
-    return f"{runs} run{'s' * (runs > 1)}, steps 0 to {last}, {len(reference.locations)} locations, {statistics}"
+    settings = sum(map(len, reference.settings.values()))
+    sizes = f"{len(reference.locations)} locations, {settings} settings"
+    return f"{runs} run{'s' * (runs > 1)}, steps 0 to {last}, {sizes}, {statistics}"
 
 
 if __name__ == "__main__":
