@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
@@ -176,8 +176,8 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
+        message = f"the checkpoint cannot be loaded with weights_only=True: {first_line(error)}"
+        raise InstrumentError(message) from error
 
 
 def _read(path: Path, where: str) -> dict[str, Any]:
