@@ -152,7 +152,7 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
     except (OSError, pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         # If the disk is full, PyTorch raises its own error and the OSError is the context.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        reason = getattr(cause, "strerror", None) or first_line(cause)
         raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
