@@ -33,6 +33,7 @@ __all__ = [
     "Problem",
     "RankError",
     "SinkError",
+    "first_line",
     "raise_problems",
     "similar_names",
     "user_code_location",
@@ -45,6 +46,11 @@ def similar_names(word: str, options: Iterable[str], *, limit: int = 3) -> list[
     folded = [name for name in names if name.lower() == word.lower()]
     close = difflib.get_close_matches(word, names, n=limit, cutoff=0.5)
     return list(dict.fromkeys([*folded, *close]))[:limit]
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error; empty without a message."""
+    return str(error).strip().partition("\n")[0]
 
 
 # Path prefixes of code that the user did not write: this package, the standard library, and code without a file.

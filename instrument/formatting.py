@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +34,12 @@ def shorten(names: Sequence[str], limit: int = 12) -> str:
     """Shorten a list of names for display: the first ones, and the total number."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
+
+
+def natural_key(name: str | Path) -> list[list[tuple[bool, int, str]]]:
+    """Return a sort key of a name or a path that puts `layer10` after `layer9`."""
+    parts = (re.split(r"(\d+)", part) for part in str(name).split("/"))
+    return [[(not piece.isdigit(), int(piece) if piece.isdigit() else 0, piece) for piece in part] for part in parts]
 
 
 def shown_path(path: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, HookError, Problem
+from ..errors import ConfigError, HookError, Problem, first_line
 from ..fields.field_types import Target
 from ..fields.targets import locate
 from .base import Context
@@ -41,7 +41,7 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
         function: Any = imported(**further) if inspect.isclass(imported) else imported
         _check_arguments(function, len(arguments), bound, trial=trial)
     except (TypeError, ValueError) as error:
-        message = f"cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}"
+        message = f"cannot be called as fn({', '.join(arguments)}): {first_line(error)}"
         raise ConfigError(Problem(where, f"{target.target} {message}", further or target.target)) from None
     except Exception as error:
         message = f"{target.target} could not be built: {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The common part of all interventions: error messages, validation of the result, and the recorded effect."""
+"""The common part of all interventions: error messages, validation of the result, and the recorded effect; and `modify`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..config.base import InterventionSpec
+from ..config.modify import ModifySpec
 from ..errors import HookError, HookResultError
 from ..stats.cpu_kernel import effect_of_plain
 from ..stats.flatten import is_on_host
@@ -15,7 +17,7 @@ from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
 from ..tables.kinds import KINDS
 from ..values.sparse import coalesce, is_sparse, replace_values
-from .base import Action, Context, Effect, Number, Rows
+from .base import Action, Archive, Context, Effect, Number, Rows
 
 
 class Change(Protocol):
@@ -30,6 +32,24 @@ class Change(Protocol):
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | Tensor | None]:
         """Return the new tensor, and the factor if the change is a multiplication by one number."""
+
+
+class Modify:
+    """The change of a spec with a function."""
+
+    def __init__(self, spec: InterventionSpec, archive: Archive) -> None:
+        self.straight_through = isinstance(spec, ModifySpec) and spec.straight_through
+        self.entrywise = spec.entrywise
+        self.function = spec.function(archive)
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Do nothing: each tensor is changed independently."""
+
+    def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, None]:
+        new = self.function(tensor, context)
+        if new is None:
+            return tensor, None
+        return (straight_through(tensor, new) if self.straight_through else new), None
 
 
 class Intervention(Action):

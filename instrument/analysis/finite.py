@@ -26,7 +26,7 @@ def is_not_finite(stats: pd.DataFrame) -> pd.Series:
     """Return which rows of statistics are non-finite.
 
     Args:
-        stats: Rows with `kind` and `role`; the other columns of NEEDED may be missing.
+        stats: Rows with `kind` and `role`; the other columns of `REQUIRED_COLUMNS` may be missing.
 
     Returns:
         A boolean Series with the index of `stats`.
@@ -53,7 +53,7 @@ def finite_only(stats: pd.DataFrame) -> pd.DataFrame:
 
 
 def not_finite_in(batch: pa.RecordBatch) -> np.ndarray:
-    """Return which rows of a batch with the columns NEEDED are non-finite; bool, shape [rows]."""
+    """Return which rows of a batch with the columns `REQUIRED_COLUMNS` are non-finite; bool, shape [rows]."""
     if not any(pc.any(pc.greater(batch[name], 0)).as_py() for name in NON_FINITE_COUNTS):
         return np.zeros(batch.num_rows, dtype=bool)
     return is_not_finite(batch.select(REQUIRED_COLUMNS).to_pandas()).to_numpy()

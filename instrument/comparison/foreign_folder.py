@@ -23,9 +23,9 @@ from torch import Tensor
 
 from ..analysis.load import Run
 from ..config.parse import build
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, first_line
 from ..fields.field_types import Spec
-from ..formatting import shorten
+from ..formatting import natural_key, shorten
 from ..importers.source import read_source
 from ..storage.row_batches import as_table
 from ..storage.run_files import RunFiles
@@ -138,9 +138,9 @@ class ForeignFolder(RunFiles):
             try:
                 tensor = entry.load().contiguous() if "data" in columns else entry.load.like
             except (RuntimeError, ValueError, IndexError) as error:
-                where, text = f"{self.path}: {entry.label}", str(error).partition("\n")[0]
+                where, message = f"{self.path}: {entry.label}", f"cannot be read: {first_line(error)}"
                 fix = f"leave it out with null, or correct its dims, in {NAMES_FILE}"
-                raise ConfigError(Problem(where, f"cannot be read: {text}", fix=fix)) from error
+                raise ConfigError(Problem(where, message, fix=fix)) from error
             about = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": [*tensor.shape]}
             known = self._row(entry) | about | {"source_shape": about["shape"]}
             row = tuple(known.get(key) for key in TABLES[name].plain_schema.names[:-2])  # all columns before the values
@@ -192,12 +192,12 @@ def read_folder(path: str | Path) -> ForeignFolder:
     meaning: Meaning | None = None
     if (names := folder / NAMES_FILE).exists():
         meaning = _of_names_file(names)
-    elif reports := sorted(folder.rglob(REPORT), key=lambda report: _natural(str(report))):
+    elif reports := sorted(folder.rglob(REPORT), key=lambda report: natural_key(str(report))):
         calls = [call for report in reports for call in read_source(report).get("data") or {}]
         meaning = partial(_of_msprobe, {call: index for index, call in reversed([*enumerate(calls)])})
     result = ForeignFolder(folder)
     found: dict[tuple[Any, ...], tuple[Any, Entry, str]] = {}
-    for number, file in enumerate(sorted(_files(folder), key=lambda file: _natural(str(file)))):
+    for number, file in enumerate(sorted(_files(folder), key=lambda file: natural_key(str(file)))):
         about, tensors = _contents(file, folder)
         result.torch = about.get("torch")
         result.skipped |= about.get("skipped", {})
@@ -243,7 +243,7 @@ def _contents(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Load]
 
             opened: Any = safe_open(file, framework="pt")
             metadata = opened.metadata()
-            tensors = {name: partial(opened.get_tensor, name) for name in sorted(opened.keys(), key=_natural)}
+            tensors = {name: partial(opened.get_tensor, name) for name in sorted(opened.keys(), key=natural_key)}
         elif file.suffix == ".npz":
             arrays = np.load(file)
             tensors = {name: partial(lambda key, of: torch.from_numpy(of[key]), name, arrays) for name in arrays}
@@ -259,8 +259,8 @@ def _contents(file: Path, folder: Path) -> tuple[dict[str, Any], dict[str, Load]
         message = "reading it requires safetensors"
         raise ConfigError(Problem(str(file), message, fix="pip install safetensors")) from None
     except Exception as error:
-        text = str(error).strip().partition("\n")[0]
-        raise ConfigError(Problem(str(file), f"cannot be read: {text}", allowed=", ".join(SUFFIXES))) from error
+        message = f"cannot be read: {first_line(error)}"
+        raise ConfigError(Problem(str(file), message, allowed=", ".join(SUFFIXES))) from error
     return json.loads(metadata.get("instrument", "{}")) if isinstance(metadata, dict) else {}, tensors
 
 
@@ -278,11 +278,6 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Load]]:
     elif isinstance(value, Mapping | list | tuple):
         for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _leaves(each, f"{name}.{key}" if name else str(key))
-
-
-def _natural(text: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key that puts layer 10 after layer 9."""
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", text)]
 
 
 def _of_dump(name: str, types: Mapping[str, str]) -> dict[str, Any] | None:
@@ -308,7 +303,7 @@ def _of_msprobe(order: Mapping[str, int], name: str) -> dict[str, Any] | None:
     if not match or not role:
         return None
     call = name[: match.start("what" if match["what"] else "path") - 1]
-    position = (order.get(call, len(order)), role in ("output", "grad_input"), _natural(match["path"]))
+    position = (order.get(call, len(order)), role in ("output", "grad_input"), natural_key(match["path"]))
     place = {"layer": match["layer"] or match["api"], "role": role, "path": match["path"].removeprefix("kwargs.")}
     number = int(match["number"] or match["call"] or 0)
     return {**place, "call": number, "module_type": match["type"] or "", "position": position}
@@ -341,7 +336,7 @@ def _of_names_file(file: Path) -> Meaning:
                 texts = {"layer": name if meaning.layer is None else meaning.layer, "path": meaning.path}
                 place = {key: _filled(text, values) for key, text in texts.items()}
                 numbers = {key: int(text) for key, text in values.items() if key in ("step", "call")}
-                position = (block, [_natural(text) for key, text in values.items() if key != "step"], index)
+                position = (block, [natural_key(text) for key, text in values.items() if key != "step"], index)
                 return {**place, "role": role, "dims": meaning.dims, **numbers, "position": position} if role else None
         return None
 

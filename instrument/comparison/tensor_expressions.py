@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, Problem, similar_names
+from ..errors import ConfigError, Problem, first_line, similar_names
 from ..formatting import shorten
 from .foreign_folder import KIND_OF_ROLE, Entry, Reader
 from .layer_renaming import pattern_of, replaced
@@ -148,5 +148,5 @@ def _evaluated(code: CodeType, sources: dict[str, Entry], where: str) -> Tensor:
         return value
     except (RuntimeError, IndexError, AttributeError, TypeError, ValueError) as error:
         shapes = ", ".join(f"{entry.label} {[*tensors[name].shape]}" for name, entry in sources.items())
-        message = f"cannot be computed: {str(error).partition(chr(10))[0]}"
+        message = f"cannot be computed: {first_line(error)}"
         raise ConfigError(Problem(where, message, shapes, ALLOWED)) from error

@@ -354,7 +354,7 @@ class InterventionSpec(HookBase):
 
     def build(self, rows: Any, archive: Any) -> Any:
         """Return the action, which checks and records what `function` returns."""
-        return implementation("intervention:Intervention")(implementation("modify:Modify")(self, archive), rows)
+        return implementation("intervention:Intervention")(implementation("intervention:Modify")(self, archive), rows)
 
     def function(self, archive: Any) -> Any:  # noqa: ARG002
         """Return the function that changes a tensor: `change`, or one that is prepared once."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import first_line
 from ..plan.shape_inference import preserve_random_state
 from ..runtime.lazy_compiler import compiler_imported
 from .clock import graph_task
@@ -132,8 +133,8 @@ def _is_sum(total: Tensor, terms: Sequence[Tensor], precision: torch.dtype) -> b
 
 
 def describe_error(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:100]}" if text else type(error).__name__
+    text = first_line(error)[:100]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @torch.no_grad()

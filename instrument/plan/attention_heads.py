@@ -11,6 +11,7 @@ from ..config.hook_specs import HookSpec
 from ..errors import ConfigError, Problem
 from ..formatting import shorten
 from .modules import Layer, Layers
+from .structure import ATTENTION
 
 # Names of output projections in attention modules of transformers, timm, torchvision and common custom code.
 _OUTPUT_PROJECTION = re.compile(
@@ -18,7 +19,6 @@ _OUTPUT_PROJECTION = re.compile(
     r"((attention|attn|fc|linear|to)_)?out|out_lin|out_linear|output|dense|merge|(linear_|w_?)?o",
     re.IGNORECASE,
 )
-_ATTENTION = re.compile("att(entio)?n|mha", re.IGNORECASE)
 _PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 
@@ -72,6 +72,6 @@ def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
             continue
         for end in (-1, -2):  # BertAttention contains `output.dense`
             parent = by_name[".".join(segments[:end])]
-            if _ATTENTION.search(f"{parent.name.rpartition('.')[2]} {parent.type}"):
+            if ATTENTION.search(f"{parent.name.rpartition('.')[2]} {parent.type}"):
                 yield layer, parent
                 break

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
 from ..config.base import HookBase
-from ..errors import ConfigError, Problem, user_code_location
+from ..errors import ConfigError, Problem, first_line, user_code_location
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
 from ..values.nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from .attention_weights import attention_of
@@ -290,7 +290,7 @@ def preserve_random_state() -> Iterator[None]:
 
 def _misfit(error: Exception, running: list[tuple[Layer, Any]], *, has_called: bool) -> Problem:
     """Return the problem of a failed pass: in the layer that was running, or in the task before or after the model."""
-    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    reason = f"{type(error).__name__}: {first_line(error)}"
     location = user_code_location(error)
     location += "".join(f", in {note}" for note in getattr(error, "__notes__", ()) if note.startswith("task "))
     if not running:

@@ -39,7 +39,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..fields.field_types import StructureName
 from .modules import Layer, Layers
 
-_ATTENTION = re.compile("att(entio)?n|mha", re.IGNORECASE)
+ATTENTION = re.compile("att(entio)?n|mha", re.IGNORECASE)
 _AFFIX = r"(?:to|w|in|linear|lin|attn|att|c|fc|conv|proj|projection|mat|dense)"
 _PROJECTION = re.compile(
     rf"(?:{_AFFIX}_?)*?(query_key_value|query_key|key_value|quer(?:y|ies)|keys?|values?|qkv|kqv|qk|kv|[qkv])s?"
@@ -114,7 +114,7 @@ class _Structure:
             layer
             for layer in self.layers
             if not layer.is_container
-            and _ATTENTION.search(f"{layer.name.rpartition('.')[2]} {layer.type}")
+            and ATTENTION.search(f"{layer.name.rpartition('.')[2]} {layer.type}")
             and sum(isinstance(part.layer.module, nn.Linear) for part in self.matrices(layer)) >= 3
             and not self.is_in(layer, outermost)
         ]
@@ -133,7 +133,7 @@ class _Structure:
             return True
         fused = [self.matrix[child.name] for child in children if child.name in self.matrix]
         return any(
-            part.outputs == 3 * part.inputs and _ATTENTION.search(f"{part.layer.name.rpartition('.')[2]} {layer.type}")
+            part.outputs == 3 * part.inputs and ATTENTION.search(f"{part.layer.name.rpartition('.')[2]} {layer.type}")
             for part in fused
         ) or any(name == "in_proj_weight" for name in own)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import first_line
 from ..tables.formats import FORMATS
 from ..tables.statistics import MAGNITUDES, STATISTICS, Sum
 from .cast_operations import NUMBERS, SCALE, TensorCast, lost_by_operations
@@ -123,7 +124,7 @@ def _by_kernel(flat: Tensor, run: Callable[[Any], _Result]) -> _Result | None:
         raise
     except Exception as error:  # Triton's compiler can raise anything
         disconnect_driver()
-        _reasons[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        _reasons[key] = f"{type(error).__name__}: {first_line(error)}"
         return None
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -673,11 +672,6 @@ def _launch_cast(flat: Tensor, results: Tensor, cast: TensorCast, *, with_bits: 
     cast.lost = numbers, errors
 
 
-_MAX_TABLES = 32
-_tables: OrderedDict[tuple[torch.device, int, bytes], Tensor] = OrderedDict()
-"""The latest tables, by device, stream and content. Most steps use the same addresses."""
-
-
 def measure_batch_by_kernel(
     device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, np.dtype[np.int64]]
 ) -> None:
@@ -696,21 +690,15 @@ def measure_batch_by_kernel(
     element = tl.int16 if is_bfloat16 else getattr(tl, str(dtype).removeprefix("torch."))
     with _on_gpu(device.index):
         stream = _current_stream(device.index)
-        memory = _cached_table(table, device, stream), *_batch_memory(device, stream, programs, len(tensors))
+        memory = _table_on(device, stream, table.tobytes()), *_batch_memory(device, stream, programs, len(tensors))
         _measure_batch[programs,](*memory, len(tensors), element, _BLOCK, is_bfloat16, **_OPTIONS)
 
 
-def _cached_table(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, stream: int) -> Tensor:
-    """Return a table on a device: the same tensor as for the last equal table on this stream."""
-    key = device, stream, table.tobytes()
-    copy = _tables.pop(key, None)
-    if copy is None:
-        on_host = torch.from_numpy(table)
-        copy = on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
-        if len(_tables) >= _MAX_TABLES:
-            _tables.popitem(last=False)
-    _tables[key] = copy
-    return copy
+@lru_cache(maxsize=32)
+def _table_on(device: torch.device, stream: int, content: bytes) -> Tensor:  # noqa: ARG001
+    """Return a table on a device: the same tensor as for the last equal table on this stream. Most steps use the same addresses."""
+    on_host = torch.frombuffer(bytearray(content), dtype=torch.int64).view(-1, 4)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from ..errors import first_line
 from ..tables.schemas import TABLES, Table
 from .checksums import LOCAL_FILES, REMEDY
 from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
@@ -68,8 +69,7 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
 
 class _UnreadableError(Exception):
     def __init__(self, file: Path, error: Exception) -> None:
-        reason = str(error).strip().partition("\n")[0]
-        super().__init__(f"cannot be read: {reason}; the file is kept unchanged; {REMEDY}")
+        super().__init__(f"cannot be read: {first_line(error)}; the file is kept unchanged; {REMEDY}")
         self.file = file
 
 

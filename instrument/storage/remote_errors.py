@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Mapping
 
+from ..errors import first_line
+
 CREDENTIALS = "set credentials in the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, ...) or in the fsspec configuration"
 NO_CREDENTIALS = (
     "NoCredentialsError",
@@ -14,20 +16,20 @@ NO_CREDENTIALS = (
     "DefaultCredentialsError",
     "ClientAuthenticationError",
 )
+MAX_LETTERS = 300  # of a message
 MIN_SECRET_LENGTH = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
 _IS_SECRET = re.compile(
     r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
 )
 
 
-def safe_message(error: Exception, max_length: int = 300) -> str:
+def safe_message(error: Exception) -> str:
     """Return the first line of an error message without credentials.
 
     Removed are the credentials of endpoint addresses, query strings, and all values that the environment or the fsspec
     configuration names as secrets.
     """
-    text = without_secrets(str(error).strip().partition("\n")[0])
-    return f"{type(error).__name__}: {text}"[:max_length]
+    return f"{type(error).__name__}: {without_secrets(first_line(error))}"[:MAX_LETTERS]
 
 
 def without_secrets(text: str) -> str:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..errors import InstrumentWarning
+from ..errors import InstrumentWarning, first_line
 from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..tables.statistics import DEFAULT, STATISTICS
 from .blocks import BlockReader, Bytes, Place, binary_of, read_in_threads
@@ -377,8 +377,3 @@ def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
     """Return the columns, and those needed to restore the order in which the rows were written, or to read data in block files."""
     places = ("rank", *Place._fields) if table.name == "tensors" and "data" in columns else ()
     return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ()), *places]))
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error message."""
-    return str(error).strip().partition("\n")[0]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import InstrumentError
+from ..formatting import natural_key
 from ..tables.schemas import TABLES
 from .parts import JOURNALS
 from .remote_folder import is_address, open_folder
@@ -30,7 +31,7 @@ def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
         ConfigError: The address is invalid, or a package needed to read from it is not installed.
     """
     root = open_folder(path)
-    folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
+    folders = [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=natural_key)
     if not folders:
         exists = root.is_dir()
         raise NoRunError(f"no run.json in or below {root}" if exists else f"folder not found: {root}")
@@ -52,11 +53,6 @@ def _runs_below(root: Path) -> Iterator[Path]:
         ]
         if is_run:
             yield Path(above)
-
-
-def _natural(path: Path) -> list[tuple[int, int | str]]:
-    """Return a sort key that puts job 10 after job 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]
 
 
 def report_command(folder: Path) -> str:

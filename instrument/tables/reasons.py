@@ -211,15 +211,5 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """
     if row["expected"] and row["cause"] != ATTENTION_ELSEWHERE:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in (
-        *(
-            "",
-            NO_INPUT_GRAPH,
-            NOT_TURNED_ON,
-            OTHER_RANKS,
-            OLD_NO_INPUT_GRAPH,
-            ONLY_IN_OTHER_MODULES,
-            ATTENTION_ELSEWHERE,
-            NO_OPTIONAL_FUNCTION,
-        ),
-    )
+    of_other_modules = (ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE, NO_OPTIONAL_FUNCTION)
+    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, NOT_TURNED_ON, OTHER_RANKS, *of_other_modules)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..config.experiment import TRACKERS
-from ..errors import ConfigError, Problem, SinkError
+from ..errors import ConfigError, Problem, SinkError, first_line, raise_problems
 from ..fields.pip_extras import pip_command
 from ..tables.sink_interface import Row
 from .step_summary import StepSummary, SummaryCollector
@@ -24,6 +24,7 @@ from .tags import SCALAR_TABLES
 
 Outcome = Literal["done", "failed", "killed"]
 OUTCOMES: Mapping[str, Outcome] = {"error": "failed", "interrupted": "killed"}  # by the rule of the run's final event
+MAX_LETTERS = 300  # of the message of an error
 TRACKER_FOLDERS = {"tensorboard": "tensorboard"}  # subfolders of the run's folder for files of trackers
 
 
@@ -111,8 +112,7 @@ def require(packages: Mapping[str, str]) -> None:
         except ImportError as error:
             message = f"the package {name} cannot be imported: {error}"
             missing.append(Problem(where, message, fix=pip_command(name)))
-    if missing:
-        raise ConfigError(*missing)
+    raise_problems(missing)
 
 
 def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | None = None) -> TrackingSink:
@@ -131,7 +131,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
         with _same_random_numbers():
             return TrackingSink(TRACKERS[name](run, tracker_folder), name)
     except Exception as error:
-        message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
+        message = f"{name} cannot be started: {type(error).__name__}: {first_line(error)[:MAX_LETTERS]}"
         raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error
 
 
@@ -141,7 +141,7 @@ def _calling(name: str) -> Iterator[None]:
         with _same_random_numbers():
             yield
     except Exception as error:
-        raise SinkError(f"{name} failed: {type(error).__name__}: {_brief(error)}") from error
+        raise SinkError(f"{name} failed: {type(error).__name__}: {first_line(error)[:MAX_LETTERS]}") from error
 
 
 @contextmanager
@@ -153,7 +153,3 @@ def _same_random_numbers() -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _brief(error: Exception, most: int = 300) -> str:
-    return str(error).strip().partition("\n")[0][:most]

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, first_line
 from ..probe.probe import Probe
 from ..runtime.deferred_interrupts import deferred_signals
 from ..storage.parquet import ParquetSink
@@ -152,7 +152,7 @@ def _write(state: Mapping[str, Any], temporary: Path) -> None:
     except (OSError, pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         # If the disk is full, PyTorch raises its own error and the OSError is the context.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = getattr(cause, "strerror", None) or str(cause).partition("\n")[0]
+        reason = getattr(cause, "strerror", None) or first_line(cause)
         raise InstrumentError(f"the checkpoint {path} cannot be written: {reason}") from error
 
 
@@ -176,8 +176,8 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise InstrumentError(f"the checkpoint cannot be loaded with weights_only=True: {reason}") from error
+        message = f"the checkpoint cannot be loaded with weights_only=True: {first_line(error)}"
+        raise InstrumentError(message) from error
 
 
 def _read(path: Path, where: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from ..actions.call import CallFunction
 from ..actions.custom_functions import check_random_state
 from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES
-from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
 from ..hooks.hook_timer import HookTimer, overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..storage.blocks import ALIGNMENT
@@ -79,10 +79,8 @@ def dry_run(experiment: Experiment) -> Forecast:
 
 
 def _failure(where: str, message: str, error: Exception) -> Problem:
-    description = str(error).strip()
-    if not isinstance(error, InstrumentError):
-        description = f"{type(error).__name__}: {description.splitlines()[0] if description else ''}"
-    return Problem(where, f"{message}{user_code_location(error)}", given=description)
+    given = str(error).strip() if isinstance(error, InstrumentError) else f"{type(error).__name__}: {first_line(error)}"
+    return Problem(where, f"{message}{user_code_location(error)}", given=given)
 
 
 def _load_batches(experiment: Experiment) -> tuple[list[list[LoadedBatch]], float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..errors import ConfigError, Problem, raise_problems, similar_names
+from ..errors import ConfigError, Problem, first_line, raise_problems, similar_names
 from ..formatting import shorten
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
 from ..values.dtensor import join_shards
@@ -154,7 +154,7 @@ def _content(file: Path) -> Any:
     except FileNotFoundError:
         raise ConfigError(Problem(WHERE, "the file does not exist", given=str(file))) from None
     except Exception as error:  # Both libraries raise many types of exceptions for a damaged file.
-        reason = str(error).strip().partition("\n")[0].partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         message = f"the file cannot be read with weights_only=True: {type(error).__name__}: {reason}"
         allowed = "a .pt, .pth or .safetensors file with a state dict, or the folder of a run"
         fix = "save the weights with torch.save(model.state_dict(), FILE)"

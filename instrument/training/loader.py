@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from ..config.experiment import TrainConfig
-from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
 
 
 @dataclass(frozen=True)
@@ -402,7 +402,7 @@ def first_batch(
     try:
         loaded = next(loader.load("first batch"), None)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
         location = user_code_location(error) or user_code_location(error.__cause__ or error)
         message, allowed, fix = f"its items cannot be collated into a batch{location}", "", ""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from ...errors import ConfigError, InstrumentError, Problem, user_code_location
+from ...errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
 from ...plan.hook_plan import HookPlan, Site
 from ...plan.layer_selection import no_such_layer
 from ...plan.modules import Layers
@@ -228,7 +228,7 @@ class Pipeline:
             assert found is not None, "the complete model had a loss"
             torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{user_code_location(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}{user_code_location(error)}"
             message = (
                 f"stage {self.stage} needs more than the input of its first layer: without the other stages, it fails or "
                 f"computes something else ({reason})"

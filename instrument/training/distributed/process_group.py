@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from ...errors import InstrumentError, RankError
+from ...errors import InstrumentError, RankError, first_line
 from ...runtime.own_collectives import own_collectives
 from ...storage.lock import is_locked, lock_of
 from ...storage.parts import written_parts
@@ -176,7 +176,7 @@ class Processes:
 
     def _find_first_failure(self, error: BaseException, folder: Path) -> tuple[int, str] | None:
         """Return the rank of the process that failed first, and what happened, such as `was killed`."""
-        own = self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        own = self.rank, f"failed with {type(error).__name__}: {first_line(error)}"
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None
         if not _is_lost_connection(error):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shlex
 import sys
 import warnings
@@ -24,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ...analysis.config_fields import differing_fields, to_yaml
 from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
 from ...config.search_path import config_loader
-from ...errors import ConfigError, InstrumentWarning, Problem
+from ...errors import ConfigError, InstrumentWarning, Problem, first_line
+from ...formatting import natural_key
 from ...storage.folder_snapshot import REFUSED, SUBMITTED
 from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
 from .objective import OBJECTIVE_KEY
@@ -127,7 +127,7 @@ class Sweep(Jobs):
                 jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
             elif not jobs[name].overrides:
                 jobs[name] = replace(jobs[name], overrides=overrides)
-        return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
+        return [jobs[name] for name in sorted(jobs, key=natural_key)]
 
     def _existing(self) -> dict[str, SweepJob]:
         """Return the jobs with a folder, by name. Jobs and hidden folders are not searched further."""
@@ -242,9 +242,8 @@ def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
             if overrides[-1].is_sweep_override():
                 list(overrides[-1].sweep_string_iterator())
         except (ValueError, OmegaConfBaseException) as error:
-            reason = str(error).partition("\n")[0]
             allowed = "comma-separated values, range(...), glob(...) or choice(...)"
-            message = f"cannot expand the values of this sweep override: {reason}"
+            message = f"cannot expand the values of this sweep override: {first_line(error)}"
             raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
     return [tuple(job) for job in split_sweep(overrides)]
 
@@ -282,10 +281,6 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
     """Return the overrides of the command line as written, unresolved: `seed=${hydra:job.num}`, for example, has a value only in a job."""
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
-
-
-def natural_sort_key(name: str) -> list[str | int]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def recorded_overrides(folder: Path) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config.messages import is_misspelled
 from ...config.record import names_of_custom_statistics
-from ...errors import ConfigError, InstrumentError, Problem, raise_problems, similar_names
+from ...errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
 from ...fields.pip_extras import pip_command
 from ...storage.remote_errors import safe_message
 from ...storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
@@ -80,7 +80,7 @@ class Objective:
             try:
                 (row,) = load(folder).sql(self.query).to_dict("records")
             except InstrumentError as error:
-                reason = f"the query failed: {_first_line(error).removeprefix('run.sql: ')}"
+                reason = f"the query failed: {first_line(error).removeprefix('run.sql: ')}"
                 problem = error.problems[0] if isinstance(error, ConfigError) else None  # an unknown column
                 return None, reason + (_alternatives(problem.allowed, problem.similar) if problem else "")
             if not row["rows"]:
@@ -155,7 +155,7 @@ def _check_query(query: str, table: str, custom: Iterable[str], condition: str) 
                 duckdb.SQLExpression(condition)  # raises unless it is one complete expression
             connection.execute(query)
         except duckdb.Error as error:
-            message = _first_line(error)
+            message = first_line(error)
             names, unknown = empty.column_names, re.search(r'column "(\w+)"', message)
             like = similar_names(unknown[1], names) if unknown else ()
             message = f"cannot parse the condition: {message}"
@@ -165,10 +165,6 @@ def _check_query(query: str, table: str, custom: Iterable[str], condition: str) 
 def _alternatives(names: Sequence[str], similar: Sequence[str]) -> str:
     """Return the end of a reason: the metrics or columns that exist, and the most similar ones."""
     return (f"; it has {', '.join(names)}" if names else "") + (f"; similar: {', '.join(similar)}" if similar else "")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def score_job(
