@@ -22,8 +22,8 @@ from .reference_ranges import (
     GRAPH_PARTS,
     METRICS,
     STARTS,
+    ModuleSettings,
     Reference,
-    Settings,
     has_graph,
     key_of,
     phase_of,
@@ -143,7 +143,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         }
         self._phase = 0
         self._has_read = False
-        self.settings: Settings | None = None  # those of the run, until they are compared
+        self.settings: ModuleSettings | None = None  # those of the run, until they are compared
 
     def selects(self, location: Location) -> bool:
         hook, _, kind, role, _, phase = key = key_of(location)
@@ -174,7 +174,7 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
         if rows.phase not in self._phases or self.choose(rows.layout) is not None:
             yield from self._check_metrics(rows)
 
-    def _check_settings(self, settings: Settings) -> Iterator[Firing]:
+    def _check_settings(self, settings: ModuleSettings) -> Iterator[Firing]:
         """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out."""
         healthy = self.reference.settings
         # A loop that passes no loss with a graph has no settings of it.

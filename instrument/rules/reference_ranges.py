@@ -22,7 +22,7 @@ KEY = ("hook", "layer", "kind", "role", "path", "phase")
 METRICS = ("lr", "loss", "accuracy", "grad_norm")
 RATIOS = frozenset({*NONNEGATIVE, "lr", "grad_norm"})
 """The statistics and metrics that are never negative and not fractions."""
-Settings = Mapping[str, Mapping[str, str]]
+ModuleSettings = Mapping[str, Mapping[str, str]]
 """The settings of each module by its name; see the column `settings` of the table `layers`."""
 GRAPH_PARTS = ("loss.", "graph.")
 """The beginnings of the settings of the root that are operators of the backward graph of the loss: after the model, and of it."""

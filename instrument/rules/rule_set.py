@@ -12,7 +12,7 @@ from ..errors import ConfigError, HookError, Problem, user_code_location
 from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
 from .reference import ReferenceRanges
-from .reference_ranges import Settings
+from .reference_ranges import ModuleSettings
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
 from .watch import WatchMetric, WatchStatistic
@@ -68,7 +68,7 @@ class RuleSet:
         self._bounds = StepBounds(self._rules, self._locations)
         self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
 
-    def set_settings(self, settings: Settings) -> None:
+    def set_settings(self, settings: ModuleSettings) -> None:
         """Pass the settings of the modules, by layer, to the rules that compare them in the next training step."""
         for rule in self._rules.values():
             if isinstance(rule, ReferenceRanges):
