@@ -79,12 +79,14 @@ def last_override(value: object) -> str | None:
     return str(value[-1]) if isinstance(value, list) else None
 
 
-@pytest.mark.spread(28)
+@pytest.mark.spread(30)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["+exp=mnist_hoks"], ["exp:", "given    mnist_hoks", "mnist_hooks, mnist_record", "similar  mnist_hooks"]),
-        (["exp=mnist_hooks"], ["exp", "+exp=mnist_hooks"]),
+        (["exp=mnist_hooks"], ["exp: the defaults contain no option", "fix      add it with one plus: +exp=mnist_hooks"]),
+        (["++exp=mnist_hooks"], ["exp: the defaults contain no option", "fix      add it with one plus: +exp=mnist_hooks"]),
+        (["+model=mlp"], ["model: the defaults contain an option", "given    mlp", "fix      replace it without a plus: model=mlp"]),
         ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
