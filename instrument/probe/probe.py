@@ -49,7 +49,7 @@ from .recorder import Recorder
 from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
-from .slab_rows import StatisticsRows, check_custom_columns
+from .slab_rows import StatisticsRows
 
 _UNMEASURED = nullcontext()
 PHASES = (*get_args(Phase), "sanity")
@@ -110,7 +110,6 @@ class Probe(OwnedByProcess):
         print_line: Callable[[str], None] = print,
         rules: Mapping[str, RuleBase] | None = None,
     ) -> None:
-        check_custom_columns(plan.specs)
         self.plan = plan
         self.sink = sink
         self.optimizers = optimizers_of(optimizer)
