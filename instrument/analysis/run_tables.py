@@ -35,6 +35,8 @@ from .frames import (
 )
 
 OBJECTIVE_KEY = "objective"  # in run.json next to `metrics`, if the sweep's objective was a number from a table
+IN_MEMORY = Path("in memory")
+"""The name that stands for the folder of a probe that keeps its rows in memory."""
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
@@ -94,7 +96,7 @@ class RunTables:
 
     def single(self, index: int) -> RunTables:
         """Return one of the runs."""
-        return RunTables(self.folders[index], self.folders[index : index + 1])
+        return RunTables(self.folders[index], [self.folders[index]], [self.files[index]])
 
     @property
     def info(self) -> dict[str, Any]:

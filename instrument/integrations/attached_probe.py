@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..analysis.load import Run, load
-from ..analysis.memory_files import IN_MEMORY, MemoryFiles
-from ..analysis.run_tables import check_is_table
+from ..analysis.memory_files import MemoryFiles
+from ..analysis.run_tables import IN_MEMORY, check_is_table
 from ..config.run_changes import Settings
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
