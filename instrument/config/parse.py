@@ -75,9 +75,9 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
+def parse_budget(raw: Any) -> BudgetConfig | None:
     """Validate the budget; None stays None."""
-    return None if raw is None else build(BudgetConfig, dict(raw), "budget")
+    return None if raw is None else build(BudgetConfig, dict(raw) if isinstance(raw, Mapping) else raw, "budget")
 
 
 def parse_placement(raw: Any) -> Declared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -364,12 +365,12 @@ class Probe(OwnedByProcess):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0. The loop can assign it."""
+        """The current epoch, from 0. The loop can assign an integer."""
         return self.clock.moment.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self.clock.moment = self.clock.moment._replace(epoch=epoch)
+        self.clock.moment = self.clock.moment._replace(epoch=operator.index(epoch))
 
     def set_step(self, step: int, epoch: int | None = None) -> None:
         """Set the current step: the first one of a recording that begins within a training, or the selected steps of a dry run.

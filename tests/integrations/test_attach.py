@@ -289,6 +289,12 @@ def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
         instrument.attach(model, {}).__enter__()
 
 
+@pytest.mark.parametrize("value", ["5%", 5, [1]])
+def test_attach_with_a_budget_that_is_no_mapping_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"budget: must be a mapping\n +given +"):
+        instrument.attach(nn.Linear(2, 2), {}, budget=value).__enter__()
+
+
 @pytest.mark.parametrize("name", ["seed", "step", "epoch"])
 @pytest.mark.parametrize("value", ["x", -1, 1.5, 2**63])
 def test_attach_with_a_number_that_is_not_an_integer_is_refused(name: str, value: Any) -> None:
