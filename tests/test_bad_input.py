@@ -335,7 +335,7 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
         assert words in error
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -352,7 +352,22 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
         pytest.param(
             "# @package _global_\ndefaults:\n  - override /model: mlpp\n", "similar  mlp", id="unknown option"
         ),
-        pytest.param("# @package _global_\ndefaults:\n  - /model: mlp\n", "override model: mlp", id="no override"),
+        pytest.param("# @package _global_\ndefaults:\n  - /model: mlp\n", "override /model: mlp", id="no override"),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override model: mlp\n",
+            "exp/mine: a group in the defaults list must begin with a slash\n    given    model\n    fix      override /model: ...",
+            id="no slash",
+        ),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override /optimzer: adam\n",
+            "given    optimzer\n    similar  optimizer",
+            id="unknown group",
+        ),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override /exp: adam\n",
+            "fix      add it without override: /exp: ...",
+            id="group without an option",
+        ),
         pytest.param("\x00", "mine.yaml", id="no text"),
     ],
 )
