@@ -272,8 +272,7 @@ class RunTables:
             if name not in known:
                 raise ValueError(f"tensors: cannot select by column {name!r}; the columns are {', '.join(known)}")
             allowed = list(value) if isinstance(value, Collection) and not isinstance(value, str) else [value]
-            if name == "layer":
-                allowed = ["" if layer == "." else layer for layer in allowed]
+            allowed = ["" if (name, each) == ("layer", ".") else each for each in allowed]
             stored = TABLES["tensors"].schema.field(name).type
             try:
                 test = ds.field(name).isin(values := pa.array(allowed).cast(getattr(stored, "value_type", stored)))
