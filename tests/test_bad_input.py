@@ -79,12 +79,14 @@ def last_override(value: object) -> str | None:
     return str(value[-1]) if isinstance(value, list) else None
 
 
-@pytest.mark.spread(28)
+@pytest.mark.spread(30)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         (["+exp=mnist_hoks"], ["exp:", "given    mnist_hoks", "mnist_hooks, mnist_record", "similar  mnist_hooks"]),
-        (["exp=mnist_hooks"], ["exp", "+exp=mnist_hooks"]),
+        (["exp=mnist_hooks"], ["exp: the defaults contain no option", "fix      add it with one plus: +exp=mnist_hooks"]),
+        (["++exp=mnist_hooks"], ["exp: the defaults contain no option", "fix      add it with one plus: +exp=mnist_hooks"]),
+        (["+model=mlp"], ["model: the defaults contain an option", "given    mlp", "fix      replace it without a plus: model=mlp"]),
         ([*HOOKS, "model=mnist_cn"], ["model:", "given    mnist_cn", "mlp, mnist_cnn", "similar  mnist_cnn"]),
         ([*HOOKS, "hooks=[activations,gradient]"], ["hooks:", "given    gradient", "similar  gradients"]),
         ([*HOOKS, "optimizr=sgd"], ["optimizr:", "similar  optimizer"]),
@@ -333,7 +335,7 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
         assert words in error
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -350,7 +352,22 @@ def test_error_in_a_custom_file_is_reported(workdir: Path, more: str, expected: 
         pytest.param(
             "# @package _global_\ndefaults:\n  - override /model: mlpp\n", "similar  mlp", id="unknown option"
         ),
-        pytest.param("# @package _global_\ndefaults:\n  - /model: mlp\n", "override model: mlp", id="no override"),
+        pytest.param("# @package _global_\ndefaults:\n  - /model: mlp\n", "override /model: mlp", id="no override"),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override model: mlp\n",
+            "exp/mine: a group in the defaults list must begin with a slash\n    given    model\n    fix      override /model: ...",
+            id="no slash",
+        ),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override /optimzer: adam\n",
+            "given    optimzer\n    similar  optimizer",
+            id="unknown group",
+        ),
+        pytest.param(
+            "# @package _global_\ndefaults:\n  - override /exp: adam\n",
+            "fix      add it without override: /exp: ...",
+            id="group without an option",
+        ),
         pytest.param("\x00", "mine.yaml", id="no text"),
     ],
 )

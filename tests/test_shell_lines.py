@@ -54,6 +54,11 @@ def test_bash_passes_command_words_unchanged(file: Path, tmp_path: Path) -> None
     assert words_in_bash(commands, tmp_path) == [shlex.split(command) for command in commands]
 
 
+def test_each_command_of_a_page_has_its_own_line() -> None:
+    pages = "".join(file.read_text() for file in FILES if file.suffix == ".md")
+    assert not re.findall(r"^ {4,}.*[a-z,:] +(?:make|python) [a-z].*$", pages, re.MULTILINE)
+
+
 def test_commands_of_the_pages_are_found() -> None:
     assert sum(len(list(lines_of(file))) for file in FILES if file.suffix == ".md") > 80
 

@@ -109,7 +109,7 @@ class _Run:
         names = pa.array(
             [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)], "string"
         )
-        condition = ds.field("layer").isin(["" if each.layer == "." else each.layer for each in selections])
+        condition = ds.field("layer").isin([each.layer_name for each in selections])
         condition |= ds.field("path").isin(names) & (ds.field("role") == "input")
         self.tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
         index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()

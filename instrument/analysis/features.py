@@ -90,6 +90,13 @@ class FeatureSelection:
     path: str | None = None
 
     @property
+    def layer_name(self) -> str:
+        """The name of the layer in the table `tensors`. A ConfigError refuses other types."""
+        if not isinstance(self.layer, str):
+            raise ConfigError(Problem("layer", "must be the name of one layer", repr(self.layer)))
+        return "" if self.layer == "." else self.layer
+
+    @property
     def joins_calls(self) -> bool:
         """Whether the array has a dimension of calls."""
         return isinstance(self.call, Collection)
@@ -126,9 +133,8 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
             the samples of the batches are unknown.
         InstrumentError: A tensor cannot be read.
     """
-    layer = "" if selection.layer == "." else selection.layer
     # Without repeated calls and further gradients.
-    original = (ds.field("layer") == layer) & ~ds.field("recompute") & (ds.field("backward") == 0)
+    original = (ds.field("layer") == selection.layer_name) & ~ds.field("recompute") & (ds.field("backward") == 0)
     raw = RawTensors.of(files, [*INDEX, "layer"], original)
     index = plain_labels(raw.index).to_pandas()
     index["tensor"] = np.arange(len(index))
@@ -170,19 +176,16 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
     Raises:
         ConfigError: See `features_of`.
     """
-    if not isinstance(selection.layer, str):
-        raise ConfigError(Problem("layer", "must be the name of one layer", repr(selection.layer)))
-    layer = "" if selection.layer == "." else selection.layer
-    rows = index[index["layer"] == layer]
+    rows = index[index["layer"] == selection.layer_name]
     if rows.empty:
         layers = sorted(str(name) or "." for name in files.read("tensors", ["layer"])["layer"].unique().to_pylist())
         if not layers:
             message, fix = "the run has no recorded tensors", "set 'tensors: true' in a record hook"
-            raise ConfigError(Problem("layer", message, layer, fix=fix))
-        similar = similar_names(layer, layers)
+            raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
+        similar = similar_names(selection.layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
         raise ConfigError(
-            Problem("layer", "no tensors of this layer were recorded", layer, shown(layers), similar, fix)
+            Problem("layer", "no tensors of this layer were recorded", selection.layer, shown(layers), similar, fix)
         )
     for name, value in selection.given.items():
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)

@@ -17,9 +17,8 @@ from ..storage.run_files import RunFiles
 from ..storage.tensors import rows_of
 from ..tables.schemas import POSITION, TABLES, Table
 from ..tables.sink_interface import Row
+from .run_tables import IN_MEMORY
 
-IN_MEMORY = Path("in memory")
-"""The name that stands for the folder of the run."""
 T = TypeVar("T")
 
 

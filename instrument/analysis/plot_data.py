@@ -325,7 +325,7 @@ def select_series(
     raise InstrumentError("\n    ".join([f"{problem}; select one of", *arguments]))
 
 
-def check_choice(word: str, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
+def check_choice(word: object, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
     """Check that a word is one of the options.
 
     Raises:
@@ -334,7 +334,7 @@ def check_choice(word: str, options: Sequence[str], where: str, message: str, fi
     choices = list(dict.fromkeys(options))
     if word not in choices:
         allowed = shorten([name or "''" for name in choices])
-        raise InstrumentError(Problem(where, message, repr(word), allowed, similar_names(word, choices), fix))
+        raise InstrumentError(Problem(where, message, repr(word), allowed, similar_names(str(word), choices), fix))
 
 
 def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..storage.blocks import Place
 from ..storage.remote_folder import is_address
 from ..storage.run_files import RunFiles
@@ -32,6 +35,8 @@ from .frames import (
 )
 
 OBJECTIVE_KEY = "objective"  # in run.json next to `metrics`, if the sweep's objective was a number from a table
+IN_MEMORY = Path("in memory")
+"""The name that stands for the folder of a probe that keeps its rows in memory."""
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
 
 
@@ -91,7 +96,7 @@ class RunTables:
 
     def single(self, index: int) -> RunTables:
         """Return one of the runs."""
-        return RunTables(self.folders[index], self.folders[index : index + 1])
+        return RunTables(self.folders[index], [self.folders[index]], [self.files[index]])
 
     @property
     def info(self) -> dict[str, Any]:
@@ -245,7 +250,7 @@ class RunTables:
         """Read recorded tensors as NumPy arrays.
 
         Args:
-            where: Conditions on columns, as a value or a list of values: `layer="encoder.0", step=[0, 99]`.
+            where: Conditions on columns, as a value or a list of values: `layer="encoder.0", step=[0, 99]`. `.` is the model itself.
 
         Returns:
             The matching rows of the tensors table. The column `values` contains arrays in the recorded shape. NumPy
@@ -255,6 +260,7 @@ class RunTables:
 
         Raises:
             ValueError: The tensors table has no column of this name.
+            ConfigError: A column cannot have this value: its type is wrong, or the run has no such layer or hook.
         """
         known = [
             name
@@ -265,10 +271,26 @@ class RunTables:
         for name, value in where.items():
             if name not in known:
                 raise ValueError(f"tensors: cannot select by column {name!r}; the columns are {', '.join(known)}")
-            allowed = list(value) if isinstance(value, list | tuple | set | range) else [value]
-            test = ds.field(name).isin(pa.array(allowed))
+            allowed = list(value) if isinstance(value, Collection) and not isinstance(value, str) else [value]
+            allowed = ["" if (name, each) == ("layer", ".") else each for each in allowed]
+            stored = TABLES["tensors"].schema.field(name).type
+            try:
+                test = ds.field(name).isin(values := pa.array(allowed).cast(getattr(stored, "value_type", stored)))
+            except pa.ArrowException as error:
+                raise ConfigError(Problem(name, f"wrong type: {error}", repr(value))) from None
+            if name in ("layer", "hook"):
+                self._check_known(name, values.to_pylist())
             condition = test if condition is None else condition & test
         return with_arrays(self._frame("tensors", condition))
+
+    def _check_known(self, column: str, names: Sequence[str]) -> None:
+        """Check that the runs have these layers or hooks, which are unknown before the first step."""
+        known = [*self.layers["layer"]] if column == "layer" else [*chain.from_iterable(self.layers["hooks"])]
+        if not set(known).issuperset(names):
+            known = list(dict.fromkeys([*known, *self.read("tensors", [column])[column]]))
+            if known and (unknown := [str(name) for name in names if name not in known]):
+                allowed, similar = shorten([name or "." for name in known]), similar_names(unknown[0], known)
+                raise ConfigError(Problem(column, f"the run has no such {column}", unknown[0], allowed, similar))
 
     @cached_property
     def settings(self) -> pd.DataFrame:

@@ -50,9 +50,22 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
         return Problem(missing[1], message, missing[2], options, similar_names(missing[2], options))
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)
-    return _group_value_problem(overrides, folders) or Problem(
-        "", f"cannot compose the configuration: {_one_line(error)}"
-    )
+    text = _one_line(error)
+    if absent := re.search(r"(?:default list use |not supported: '\+)\+([^=]+)=(.*?)'?$", text):
+        fix = f"add it with one plus: +{absent[1]}={absent[2]}"
+        return Problem(absent[1], "the defaults contain no option of this group", absent[2], fix=fix)
+    if present := re.match(r"Multiple values for ([^ ]+)\. .* 'override [^ ]+: (.*)'", text):
+        fix = f"replace it without a plus: {present[1]}={present[2]}; in a defaults list: override /{present[1]}: {present[2]}"
+        return Problem(present[1], "the defaults contain an option of this group already", present[2], fix=fix)
+    if unmatched := re.match(r"In '((.+/)[^/']+)': Could not override '(\2)?([^'@]+)", text):
+        if unmatched[3]:
+            fix = f"override /{unmatched[4]}: ..."
+            return Problem(unmatched[1], "a group in the defaults list must begin with a slash", unmatched[4], fix=fix)
+        groups = [group.name for folder in folders for group in folder.glob("*/")]
+        similar = [] if unmatched[4] in groups else similar_names(unmatched[4], groups)
+        fix = "" if similar else f"add it without override: /{unmatched[4]}: ..."
+        return Problem(unmatched[1], "the defaults contain no option of this group", unmatched[4], (), similar, fix)
+    return _group_value_problem(overrides, folders) or Problem("", f"cannot compose the configuration: {text}")
 
 
 def _override_problem(error: OverrideParseException) -> Problem:

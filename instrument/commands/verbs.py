@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic_core import to_jsonable_python
 
@@ -74,7 +74,17 @@ def overview() -> str:
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """Return the parser of a verb, without arguments. Its help shows how the command line called the verb."""
     program = f"instrument {verb}" if _verb == [verb] else f"python -m instrument.{verb}"
-    return argparse.ArgumentParser(prog=program, description=f"{ALL[verb][0].upper()}{ALL[verb][1:]}.")
+    return _Parser(prog=program, description=f"{ALL[verb][0].upper()}{ALL[verb][1:]}.")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Also names the choices that are similar to an invalid one."""
+
+    def error(self, message: str) -> NoReturn:
+        if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            similar = similar_names(found[1], re.findall(r"\w+", found[2]))
+            message += f"; similar: {', '.join(similar)}" if similar else ""
+        super().error(message)
 
 
 _verb: list[str] = []

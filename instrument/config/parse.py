@@ -75,9 +75,9 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
+def parse_budget(raw: Any) -> BudgetConfig | None:
     """Validate the budget; None stays None."""
-    return None if raw is None else build(BudgetConfig, dict(raw), "budget")
+    return None if raw is None else build(BudgetConfig, dict(raw) if isinstance(raw, Mapping) else raw, "budget")
 
 
 def parse_placement(raw: Any) -> Declared:
@@ -298,5 +298,8 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
     if kind == "model_type":
         is_target = context["class_name"] == Target.__name__
         allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))
-        return Problem(key, message_of(item) if item["input"] is not None else "is missing", given, allowed)
+        named = isinstance(given, str) and key in ("model", "data", "task", "optimizer", "scheduler", "train", "sink")
+        fix = f"select the file on the command line, {key}={given}, or in the defaults list, override /{key}: {given}"
+        message = message_of(item) if item["input"] is not None else "is missing"
+        return Problem(key, message, given, allowed, fix=fix if named else "")
     return Problem(key, message_of(item), given=given)

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from ..fields.field_types import Count, Dimension, IndexList, Target
-from ..tables.schemas import TABLES
+from ..tables.schemas import RESERVED_COLUMNS, TABLES
 from ..tables.statistics import ALL, COUNTS, DEFAULT, REGISTERED, statistic_of
 from .base import ACTIONS, ObservationSpec, implementation
 from .messages import UnknownNameError, message_of
@@ -39,8 +39,8 @@ class CustomStatistic(Target):
             raise ValueError(
                 f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
             )
-        if self.column.lower() in ALL:
-            raise ValueError(f"{self.column!r} is the name of a built-in statistic; set another 'name'")
+        if self.column.lower() in RESERVED_COLUMNS:
+            raise ValueError(f"the tables already have a column {self.column!r}; set another 'name'")
         return self
 
 

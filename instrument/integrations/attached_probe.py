@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ..analysis.load import Run, load
-from ..analysis.memory_files import IN_MEMORY, MemoryFiles
-from ..analysis.run_tables import check_is_table
+from ..analysis.memory_files import MemoryFiles
+from ..analysis.run_tables import IN_MEMORY, check_is_table
 from ..config.run_changes import Settings
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
@@ -57,7 +57,15 @@ class AttachedProbe(Probe):
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """End the current step, and make the changes that were requested; see `Probe.end_step`."""
+        """End the current step, and make the changes that were requested; see `Probe.end_step`.
+
+        Raises:
+            InstrumentError: The block has ended.
+        """
+        if self._status != "running":
+            raise InstrumentError(
+                "the block of the probe has ended, which removed its hooks: call end_step inside the block"
+            )
         row = super().end_step(loss=loss, samples=samples, **metrics)
         if self._control is not None:
             self._control.end_step()

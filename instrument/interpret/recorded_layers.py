@@ -253,7 +253,7 @@ class Recorded:
         """
         if run.count("samples"):
             return run.features(layer, **self.conditions)
-        rows = run.tensors(layer="" if layer == "." else layer, recompute=False, backward=0, **self.conditions)
+        rows = run.tensors(layer=layer, recompute=False, backward=0, **self.conditions)
         for name in ("hook", "phase", "path", "call"):
             if rows[name].nunique() > 1:
                 values = ", ".join(map(repr, rows[name].unique()))

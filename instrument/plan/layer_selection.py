@@ -62,4 +62,4 @@ def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
     types = [layer.type for layer in layers if layer.type.lower() == plain.split(".")[0].lower()]
     is_class = types and where.endswith(".layers")
     fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
-    return Problem(where, "this pattern matches no module", pattern, shorten(names), similar, fix)
+    return Problem(where, "this pattern matches no module", pattern, shorten(names or ["."]), similar, fix)

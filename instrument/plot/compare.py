@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Unpack
 
@@ -24,8 +24,10 @@ from ..analysis.plot_data import (
     select_series,
     statistics_in,
 )
+from ..analysis.run_tables import IN_MEMORY
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
+from ..storage.run_files import RunFiles
 from ..tables.schemas import MOMENT, TABLES
 from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
@@ -44,7 +46,7 @@ from .axes_and_scales import (
 )
 from .look import Look, current
 from .plot_function import plot
-from .source import REQUIRED_COLUMNS, check_columns, series_with
+from .source import REQUIRED_COLUMNS, check_columns, check_type, series_with
 from .style import axis_name
 
 if TYPE_CHECKING:
@@ -364,15 +366,20 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
     """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
 
     Raises:
-        InstrumentError: `runs` is empty.
+        InstrumentError: `runs` is empty, or contains something else.
     """
     if isinstance(runs, Run) and len(runs.folders) > 1:
         return runs
-    all_runs = [runs] if isinstance(runs, Run) else runs
-    folders = list(dict.fromkeys(folder.resolve() for run in all_runs for folder in run.folders))
-    if not folders:
+    found: dict[Path, RunFiles] = {}
+    for run in runs if isinstance(runs, Iterable) else [runs]:
+        check_type(run)
+        for folder, files in zip(run.folders, run.files, strict=True):
+            if files not in found.values():
+                number = f" {len(found) + 1}" if folder == IN_MEMORY else ""  # all probes in memory have this name
+                found.setdefault(folder.resolve().with_name(f"{folder.name}{number}"), files)
+    if not found:
         raise InstrumentError("runs is empty")
-    return Run(Path(os.path.commonpath([folder.parent for folder in folders])), folders)
+    return Run(Path(os.path.commonpath([folder.parent for folder in found])), [*found], [*found.values()])
 
 
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:

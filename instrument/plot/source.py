@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..analysis.plot_data import KEYS, PlottedTensor, RecordedSeries, check_choice, series_where, statistics_in
-from ..errors import InstrumentError
+from ..errors import InstrumentError, Problem
 from ..tables.schemas import TABLES
 from ..tables.statistics import STATISTICS
 
@@ -34,11 +34,19 @@ def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
 
 def check_source(data: Run | pd.DataFrame, table: str) -> None:
     """Raise an InstrumentError unless the data are a single run, or rows with all columns of a table of a single run."""
+    check_type(data)
     if isinstance(data, Run):
         check_single_run([folder.name for folder in data.folders])
     else:
         check_columns(data, table)
         check_single_run(list(dict.fromkeys(data["run"])) if "run" in data else [])
+
+
+def check_type(data: object) -> None:
+    """Raise an InstrumentError if the data of a plot are neither a run nor rows."""
+    if not isinstance(data, Run | pd.DataFrame):
+        fix = "for a probe, pass probe.run; for a folder, pass instrument.load(FOLDER)"
+        raise InstrumentError(Problem("run", "must be a run, or a DataFrame of its rows", type(data).__name__, fix=fix))
 
 
 def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:

@@ -70,7 +70,10 @@ def coverage_rows(
         running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
         never_turned_on: The hooks that wait for a rule that did not fire.
     """
-    firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
+    firing: dict[str, set[int]] = {}  # the modules at which each hook fired
+    for attached in attached_hooks:
+        if attached.fired:
+            firing.setdefault(attached.site.spec.name, set()).add(id(attached.site.layer.module))
     fired_now = [min(attached.opportunities, attached.firings) for attached in attached_hooks]  # in an incomplete step
     return [
         {
@@ -94,16 +97,17 @@ def coverage_rows(
     ]
 
 
-def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> str:
+def _reason(attached: AttachedHook, layers: Layers, firing: Mapping[str, Collection[int]]) -> str:
     """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
-    The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
+    The most frequent reason comes first. `firing` has the hooks that fired, with the ids of the modules at which they did.
     """
     if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
         return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
         reported = attached.reasons.most_common() if attached.fired < attached.expected else ()
-        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers) for reason, _ in reported))
+        seen = firing.get(attached.site.spec.name, ())
+        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers, seen) for reason, _ in reported))
     if attached.exemptions:
         spec = attached.site.spec
         if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:
@@ -126,8 +130,8 @@ def _has_no_attention(attached: AttachedHook) -> bool:
     return bool(attached.exemptions) and attached.exemptions.keys() <= no_attention
 
 
-def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
-    """Refine a reason by what is known at the end of the run."""
+def _refined_reason(reason: str, attached: AttachedHook, layers: Layers, seen: Collection[int]) -> str:
+    """Refine a reason by what is known at the end of the run. `seen`: the ids of the modules at which the hook fired."""
     if (elsewhere := reasons.in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
     if attached.site.layer.is_script and reason == reasons.default_reason(attached.site.spec.definition):
@@ -139,9 +143,11 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
         return reasons.INLINED
     if type(layer.module).__call__ is not nn.Module.__call__:
         return reasons.OWN_CALL
-    return reasons.fused_attention_reason(layer.module, layers.parents(layer)) or (
-        reasons.NOT_CALLED_COPIED if attached.copied else reason
-    )
+    parents = layers.parents(layer)
+    found = reasons.fused_attention_reason(layer.module, parents)
+    if found == reasons.PROJECTION and id(parents[0]) in seen and layer.name not in attached.site.spec.globs:
+        return reasons.PROJECTION_OF_MATCHED_ATTENTION
+    return found or (reasons.NOT_CALLED_COPIED if attached.copied else reason)
 
 
 def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:

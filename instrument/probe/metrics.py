@@ -97,7 +97,8 @@ class Metrics:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
                 name: value for name, value in metrics.items() if value is not None
             }
-        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
+        count = _number("samples", samples)
+        metrics |= {"seconds": seconds, "samples_per_second": None if count is None else count / seconds}
         if metrics.get("lr") is None and self.clock.moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()
         transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])

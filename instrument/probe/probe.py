@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -50,7 +51,7 @@ from .recorder import Recorder
 from .rules import RuleActions, RuleRows
 from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
-from .slab_rows import StatisticsRows, check_custom_columns
+from .slab_rows import StatisticsRows
 
 _UNMEASURED = nullcontext()
 PHASES = (*get_args(Phase), "sanity")
@@ -111,7 +112,6 @@ class Probe(OwnedByProcess):
         print_line: Callable[[str], None] = print,
         rules: Mapping[str, RuleBase] | None = None,
     ) -> None:
-        check_custom_columns(plan.specs)
         self.plan = plan
         self.sink = sink
         self.optimizers = optimizers_of(optimizer)
@@ -366,12 +366,12 @@ class Probe(OwnedByProcess):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, from 0. The loop can assign it."""
+        """The current epoch, from 0. The loop can assign an integer."""
         return self.clock.moment.epoch
 
     @epoch.setter
     def epoch(self, epoch: int) -> None:
-        self.clock.moment = self.clock.moment._replace(epoch=epoch)
+        self.clock.moment = self.clock.moment._replace(epoch=operator.index(epoch))
 
     def set_step(self, step: int, epoch: int | None = None) -> None:
         """Set the current step: the first one of a recording that begins within a training, or the selected steps of a dry run.

@@ -23,9 +23,6 @@ import torch
 from torch import Tensor
 
 from ..actions.base import StepContext
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
-from ..errors import Problem, raise_problems
 from ..hooks.distributed_scope import scope_of
 from ..relations.relation import RecordedFingerprint
 from ..stats.cpu_kernel import launch_devices, make_slab
@@ -36,7 +33,7 @@ from ..tables.kinds import KINDS
 from ..tables.message_template import Column, ListColumn, NumberBlock, NumberColumn, StepColumns
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES, joined_table
 from ..tables.sink_interface import Row
-from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
+from ..tables.statistics import ALL, REGISTERED, STATISTICS
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -51,22 +48,6 @@ _Scale = tuple[Tensor, int, Tensor]
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
 _FINGERPRINT = _STATISTIC["fingerprint"]
 MAX_LAYOUTS = 64
-
-
-def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
-    """Check that the names of custom statistics differ from the names of other columns.
-
-    Raises:
-        ConfigError: A custom statistic has the name of a column that tables of runs have.
-    """
-    reserved = {"run", "seed", *(column.name for column in TABLES["stats"].stored), *REMAINDERS.values()}
-    problems = []
-    for name, spec in specs.items():
-        for custom in spec.custom_statistics if isinstance(spec, RecordSpec) else ():
-            if custom.column.lower() in reserved:
-                message = f"the table 'stats' already has a column {custom.column!r}"
-                problems.append(Problem(f"hooks.{name}.stats", message, custom.target, fix="set another 'name'"))
-    raise_problems(problems)
 
 
 @dataclass

@@ -108,6 +108,8 @@ class _SignalSafeBlock(AbstractContextManager[Yielded]):
         raise AttributeError(f"{name} is not available before the block begins: use `with ... as`")
 
     def __enter__(self) -> Yielded:
+        if not hasattr(self._block, "args"):  # contextlib deletes them when the block begins
+            raise RuntimeError("this block has begun already; call the function again for another block")
         try:
             return self._block.__enter__()
         except BaseException as error:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem
+from ..tables.schemas import RESERVED_COLUMNS
 from ..tables.statistics import (
     MAGNITUDES,
     REGISTERED,
@@ -147,7 +148,7 @@ def statistic(
     statistic. A package registers it with an entry point of the group `instrument.statistics`.
 
     Args:
-        name: The name.
+        name: The name, not that of a column of the tables `stats` and `metrics`.
         unit: The unit; see `instrument.tables.statistics.Statistic`.
         meaning: The formula in words. Default: the documentation of the function.
         needs: Sums in addition to those of every tensor: new ones, or the names of others: magnitudes, cubes, fourths. PyTorch
@@ -172,8 +173,8 @@ def statistic(
         sums = tuple(known[need] if isinstance(need, str) else need for need in needs)
         for each in sums:
             _add_sum(each, place)
-        if name in STATISTICS:
-            raise ConfigError(Problem(place, f"statistic {name!r} is built in", fix="choose another name"))
+        if name.lower() in RESERVED_COLUMNS:
+            raise ConfigError(Problem(place, f"the tables already have a column {name!r}", fix="choose another name"))
         text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
         entry = Statistic(name, text, unit, formula, sums, merged=merged)
         _check_formula(entry, place)

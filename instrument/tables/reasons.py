@@ -22,10 +22,9 @@ AT_OTHER_STEPS = "the module was not called at steps at which the hook was sched
 RAISED = "the module was called, but its forward pass raised an exception, which was caught"
 REPLACED = "the module was replaced during the run; the new module has no hooks"
 REMOVED = "the parameter was removed from its module during the run (set to None)"
-PROJECTION = (
-    "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
-    "module or the parameters"
-)
+_NO_PROJECTION_CALL = "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally"
+PROJECTION = f"{_NO_PROJECTION_CALL}; hook the attention module or the parameters"
+PROJECTION_OF_MATCHED_ATTENTION = f"{_NO_PROJECTION_CALL}; the hook fired at the attention module"
 INLINED = (
     "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
     "of the graph, or hook the parameters"
@@ -207,9 +206,10 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
     A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
-    functions of a hook that other modules call or that is optional, and a hook that waits for a rule.
+    functions of a hook that other modules call or that is optional, a projection whose attention module the hook matches too, and a
+    hook that waits for a rule.
     """
-    if row["expected"] and row["cause"] != ATTENTION_ELSEWHERE:
+    if row["expected"] and row["cause"] not in (ATTENTION_ELSEWHERE, PROJECTION_OF_MATCHED_ATTENTION):
         return bool(row["fired"] < row["expected"])
-    of_other_modules = (ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE, NO_OPTIONAL_FUNCTION)
-    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, NOT_TURNED_ON, OTHER_RANKS, *of_other_modules)
+    elsewhere = (ONLY_IN_OTHER_MODULES, ATTENTION_ELSEWHERE, PROJECTION_OF_MATCHED_ATTENTION, NO_OPTIONAL_FUNCTION)
+    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, NOT_TURNED_ON, OTHER_RANKS, *elsewhere)

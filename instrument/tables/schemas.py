@@ -18,7 +18,7 @@ from pydantic import Field
 from ..fields.field_types import Bins, Count, Edges, Levels
 from ..fields.registry import Registry
 from .formats import CastField
-from .statistics import STATISTICS
+from .statistics import REMAINDERS, STATISTICS
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported with the first file; errors in a configuration are reported without it
@@ -596,6 +596,14 @@ for _table in (
     ),
 ):
     TABLES.register(_table.name)(_table)
+
+RESERVED_COLUMNS = frozenset(
+    [
+        *("run", "seed", *REMAINDERS.values()),
+        *(column.name for table in ("stats", "metrics") for column in TABLES[table].stored),
+    ]
+)
+"""The names that no custom statistic can have: readers could not distinguish their values."""
 
 
 def joined_table(number: str) -> str | None:

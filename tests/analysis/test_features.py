@@ -199,10 +199,11 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
     assert np.array_equal(X, full[ids_of_second, 0, 0, 0])
 
 
-@pytest.mark.spread(8)
+@pytest.mark.spread(9)
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
+        ({"layer": 0}, r"layer: must be the name of one layer\n +given +0"),
         ({"layer": ["avgpool"]}, r"layer: must be the name of one layer\n +given +\['avgpool'\]"),
         ({"layer": "avgpool", "call": [0, 77]}, r"call: no recorded tensor of layer 'avgpool' has this call\n +given +77\n +allowed +0"),
         ({"layer": "avgpol"}, r"layer: no tensors of this layer[\s\S]*allowed +avgpool, conv.*\n +similar +avgpool\n +fix +set 'tensors"),
@@ -221,6 +222,7 @@ def test_recorded_parts_have_the_ids_of_their_samples(run: instrument.Run) -> No
 def test_selection_that_is_wrong_or_ambiguous_is_refused(run: instrument.Run, choice: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run.features(**choice)
+    assert not run.problems
 
 
 def test_some_steps_give_some_samples(run: instrument.Run) -> None:

@@ -110,6 +110,23 @@ def test_unknown_verb_is_refused_with_similar_ones(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "similar"),
+    [
+        (("reference", "chek"), "check"),
+        (("convert", "--from", "nvdl", "FILE"), "nvdlfw"),
+        (("completion", "zhs"), "zsh"),
+    ],
+)
+def test_invalid_choice_is_refused_with_similar_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], similar: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_verb(monkeypatch, *arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"); similar: {similar}\n")
+
+
 @pytest.mark.parametrize("program", ["/usr/local/bin/instrument", "/site-packages/instrument/__main__.py"])
 def test_report_shows_a_command_of_any_machine(program: str) -> None:
     assert _command([program, "+exp=a", "seed=1"]) == "python -m instrument +exp=a seed=1"

@@ -570,6 +570,12 @@ def test_invalid_target_is_reported_with_the_notation() -> None:
     assert (problem.where, problem.message, problem.similar) == ("model._target_", "is missing", ["_targt_"])
 
 
+def test_name_of_a_file_in_place_of_a_section_says_how_to_select_it() -> None:
+    problems = problems_in(parse_config, {**CONFIG, "model": "mlp", "budget": "5%"})
+    fix = "select the file on the command line, model=mlp, or in the defaults list, override /model: mlp"
+    assert {problem.where: problem.fix for problem in problems} == {"model": fix, "budget": ""}
+
+
 @pytest.mark.parametrize(
     ("changes", "near"),
     [

@@ -188,6 +188,26 @@ def test_attach_without_a_block_says_what_to_write(loop: Loop) -> None:
         probe.end_step()  # type: ignore[attr-defined]
 
 
+def test_second_block_of_a_call_is_refused_and_leaves_the_first_one(loop: Loop) -> None:
+    block = instrument.attach(loop.model, {"h": record("forward", "**")})
+    with block as probe:
+        with pytest.raises(RuntimeError, match="has begun already; call the function again"), block:
+            pass
+        loop.model(torch.randn(2, 4))
+        probe.end_step()
+    assert not probe.stats.empty
+    with pytest.raises(RuntimeError, match="has begun already"), block:
+        pass
+
+
+def test_step_after_the_block_is_refused_and_not_recorded(loop: Loop, tmp_path: Path) -> None:
+    with instrument.attach(loop.model, {}, out=tmp_path / "run") as probe:
+        probe.end_step(loss=1.0)
+    with pytest.raises(instrument.InstrumentError, match="call end_step inside the block"):
+        probe.end_step(loss=2.0)
+    assert probe.metrics["loss"].tolist() == instrument.load(tmp_path / "run").metrics["loss"].tolist() == [1.0]
+
+
 def test_missing_module_of_a_function_is_reported_once(loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
     spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": {"_target_": "missing_module.function"}}
     assert "missing_module" in refused(loop.model, {"zero": spec})
@@ -267,6 +287,12 @@ def test_error_is_not_preceded_by_the_warning_about_missing_hooks(recwarn: pytes
 def test_attach_to_something_else_than_a_module_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"model: must be a torch.nn.Module[\s\S]*given +" + type(model).__name__):
         instrument.attach(model, {}).__enter__()
+
+
+@pytest.mark.parametrize("value", ["5%", 5, [1]])
+def test_attach_with_a_budget_that_is_no_mapping_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"budget: must be a mapping\n +given +"):
+        instrument.attach(nn.Linear(2, 2), {}, budget=value).__enter__()
 
 
 @pytest.mark.parametrize("name", ["seed", "step", "epoch"])

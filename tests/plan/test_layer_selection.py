@@ -95,5 +95,10 @@ def test_empty_selection_is_reported_with_the_nearest(
         assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
 
 
+def test_pattern_on_a_model_without_submodules_names_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"matches no module\n +given +\*\n +allowed +\.$"):
+        select_layers(Selection(layers="*"), Layers.of(nn.ReLU()), "hooks.mine")
+
+
 def test_the_name_of_a_class_as_layers_suggests_types() -> None:
     assert problem_of(layers="conv2d.*").fix == "'layers' are names; to select by class, write 'types: Conv2d' instead"

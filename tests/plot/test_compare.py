@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 from figures import axis_labels, legend_of, make_run, overlaps
 from matplotlib.axes import Axes
+from torch import nn
 
 import instrument
 from instrument import InstrumentError
-from instrument.plot import compare
+from instrument.plot import compare, heatmap
 from instrument.plot.compare import labels_of, overrides_of
 
 HOOKS = {"acts": {"kind": "forward"}, "grads": {"kind": "parameter_grad"}}
@@ -170,6 +171,17 @@ def test_single_run_is_drawn(tmp_path: Path) -> None:
     assert len(figure.axes[0].lines[0].get_xdata()) == 1  # type: ignore[arg-type]
 
 
+def test_probes_in_memory_are_drawn() -> None:
+    probes = []
+    for loss in (1.0, 2.0):
+        with instrument.attach(nn.Linear(2, 2), {}) as probe:
+            probe.end_step(loss=loss)
+        probes.append(probe)
+    (axes,) = compare([probe.run for probe in (*probes, probes[0])]).axes
+    found = {line.get_label(): line.get_ydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
+    assert found == {"in memory 1": [1.0], "in memory 2": [2.0]}
+
+
 @pytest.mark.slow
 def test_legend_of_many_runs_fits_the_figure() -> None:
     frame = metrics_table(pd.DataFrame({"run": [str(i) for i in range(40)], "loss": 1.0, "width": range(40)}))
@@ -193,6 +205,9 @@ def test_legend_of_many_runs_fits_the_figure() -> None:
         (lambda sweep: compare(sweep, phase="eval"), "phase: no metrics were recorded in this phase.*'eval'"),
         (lambda sweep: compare(sweep, "l2"), "several series match.*hook='acts'.*hook='grads'"),
         (lambda sweep: compare([]), "runs is empty"),
+        (lambda sweep: compare(str(sweep.path)), r"run: must be a run.*given +str.*pass instrument\.load"),
+        (lambda sweep: heatmap(None), "run: must be a run.*given +NoneType.*for a probe, pass probe.run"),
+        (lambda sweep: compare(sweep, "l2", layer=0), "layer: nothing was recorded for this layer.*given +0"),
         (
             lambda sweep: compare(sweep.metrics.drop(columns="run")),
             "columns that are missing from the metrics table: run",

@@ -279,10 +279,20 @@ def test_loss_and_metric_of_any_kind_of_number(model: nn.Module, value: object, 
 )
 def test_loss_or_metric_that_is_no_number_is_named(model: nn.Module, value: object) -> None:
     with probe_of(model, h=RECORD) as probe:
-        for name in ("loss", "episode_return"):
+        for name in ("loss", "episode_return", "samples"):
             with pytest.raises(TypeError, match=rf"^{name} must be one real number, but is a "):
                 probe.end_step(**{name: value})
         assert probe.step == 0
+
+
+@pytest.mark.parametrize("value", ["1", 1.5, None])
+def test_epoch_that_is_no_integer_is_refused(model: nn.Module, value: Any) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+            probe.epoch = value
+        probe.epoch = torch.tensor(2)
+        probe.end_step()
+    assert probe.sink.records("metrics")[0]["epoch"] == 2
 
 
 def test_logged_metrics_are_in_the_next_row_of_their_phase(model: nn.Module) -> None:

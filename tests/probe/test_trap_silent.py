@@ -412,7 +412,6 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "bert": (of_transformers("BertLMHeadModel", is_decoder=True, **WIDE), tokens),
 }
 NEVER_CALLED = {  # used functionally, or only for the type of their input: silent, and reported as such
-    "encoder": ["self_attn.out_proj"],
     "gpt2": ["**.attn_dropout"],
     "llama": ["**.rotary_emb"],
     "bert": ["**.self.dropout"],
@@ -464,11 +463,24 @@ def test_clean_model_gives_no_false_alarm(name: str) -> None:
             model.state_dict()
     assert not probe.warnings
     assert not [row for row in probe.sink.records("events") if row["severity"] == "warning"]
-    silent = [row for row in probe.sink.records("coverage") if row["fired"] != row["expected"]]
-    assert not silent
+    silent = {row["cause"] for row in probe.sink.records("coverage") if row["fired"] != row["expected"]}
+    assert silent == ({reasons.PROJECTION_OF_MATCHED_ATTENTION} if name == "encoder" else set())
     assert set(probe.sink.frame("stats").hook) >= set(ALL_HOOKS) - {
         "own"
     }  # a module whose input is data has no input gradient
+
+
+@pytest.mark.parametrize("fields", [{"layers": ["attention", "attention.out_proj"]}, {"types": "Linear"}], ids=str)
+def test_projection_of_attention_that_is_named_or_alone_warns(fields: dict[str, Any]) -> None:
+    model = Net()
+    with (
+        pytest.warns(InstrumentWarning, match="hook the attention module or the parameters"),
+        instrument.attach(model, {"seen": {**LOOK, **fields, "kind": "forward"}}) as probe,
+    ):
+        model(torch.randn(3, 2, 4))
+        probe.end_step()
+    (row,) = (row for row in probe.coverage() if row["layer"] == "attention.out_proj")
+    assert row["cause"] == reasons.PROJECTION
 
 
 class Encoder(nn.Module):

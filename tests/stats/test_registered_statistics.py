@@ -131,7 +131,10 @@ def fails(given: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "needs", "formula", "message"),
     [
-        ("l2", (), lambda given: given.n, "statistic 'l2' is built in"),
+        *(
+            (name, (), lambda given: given.n, f"the tables already have a column {name!r}")
+            for name in ("l2", "layer", "loss", "LR", "seed")
+        ),
         ("positive_fraction", (), lambda given: given.n, r"registered already.* \S+test_registered_statistics.py:\d+"),
         ("new", ["cubez"], lambda given: given.n, "there is no such sum.*magnitudes, .*cubes, fourths"),
         ("new", (), lambda given: given.cubez, "AttributeError: there is no sum 'cubez'; the sums are numel, n, nan"),
