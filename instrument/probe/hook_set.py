@@ -182,8 +182,6 @@ class HookSet:
         With several optimizers, not all make a step in every step of the loop.
         """
         stepped, several = self.steps.take_stepped(), len(self.optimizers) > 1
-        if not self._step_hooks:
-            return
         scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]
         without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
         skipped = False

@@ -99,16 +99,18 @@ class Metrics:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
                 name: value for name, value in metrics.items() if value is not None
             }
-        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
+        rate = None if samples is None else samples / seconds
+        numbers: dict[str, Any] = {**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate}
         moment = self.clock.moment
-        if metrics.get("lr") is None and moment.phase == "train":
-            metrics["lr"] = self.steps.take_rate()
-        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
+        if numbers["lr"] is None and moment.phase == "train":
+            numbers["lr"] = self.steps.take_rate()
+        tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        transfer = Transfer([*tensors.values()])
 
         def read() -> dict[str, Any]:
-            numbers = transfer.read()
-            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return _NO_VALUES | read
+            for name, (number,) in zip(tensors, transfer.read(), strict=True):
+                numbers[name] = number
+            return numbers
 
         def cells() -> Row:
             *values, skipped = _VALUES_OF(row)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap
+from itertools import count, starmap
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -157,7 +157,8 @@ class MessageTemplate:
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
-        self._columns: Sequence[Column] = ()
+        self._columns: Sequence[Column] = ()  # of the message; empty after an interrupt: the next message begins again
+        self._rows: Sequence[Row] = ()  # likewise, if they were given as tuples
         self._block: NumberBlock | None = None
         self._is_included = [False] * len(schema)
         self._message = Message(0, pa.schema([]), bytearray())
@@ -167,12 +168,12 @@ class MessageTemplate:
         self._at: Numbers = np.empty((0, 0), np.int64)
         self._integers: list[int] = []
 
-    def message(self, count: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
+    def message(self, rows: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
-        known, self._columns = self._columns, ()  # after an interrupt, the next message begins again
+        known, self._columns, self._rows = self._columns, (), ()
         parts = zip(columns, known, self._numbers, strict=False)
         changed = [part for part in parts if part[0] is not part[1]]
-        is_same = known and count == self._message.num_rows and all(starmap(_replace, changed))
+        is_same = known and rows == self._message.num_rows and all(starmap(_replace, changed))
         if not (is_same and self._replace_block(block)):
             self._begin(columns, block)
         self._block, self._columns = block, columns
@@ -180,11 +181,23 @@ class MessageTemplate:
 
     def message_of(self, rows: Sequence[Row]) -> Message:
         """Return the message of rows that are tuples."""
-        if len(rows) == self._message.num_rows == 1 and self._columns:  # most cells are the same object as before
-            pairs = zip(rows[0], self._columns, strict=True)
-            columns = [known if type(known) is tuple and known[0] is cell else (cell,) for cell, known in pairs]
-            return self.message(1, columns)
-        return self.message(len(rows), [*zip(*rows, strict=True)])
+        known, self._rows, self._columns = self._rows, (), ()
+        if len(rows) != len(known) or not all(map(self._replace_cells, count(), rows, known)):
+            self._begin([*zip(*rows, strict=True)], None)
+        self._rows = rows
+        return self._message
+
+    def _replace_cells(self, index: int, row: Row, known: Row) -> bool:
+        """Write the numbers of a row that have changed to the message. Return false if the row differs in more than its numbers."""
+        for cell, before, numbers in zip(row, known, self._numbers, strict=True):
+            if cell is before:  # as most cells
+                continue
+            if numbers is None or isinstance(cell, list) or cell is None or before is None:
+                if not _are_same((cell,), (before,)):
+                    return False
+            else:
+                numbers[index] = cell
+        return True
 
     def _replace_block(self, block: NumberBlock | None) -> bool:
         """Write the numbers of a block to the message. Return false if it has other nulls than the block before."""
