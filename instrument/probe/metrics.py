@@ -99,13 +99,13 @@ class Metrics:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
                 name: value for name, value in metrics.items() if value is not None
             }
+        moment = self.clock.moment
+        if metrics.get("lr") is None and moment.phase == "train":
+            metrics["lr"] = self.steps.take_rate()
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        transfer = Transfer([*tensors.values()])
         rate = None if samples is None else samples / seconds
         numbers: dict[str, Any] = {**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate}
-        moment = self.clock.moment
-        if numbers["lr"] is None and moment.phase == "train":
-            numbers["lr"] = self.steps.take_rate()
-        tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-        transfer = Transfer([*tensors.values()])
 
         def read() -> dict[str, Any]:
             for name, (number,) in zip(tensors, transfer.read(), strict=True):
