@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*USER_METRICS, "seconds", "samples_per_second")
 _NO_VALUES: dict[str, Any] = dict.fromkeys((*METRICS, "skipped"))
 _KNOWN = _NO_VALUES.keys()
+_VALUES_OF = itemgetter(*_NO_VALUES)
 _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
 
 
@@ -49,7 +51,7 @@ def _number(name: str, value: Any) -> Tensor | float | None:
         return value
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex():
-            return value.detach()
+            return value.detach() if value.requires_grad else value
         raise TypeError(f"{name} must be one real number, but is a tensor of shape {list(value.shape)}, {value.dtype}")
     try:
         array = np.asarray(value)
@@ -97,23 +99,25 @@ class Metrics:
             metrics = self._logged.pop(self.clock.moment.phase, {}) | {
                 name: value for name, value in metrics.items() if value is not None
             }
-        count = _number("samples", samples)
-        metrics |= {"seconds": seconds, "samples_per_second": None if count is None else count / seconds}
-        if metrics.get("lr") is None and self.clock.moment.phase == "train":
+        moment = self.clock.moment
+        if metrics.get("lr") is None and moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()
-        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
+        count = _number("samples", samples)
+        rate = None if count is None else count / seconds
+        numbers: dict[str, Any] = {**_NO_VALUES, **metrics, "seconds": seconds, "samples_per_second": rate}
+        tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        transfer = Transfer([*tensors.values()])
 
         def read() -> dict[str, Any]:
-            numbers = transfer.read()
-            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
-            return _NO_VALUES | read
+            for name, (number,) in zip(tensors, transfer.read(), strict=True):
+                numbers[name] = number
+            return numbers
 
         def cells() -> Row:
-            skipped = None if row["skipped"] is None else bool(row["skipped"])
-            place, values = (moment.step, moment.epoch, moment.phase, self.clock.rank), (row[name] for name in METRICS)
-            return (*place, *values, skipped, custom_metrics_in(row) or None)
+            *values, skipped = _VALUES_OF(row)
+            place = moment.step, moment.epoch, moment.phase, self.clock.rank
+            return (*place, *values, None if skipped is None else bool(skipped), custom_metrics_in(row) or None)
 
-        moment = self.clock.moment
         row = read() if transfer.is_complete else PendingMetrics(read)
         if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
             self.recorder.add_metrics((moment.step, moment.phase, row), cells, now=transfer.is_complete)

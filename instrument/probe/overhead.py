@@ -57,9 +57,11 @@ class Overhead:
         if self._steps <= WARM_UP:
             return
         step_type = (unmeasured, (scheduled, "pending rows") if has_pending_rows else scheduled)
-        if step_type not in self._seconds and len(self._seconds) >= MAX_STEP_TYPES and step_type != ((), ()):
-            step_type = (OTHERS if unmeasured else (), OTHERS)
-        self._seconds.setdefault(step_type, deque(maxlen=MAX_DURATIONS)).append(seconds)
+        if step_type not in self._seconds:
+            if len(self._seconds) >= MAX_STEP_TYPES and step_type != ((), ()):
+                step_type = (OTHERS if unmeasured else (), OTHERS)
+            self._seconds.setdefault(step_type, deque(maxlen=MAX_DURATIONS))
+        self._seconds[step_type].append(seconds)
         self._counts[step_type] += 1
 
     @property

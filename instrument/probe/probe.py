@@ -53,7 +53,6 @@ from .samples import SampleBatch, checked_ids, checked_targets, scalar_targets, 
 from .scheduled_hooks import ScheduledHooks
 from .slab_rows import StatisticsRows
 
-_UNMEASURED = nullcontext()
 PHASES = (*get_args(Phase), "sanity")
 
 
@@ -197,7 +196,7 @@ class Probe(OwnedByProcess):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
-            self._scheduled.advance(update_all=True)
+            self._scheduled.advance(self.clock.moment, update_all=True)
             return self
         except BaseException:
             try:
@@ -380,11 +379,11 @@ class Probe(OwnedByProcess):
             step: The optimizer step, from 0.
             epoch: The epoch, from 0. Default: the current one.
         """
-        moment: dict[str, Any] = {"step": step, "micro_step": 0, "epoch": self.epoch if epoch is None else epoch}
+        moment = StepContext(step, 0, self.epoch if epoch is None else epoch, self.phase)
         if self._entered:
-            self._scheduled.advance(update_all=True, **moment)
+            self._scheduled.advance(moment, update_all=True)
         else:
-            self.clock.moment = self.clock.moment._replace(**moment)
+            self.clock.moment = moment
 
     def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
         """Change hooks between two steps.
@@ -398,7 +397,7 @@ class Probe(OwnedByProcess):
             self.plan.specs[name].__dict__.update(spec.__dict__)
         self._disabled = frozenset(disabled)
         if self._entered:
-            self._scheduled.advance(update_all=True)
+            self._scheduled.advance(self.clock.moment, update_all=True)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.
@@ -525,21 +524,14 @@ class Probe(OwnedByProcess):
             )
         checked = checked_metrics({"loss": loss, **metrics})
         self._note_graph(loss)
-        with self.clock.timer or _UNMEASURED, deferred_signals():
-            has_pending_rows = self.recorder.has_pending_rows
-            row = self._end_step(samples, checked)
-            self._rule_actions.act(self.step + 1)
-            if self.budget is not None:
-                self.budget.end_step(
-                    self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
-                )
-            now = time.perf_counter()
-            self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
-            self._step_started_at = now
-            self._scheduled.advance(step=self.step + 1, micro_step=0)
-            return row
+        with deferred_signals():
+            if self.clock.timer is None:
+                return self._end_step(samples, checked)
+            with self.clock.timer:
+                return self._end_step(samples, checked)
 
     def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
+        has_pending_rows = self.recorder.has_pending_rows
         if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
             self.end_micro_step()
         else:
@@ -552,6 +544,14 @@ class Probe(OwnedByProcess):
         self._hooks.update_step_coverage(row)
         self._hooks.end_step()
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
+        step = self.step + 1
+        self._rule_actions.act(step)
+        if self.budget is not None:
+            self.budget.end_step(step, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows)
+        now = time.perf_counter()
+        self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
+        self._step_started_at = now
+        self._scheduled.advance(StepContext(step, 0, self.epoch, self.phase))
         return row
 
     def write_metrics(

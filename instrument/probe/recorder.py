@@ -245,20 +245,24 @@ class Recorder:
         self.flush()
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
-        if len(parts := self._merged_stats.take(rows_elsewhere=self._merger.statistics_on_device)):
-            self._merger.add_rows(parts, self._merged_stats.slots.layout(parts.keys[:, 0]))
-        merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        for row in () if merged is None else merged.rows:
-            (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
+        merged = None if self._merger.ranks is None else self._merge(any_scheduled, local_only)
         stats, effects = self._stats.take(), self._effects.take()
         if merged is not None and merged.block is not None:
             stats = stats.followed_by(merged.block)
         further = self._take_further([*stats.others.values(), *effects.others.values()])
         relations, self._relations = self._relations, {}
         self._pending = _Step(stats, effects, merged, take(self._metrics), relations, further, is_complete)
-        is_on_host = further.transfer.is_complete and (merged is None or merged.is_complete)
-        if is_on_host and not (further.sums or further.deferred or stats.device_rows or effects.device_rows):
+        is_on_host = further is _NOTHING or (further.transfer.is_complete and not (further.sums or further.deferred))
+        if is_on_host and not (stats.device_rows or effects.device_rows) and (merged is None or merged.is_complete):
             self.flush()
+
+    def _merge(self, any_scheduled: bool, local_only: bool) -> MergedRows | None:
+        if len(parts := self._merged_stats.take(rows_elsewhere=self._merger.statistics_on_device)):
+            self._merger.add_rows(parts, self._merged_stats.slots.layout(parts.keys[:, 0]))
+        merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
+        for row in () if merged is None else merged.rows:
+            (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
+        return merged
 
     def _take_further(self, others: Sequence[_Values | _EffectValues]) -> _Further:
         """Return the results besides rows of numbers on the host, and begin to copy their numbers, and those of `others`."""
@@ -311,12 +315,20 @@ class Recorder:
         step, self._pending = self._pending, None
         if step is None:
             return
+        stats, samples = self._write_rows(step) if step.has_rows else (None, ())
+        if self.on_rows is not None:
+            self.on_rows(stats, step.metrics, samples, step.relations, step.is_complete)
+        self.sink.end_step()
+
+    def _write_rows(self, step: _Step) -> tuple[StatisticsRows | None, Sequence[SampleRows]]:
+        """Pass rows of hooks and samples to the sink. Return the rows of statistics, and the samples of this step."""
         further = step.further
         fetched = further.transfer.read()
         merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
         step.stats.fetch()
         step.effects.fetch()
-        _read_sums(step)
+        if further.sums:
+            _read_sums(step)
         stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
         lines = [(text, values.names, values.cells(fetched)) for text, values in further.lines]
         tables: defaultdict[str, list[Row]] = defaultdict(list)
@@ -341,10 +353,7 @@ class Recorder:
         self._store_decided(further.tensors, fetched)
         for cells_of_metrics in further.deferred:
             self.write("metrics", [cells_of_metrics()])
-        if self.on_rows is not None:
-            in_time = [rows for rows, batch in zip(samples, further.batches, strict=True) if not batch.is_late]
-            self.on_rows(stats_rows, step.metrics, in_time, step.relations, step.is_complete)
-        self.sink.end_step()
+        return stats_rows, [rows for rows, batch in zip(samples, further.batches, strict=True) if not batch.is_late]
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
         """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""
@@ -436,11 +445,13 @@ class _Step(NamedTuple):
     further: _Further
     is_complete: bool
 
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.further is not _NOTHING or len(self.stats) or len(self.effects) or self.merged)
+
 
 def _read_sums(step: _Step) -> None:
     """Set the sums of all tensors on a device from the copies of the memory of each device."""
-    if not step.further.sums:
-        return
     numbers_of = [(rows, copy.wait().numpy()) for rows, copy in step.further.sums]
     copied = {id(row): numbers for rows, memory in numbers_of for row, numbers in zip(rows, memory, strict=True)}
     values = [*step.stats.others.values(), *(values for _, values in step.further.lines)]

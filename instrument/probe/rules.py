@@ -187,11 +187,11 @@ class RuleActions:
             HookError: A function of `call` failed.
         """
         self.should_checkpoint = False
-        events = {event.rule: event for event in self.rules.take_fired()}
-        flags = [name in events for name in self._names]
-        if self.ranks is not None and flags:
-            flags = self.ranks.any_rank(flags)
-        to_act = [name for name, any_fired in zip(self._names, flags, strict=True) if any_fired]
+        events = self.rules.take_fired()
+        to_act = [name for name in self._names if name in events]
+        if self.ranks is not None and self._names:
+            flags = self.ranks.any_rank([name in events for name in self._names])
+            to_act = [name for name, any_fired in zip(self._names, flags, strict=True) if any_fired]
         self.fired = frozenset([*events, *to_act])
         for name in to_act:
             self._carry_out(name, events.get(name), step)

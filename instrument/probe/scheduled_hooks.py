@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
 
+from ..actions.base import StepContext
 from ..config.hook_specs import HookSpec
 from ..config.schedule import STEP_PHASES, Schedule
 from ..hooks.attached_hook import AttachedHook
@@ -57,18 +57,19 @@ class ScheduledHooks:
         self._interrupted = clock.moment  # the micro-step that a call in another phase interrupts
         self._interruptions = (-1, 0)  # the step, and the number of these calls in it
 
-    def advance(self, *, update_all: bool = False, **moment: Any) -> None:
-        """Set fields of the clock's moment, and update which hooks are scheduled.
+    def advance(self, moment: StepContext, *, update_all: bool = False) -> None:
+        """Set the clock's moment, and update which hooks are scheduled.
 
         With `update_all`, hooks are updated even if the same ones are scheduled, since their specs may have changed.
         """
-        previous_step, previous_phase = self.clock.moment.step, self.clock.moment.phase
-        self.clock.moment = self.clock.moment._replace(**moment)
-        step, phase = self.clock.moment.step, self.clock.moment.phase
-        if (step, phase) != (previous_step, previous_phase):
-            self.clock.kept.clear()
-        self.clock.phases.add(phase)
-        self.clock.micro_step_index += 1
+        clock = self.clock
+        previous_step, _, _, previous_phase = clock.moment
+        clock.moment = moment
+        step, _, _, phase = moment
+        if step != previous_step or phase != previous_phase:
+            clock.kept.clear()
+        clock.phases.add(phase)
+        clock.micro_step_index += 1
         had_compiled, self._has_compiled = self._has_compiled, has_compiled()
         changed = phase != previous_phase or self._has_compiled != had_compiled
         if update_all or not self._schedules:
@@ -101,7 +102,8 @@ class ScheduledHooks:
             self.end_micro_step()
         if moment.phase in STEP_PHASES:
             self._interrupted_micro_step = self.clock.moment.micro_step
-        self.advance(micro_step=self._interrupted_micro_step if phase in STEP_PHASES else 0, phase=phase)
+        micro_step = self._interrupted_micro_step if phase in STEP_PHASES else 0
+        self.advance(self.clock.moment._replace(micro_step=micro_step, phase=phase))
 
     def interrupt(self, phase: str) -> None:
         """Set the phase for one call of the model within the current micro-step, which `end_interruption` continues."""
@@ -109,14 +111,15 @@ class ScheduledHooks:
         step, count = self._interruptions
         count = count + 1 if step == moment.step else 0
         self._interruptions = moment.step, count
-        self.advance(micro_step=count, phase=phase)
+        self.advance(moment._replace(micro_step=count, phase=phase))
 
     def end_interruption(self) -> None:
         """Update the coverage of the hooks of the interrupting call, and continue the micro-step."""
         for attached in self._micro_step_hooks:
             if attached.is_scheduled and attached.has_opportunities:
                 attached.update_coverage()
-        self.advance(micro_step=self._interrupted.micro_step, phase=self._interrupted.phase)
+        _, micro_step, _, phase = self._interrupted
+        self.advance(self.clock.moment._replace(micro_step=micro_step, phase=phase))
 
     @property
     def has_opportunities(self) -> bool:
@@ -126,13 +129,14 @@ class ScheduledHooks:
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
         on_operations = [each for each in self._operation_hooks if each.has_opportunities]
-        if self.clock.moment.phase == "rollout" and not self.has_opportunities:
+        step, micro_step, epoch, phase = self.clock.moment
+        if phase == "rollout" and not self.has_opportunities:
             for attached in self._counted:
                 attached.count_exempt(attached.default_reason)  # random actions need no policy
         for attached in (*update_counts(self._counted), *on_operations):
             attached.update_coverage()
         self.clock.micro_step_index += 1
-        self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
+        self.clock.moment = StepContext(step, micro_step + 1, epoch, phase)
 
     def end_checkpoint(self) -> bool:
         """Update the coverage of the hooks on state dicts. Return whether any is scheduled."""

@@ -410,9 +410,7 @@ class StatisticsRows(SlabRows):
         requested, built_in = self.layout.requested, len(self.layout.built_in)
         if self.layout.scaled:
             self._divide_by_scale()
-        columns = np.empty((len(requested), len(self)))
-        for at, column in enumerate(statistics_of(self.taken.numbers, requested)):
-            columns[at] = column
+        columns = np.array(statistics_of(self.taken.numbers, requested), np.float64).reshape(len(requested), len(self))
         if self.layout.absent is not None:
             columns[self.layout.absent] = np.nan
         for name, column in zip(requested[built_in:], columns[built_in:].tolist(), strict=True):

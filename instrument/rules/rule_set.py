@@ -115,9 +115,9 @@ class RuleSet:
             for firing in firings:
                 self._report(name, firing, rows)
 
-    def take_fired(self) -> list[RuleEvent]:
-        """Return the first event of each rule that fired since the last call."""
-        fired, self._fired = list(self._fired.values()), {}
+    def take_fired(self) -> dict[str, RuleEvent]:
+        """Return the first event of each rule that fired since the last call, by its name."""
+        fired, self._fired = self._fired, {}
         return fired
 
     @property

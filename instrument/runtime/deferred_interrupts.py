@@ -54,24 +54,24 @@ class _Deferred(AbstractContextManager[None]):
                     self._handlers[number] = handler
                     _signal.signal(number, self._note)
         except BaseException:
-            self._end()
+            self.__exit__()
             raise
 
     def __exit__(self, *error: object) -> None:
-        self._end()
+        try:
+            _restore(self._handlers)
+        except BaseException:  # a restored handler may have raised an exception before the others were restored
+            _restore(self._handlers)
+            raise
+        finally:
+            if self._received:
+                _handle(self._received, self._handlers)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         self._first_at = self._first_at if self._received else now
         self._received[number] = frame
         if self._handles_second and now - self._first_at > DUPLICATE_SECONDS:
-            _handle(self._received, self._handlers)
-
-    def _end(self) -> None:
-        try:
-            _restore(self._handlers)
-        finally:  # a restored handler may have raised an exception before the others were restored
-            _restore(self._handlers)
             _handle(self._received, self._handlers)
 
 
@@ -89,12 +89,12 @@ def _restore(handlers: Handlers) -> None:
 
 def _handle(received: dict[int, FrameType | None], handlers: Handlers) -> None:
     """Call the handlers of the received signals in their order, also after one of them has raised an exception."""
-    if received:
-        number = next(iter(received))
-        frame = received.pop(number)
-        try:
-            handlers[number](number, frame)
-        finally:
+    number = next(iter(received))
+    frame = received.pop(number)
+    try:
+        handlers[number](number, frame)
+    finally:
+        if received:
             _handle(received, handlers)
 
 

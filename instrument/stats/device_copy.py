@@ -124,7 +124,7 @@ class Transfer:
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor | HostCopy] = {}
         self._known: list[list[float]] | None = None if tensors else []  # the numbers, if they need no copy
-        if len(tensors) == 1 and tensors[0].is_cpu and tensors[0].numel() == 1:  # most often a loss
+        if len(tensors) == 1 and self._layout[0][1] == 1 and tensors[0].is_cpu:  # most often a loss
             self._known = [[float(tensors[0].item())]]
         if self._known is not None:
             return

@@ -22,15 +22,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from ..tables.message_template import Message
+from ..tables.message_template import CHECKS_BYTES, PREFIX_BYTES, Message, size_of_metadata, with_room
 from .checksums import REMEDY
 from .message_stack import can_stack, stack
 
 SUFFIX = ".arrows"
 MAGIC = b"INSTRROW"
 CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; followed by the CRC-32 of all before
-CHECKS_BYTES = CHECKS.size + 4
-PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
 STACK_BYTES = 2**20  # of messages whose rows become one batch
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 
@@ -57,33 +55,37 @@ class Journal:
         # size.
         self._file = open(path, "xb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o666))  # noqa: SIM115
         try:
-            self._write(schema.serialize())
+            self._write(with_room(schema.serialize()))
         except OSError:
             self.close()
             raise
 
     def append(self, batch: pa.RecordBatch | Message) -> None:
         """Write a batch. After an error, the file has the rows that it had before."""
-        if batch.schema is not self._schema and batch.schema != self._schema:
-            self._write(batch.schema.serialize())
-        self._schema = batch.schema
-        self._write(batch.serialize())
-        self.rows += batch.num_rows
+        message = batch if isinstance(batch, Message) else Message.of(batch)
+        if message.schema is not self._schema and message.schema != self._schema:
+            self._write(with_room(message.schema.serialize()))
+        self._schema = message.schema
+        self._write(message.buffer)
+        self.rows += message.num_rows
 
-    def _write(self, message: pa.Buffer | bytearray) -> None:
-        content = _with_checksums(message)
-        size = sum(map(len, content))
+    def _write(self, message: bytearray) -> None:
+        """Write a message with its checksums."""
+        content, size, descriptor = memoryview(message), len(message), self._file.fileno()
+        body = PREFIX_BYTES + size_of_metadata(message)
+        CHECKS.pack_into(message, body - CHECKS_BYTES, MAGIC, size - body, zlib.crc32(content[body:]))
+        content[body - 4 : body] = zlib.crc32(content[: body - 4]).to_bytes(4, "little")
         try:
-            written = os.writev(self._file.fileno(), content)
+            written = os.write(descriptor, message)
             while written < size:
-                written += os.write(self._file.fileno(), b"".join(content)[written:])
+                written += os.write(descriptor, content[written:])
             if self._fsync:
-                os.fsync(self._file.fileno())
+                os.fsync(descriptor)
         except OSError:
-            os.ftruncate(self._file.fileno(), self.size)
+            os.ftruncate(descriptor, self.size)
             raise
         self.size += size
-        stat = os.fstat(self._file.fileno())
+        stat = os.fstat(descriptor)
         if stat.st_nlink == 0:
             raise FileNotFoundError(f"{self.path} was removed while it was being written")
         if stat.st_size != self.size:
@@ -187,7 +189,7 @@ class JournalReader:
     def _is_correct(self, source: pa.NativeFile) -> bool:
         """Return whether the next message is complete and has the right checksums."""
         start = source.read(PREFIX_BYTES)
-        size = _size_of_metadata(start)
+        size = size_of_metadata(start)
         metadata = source.read(size)
         checks = metadata[-CHECKS_BYTES:]
         # A complete message in which the size is damaged contains all of its checksums.
@@ -210,17 +212,3 @@ class JournalReader:
     def without_content(self) -> JournalReader:
         """Return this reading without the content that was read, as the start of the next one."""
         return replace(self, _source=None)
-
-
-def _with_checksums(message: pa.Buffer | bytearray) -> tuple[memoryview, memoryview]:
-    """Return the two parts of a message with checksums: everything before the body, and the body."""
-    content = memoryview(message)
-    metadata = content[PREFIX_BYTES : PREFIX_BYTES + _size_of_metadata(content)]
-    body = content[PREFIX_BYTES + len(metadata) :]
-    size = (len(metadata) + CHECKS_BYTES).to_bytes(4, "little")
-    start = b"".join((STREAM_MAGIC, size, metadata, CHECKS.pack(MAGIC, len(body), zlib.crc32(body))))
-    return memoryview(start + zlib.crc32(start).to_bytes(4, "little")), body
-
-
-def _size_of_metadata(start: bytes | memoryview) -> int:
-    return int.from_bytes(start[len(STREAM_MAGIC) : PREFIX_BYTES], "little")

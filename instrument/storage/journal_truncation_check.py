@@ -35,7 +35,8 @@ class RowCounts:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-        self._pairs = bytearray(PAIR.size * len(TABLES))
+        self._content = bytearray(PAIR.size * len(TABLES) + CHECKSUM.size)
+        self._pairs = memoryview(self._content)[: -CHECKSUM.size]
 
     def write(self, counts: Iterable[tuple[str, int, int]]) -> None:
         """Write for some tables the number of the next part and the number of rows in the journal. Those of the others are unchanged."""
@@ -44,7 +45,8 @@ class RowCounts:
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         for table, part, rows in counts:
             PAIR.pack_into(self._pairs, _AT[table], part, rows)
-        os.pwrite(self._file, self._pairs + CHECKSUM.pack(zlib.crc32(self._pairs)), 0)
+        CHECKSUM.pack_into(self._content, len(self._pairs), zlib.crc32(self._pairs))
+        os.pwrite(self._file, self._content, 0)
 
     def remove(self) -> None:
         """Remove the file, since no journals are left."""

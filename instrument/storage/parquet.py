@@ -69,7 +69,6 @@ class ParquetSink:
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
         self._folder_stat: os.stat_result | None = None
         self._reserve = disk_reserve_file(folder, own_rank())
-        self._has_reserve = False
         self._step: int | None = None  # the last step whose rows were written
         self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
         self._writers = {
@@ -118,29 +117,30 @@ class ParquetSink:
         if self.failure is not None:
             return
         try:
-            self._reserve_space()
+            if self._folder_stat is None:
+                self._reserve_space()
             self._tensors.end_step(wait=wait)
             names = [name for name in self._writers if name in self._rows]
-            for name in names:
-                self._writers[name].append(self._message(name, self._rows[name]))
+            steps = [step for name in names if (step := self._append(name, self._rows[name])) is not None]
             self._count([*names, "tensors"])
         except OSError as error:
             self._fail(error)
         else:
-            last = [(self._rows[name][-1], PHASE[name]) for name in names if name in PHASE]
-            latest = [
-                rows.latest if isinstance(rows, StepColumns) else (rows[-1][0], rows[-1][at]) for rows, at in last
-            ]
-            self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
+            self._step = max(steps, default=self._step)
             self._rows = {}
 
-    def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
-        if len(groups) > 1:
-            return as_batch(TABLES[table], *groups)
-        (rows,) = groups
+    def _append(self, table: str, groups: list[Sequence[Row]]) -> int | None:
+        """Write rows to the journal of a table. Return the step of the last one; None if it is not of a step."""
+        rows, template = groups[-1], self._templates[table]
+        batch: pa.RecordBatch | Message | None = as_batch(TABLES[table], *groups) if len(groups) > 1 else None
         if isinstance(rows, StepColumns):
-            return self._templates[table].message(len(rows), rows.columns(), rows.block)
-        return self._templates[table].message(len(rows), [*zip(*rows, strict=True)])
+            step, phase = rows.latest
+            batch = batch or template.message(len(rows), rows.columns(), rows.block)
+        else:
+            step, phase = rows[-1][0], rows[-1][PHASE[table]] if table in PHASE else ""
+            batch = batch or template.message_of(rows)
+        self._writers[table].append(batch)
+        return step if phase in STEP_PHASES else None
 
     def finish_parts(self) -> dict[str, int]:
         """Convert all rows to parts. Return the number of parts of each table.
@@ -181,22 +181,19 @@ class ParquetSink:
             self._counts.release()
 
     def _count(self, tables: Iterable[str]) -> None:
-        writers = [(name, self._writers[name]) for name in tables]
-        self._counts.write([(name, writer.part.number, writer.rows) for name, writer in writers])
+        self._counts.write((name, (writer := self._writers[name]).part.number, writer.rows) for name in tables)
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""
-        if not self._has_reserve:
-            self._folder_stat = os.stat(self.folder)
-            for is_last in (False, False, True):
-                self._reserve.parent.mkdir(exist_ok=True)
-                try:
-                    self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
-                    break
-                except FileNotFoundError:  # another process that ends removes the empty folder
-                    if is_last:
-                        raise
-            self._has_reserve = True
+        self._folder_stat = os.stat(self.folder)
+        for is_last in (False, False, True):
+            self._reserve.parent.mkdir(exist_ok=True)
+            try:
+                self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
+                break
+            except FileNotFoundError:  # another process that ends removes the empty folder
+                if is_last:
+                    raise
 
     def _describe_saved(self) -> str:
         try:

@@ -129,7 +129,8 @@ class TensorWriter:
         Raises:
             OSError: They could not be written.
         """
-        self._pass_on(wait=wait)
+        if self._copying:
+            self._pass_on(wait=wait)
         if self._thread is not None:
             written = threading.Event()
             self._submit(self._end_step)
@@ -232,8 +233,7 @@ class TensorWriter:
     def _message(self) -> pa.RecordBatch | Message:
         if self._buffers:
             return rows_of(self._pending).combine_chunks().to_batches()[0]
-        rows = [(*row, None, None) for row, *_ in self._pending]
-        return self._template.message(len(rows), [*zip(*rows, strict=True)])
+        return self._template.message_of([(*row, None, None) for row, *_ in self._pending])
 
     def _release_buffers(self) -> None:
         for buffer in self._buffers:

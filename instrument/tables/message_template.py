@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import starmap
+from itertools import count, starmap
 from operator import is_
 from typing import Any, NamedTuple, TypeAlias, overload
 
@@ -20,6 +20,8 @@ import pyarrow as pa
 from .sink_interface import Row
 
 Numbers = np.ndarray[Any, Any]
+PREFIX_BYTES = 8  # FFFFFFFF and the size of the metadata, at the start of a message
+CHECKS_BYTES = 24  # of the checksums of a journal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,7 +121,7 @@ class StepColumns(Sequence[Row]):
 
 
 class Message(NamedTuple):
-    """A serialized record batch, with the part of the interface of `pyarrow.RecordBatch` that a journal needs.
+    """A serialized record batch with room for the checksums of a journal.
 
     Attributes:
         buffer: The bytes. They are only valid until the next message of the same template.
@@ -129,8 +131,25 @@ class Message(NamedTuple):
     schema: pa.Schema
     buffer: bytearray
 
+    @classmethod
+    def of(cls, batch: pa.RecordBatch) -> Message:
+        return cls(batch.num_rows, batch.schema, with_room(batch.serialize()))
+
     def serialize(self) -> bytearray:
         return self.buffer
+
+
+def with_room(message: pa.Buffer) -> bytearray:
+    """Return a message of Arrow with `CHECKS_BYTES` bytes of padding between its metadata and its body."""
+    content = memoryview(message)
+    size = size_of_metadata(content)
+    metadata, body = content[PREFIX_BYTES : PREFIX_BYTES + size], content[PREFIX_BYTES + size :]
+    start = content[: PREFIX_BYTES - 4].tobytes() + (size + CHECKS_BYTES).to_bytes(4, "little")
+    return bytearray().join((start, metadata, bytes(CHECKS_BYTES), body))
+
+
+def size_of_metadata(start: bytes | bytearray | memoryview) -> int:
+    return int.from_bytes(start[PREFIX_BYTES - 4 : PREFIX_BYTES], "little")
 
 
 class MessageTemplate:
@@ -138,7 +157,8 @@ class MessageTemplate:
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
-        self._columns: Sequence[Column] = ()
+        self._columns: Sequence[Column] = ()  # of the message; empty after an interrupt: the next message begins again
+        self._rows: Sequence[Row] = ()  # likewise, if they were given as tuples
         self._block: NumberBlock | None = None
         self._is_included = [False] * len(schema)
         self._message = Message(0, pa.schema([]), bytearray())
@@ -148,16 +168,36 @@ class MessageTemplate:
         self._at: Numbers = np.empty((0, 0), np.int64)
         self._integers: list[int] = []
 
-    def message(self, count: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
+    def message(self, rows: int, columns: Sequence[Column], block: NumberBlock | None = None) -> Message:
         """Return the message of rows, given their columns in the order of the schema."""
-        known, self._columns = self._columns, ()  # after an interrupt, the next message begins again
+        known, self._columns, self._rows = self._columns, (), ()
         parts = zip(columns, known, self._numbers, strict=False)
-        changed = [part for part in parts if part[0] is not part[1] and _differ(*part[:2])]
-        is_same = known and count == self._message.num_rows and all(starmap(_replace, changed))
+        changed = [part for part in parts if part[0] is not part[1]]
+        is_same = known and rows == self._message.num_rows and all(starmap(_replace, changed))
         if not (is_same and self._replace_block(block)):
             self._begin(columns, block)
         self._block, self._columns = block, columns
         return self._message
+
+    def message_of(self, rows: Sequence[Row]) -> Message:
+        """Return the message of rows that are tuples."""
+        known, self._rows, self._columns = self._rows, (), ()
+        if len(rows) != len(known) or not all(map(self._replace_cells, count(), rows, known)):
+            self._begin([*zip(*rows, strict=True)], None)
+        self._rows = rows
+        return self._message
+
+    def _replace_cells(self, index: int, row: Row, known: Row) -> bool:
+        """Write the numbers of a row that have changed to the message. Return false if the row differs in more than its numbers."""
+        for cell, before, numbers in zip(row, known, self._numbers, strict=True):
+            if cell is before:  # as most cells
+                continue
+            if numbers is None or isinstance(cell, list) or cell is None or before is None:
+                if not _are_same((cell,), (before,)):
+                    return False
+            else:
+                numbers[index] = cell
+        return True
 
     def _replace_block(self, block: NumberBlock | None) -> bool:
         """Write the numbers of a block to the message. Return false if it has other nulls than the block before."""
@@ -180,7 +220,7 @@ class MessageTemplate:
         names = [name for name, is_included in zip(self.schema.names, self._is_included, strict=True) if is_included]
         batch = as_record_batch(self.schema, columns, block).select(names)
         schema = self._message.schema if batch.schema == self._message.schema else batch.schema
-        self._message = Message(batch.num_rows, schema, bytearray(batch.serialize()))
+        self._message = Message.of(batch)._replace(schema=schema)
         content = np.frombuffer(self._message.buffer, np.uint8)
         read = iter(pa.ipc.read_record_batch(pa.py_buffer(self._message.buffer), schema).columns)
         self._numbers = [_numbers(next(read), content) if each else None for each in self._is_included]
@@ -243,18 +283,22 @@ def _is_empty(column: Column) -> bool:
     return isinstance(column, tuple) and column.count(None) == len(column)
 
 
-def _differ(column: Column, known: Column) -> bool:
-    """Return whether columns differ, also in the sign of a zero, which `!=` ignores."""
+def _are_same(column: Column, known: Column) -> bool:
+    """Return whether columns are equal, also in the sign of a zero, which `==` ignores."""
     if column != known:
-        return True
-    if not (isinstance(column, tuple) and isinstance(known, tuple)):
         return False
-    return not all(map(is_, column, known)) and repr(column) != repr(known)
+    if not (isinstance(column, tuple) and isinstance(known, tuple)):
+        return True
+    return all(map(is_, column, known)) or repr(column) == repr(known)
 
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
-    """Write the numbers of a changed column to the message. Return false if it differs in more than its numbers."""
+    """Write the numbers of a column to the message. Return false if it differs in more than its numbers."""
     match column, known:
+        case tuple(), tuple() if not (
+            numbers is None or isinstance(column[0], list) or None in column or None in known
+        ):
+            numbers[:] = column
         case NumberColumn(), NumberColumn():
             if not _are_equal(column.nulls, known.nulls):
                 return False
@@ -265,12 +309,8 @@ def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
             if numbers is None or not np.array_equal(column.lengths, known.lengths):
                 return False
             numbers[:] = column.values
-        case tuple(), tuple():
-            if numbers is None or isinstance(column[0], list) or None in column or None in known:
-                return False
-            numbers[:] = column
         case _:
-            return False
+            return _are_same(column, known)
     return True
 
 

@@ -72,13 +72,13 @@ class Control:
 
     def _new_requests(self) -> list[Request]:
         requests: list[Request] = []
-        step = self.probe.step
         try:
             messages = [] if self._is_closed else self._folder.messages()
         except MessageError as error:
             self._report(f"messages are not read: {error}")
             return []
         for message in messages:
+            step = self.probe.step
             try:
                 texts = self._folder.read(message)
                 request = parse_changes(texts, requests[-1].settings if requests else self.settings)

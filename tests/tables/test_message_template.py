@@ -48,7 +48,8 @@ def content(message: Message | pa.RecordBatch, schema: pa.Schema) -> list[dict[s
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("table", ["effects", "metrics"])
 @pytest.mark.parametrize("nulls", [0.0, 0.01, 0.5])
-def test_rows_of_many_steps_equal_new_messages(table: str, nulls: float) -> None:
+@pytest.mark.parametrize("given", ["columns", "rows"])
+def test_rows_of_many_steps_equal_new_messages(table: str, nulls: float, given: str) -> None:
     schema = TABLES[table].plain_schema
     draw, template, reused = random.Random(table + str(nulls)), MessageTemplate(schema), 0
     labels = [cell(draw, field.type, 0, 0.0) for field in schema]
@@ -63,7 +64,8 @@ def test_rows_of_many_steps_equal_new_messages(table: str, nulls: float) -> None
             for _ in range(count)
         ]  # fmt: skip
         before = template._message.buffer
-        message = template.message(count, [*zip(*rows, strict=True)])
+        columns = [*zip(*rows, strict=True)]
+        message = template.message(count, columns) if given == "columns" else template.message_of(rows)
         reused += template._message.buffer is before
         assert message.num_rows == count
         assert content(message, schema) == content(as_batch(TABLES[table], rows), schema)
@@ -209,3 +211,25 @@ def test_sign_of_zero_is_replaced() -> None:
     for zero in (0.0, -0.0, 0.0):
         row = {"loss": zero, "custom": [("score", zero)]}
         assert repr(content(template.message(1, [(zero,), ({"score": zero},)]), schema)) == repr([row])
+    for zero in (0.0, -0.0, 0.0):
+        row = {"loss": zero, "custom": [("score", zero)]}
+        assert repr(content(template.message_of([(zero, {"score": zero})]), schema)) == repr([row])
+
+
+def test_rows_and_columns_of_one_template_alternate() -> None:
+    schema = pa.schema([("a", pa.int64()), ("b", pa.list_(pa.int32()))])
+    template = MessageTemplate(schema)
+    for number in (1000, 2000, 2000):
+        for message in (template.message(1, [(1000,), ([7],)]), template.message_of([(number, [number])])):
+            assert message.num_rows == 1
+        assert content(message, schema) == [{"a": number, "b": [number]}]
+        assert content(template.message(1, [(1000,), ([7],)]), schema) == [{"a": 1000, "b": [7]}]
+
+
+def test_interrupted_rows_leave_no_numbers_in_the_next_message() -> None:
+    schema = pa.schema([("a", pa.int64()), ("b", pa.float64())])
+    template = MessageTemplate(schema)
+    template.message_of([(0, 5.0)])
+    with pytest.raises(TypeError):
+        template.message_of([(1, object())])
+    assert content(template.message_of([(0, 7.0)]), schema) == [{"a": 0, "b": 7.0}]
