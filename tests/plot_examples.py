@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -207,6 +207,16 @@ def activated() -> Draw:
     return partial(instrument.plot.class_activation_map, run, "encoder.1", classifier=weight, classes=[0, 2])
 
 
+def when_drawn(create: Callable[[], Draw]) -> Draw:
+    """Return a plot whose data is created when it is first drawn: a run or several take half a second."""
+    created = cache(create)
+
+    def draw(**look: Any) -> Figure:
+        return created()(**look)
+
+    return draw
+
+
 def plot_examples(folder: Path) -> dict[str, Draw]:
     """Return a function of the arguments of `Look` for each plot, by name; the runs are in the folder."""
     plot = instrument.plot
@@ -215,11 +225,11 @@ def plot_examples(folder: Path) -> dict[str, Draw]:
     return {
         "attention": partial(plot.attention, attention_table(), tokens=TEXT),
         "casts": partial(plot.casts, cast_table()),
-        "class_activation_map": activated(),
+        "class_activation_map": when_drawn(activated),
         "compare": partial(plot.compare, metrics, x="optimizer.lr"),
         "compare_steps": partial(plot.compare, metrics),
         "compare_runs": partial(plot.compare, metrics[metrics["seed"] == 0]),
-        "diff": partial(plot.diff, difference(folder / "diff")),
+        "diff": when_drawn(lambda: partial(plot.diff, difference(folder / "diff"))),
         "feature_maps": partial(plot.feature_maps, map_table()),
         "gradient_flow": partial(plot.gradient_flow, stats),
         "heatmap": partial(plot.heatmap, stats, "l2"),
@@ -227,9 +237,11 @@ def plot_examples(folder: Path) -> dict[str, Draw]:
         "importance": partial(plot.importance, metrics),
         "layer_similarity": partial(plot.layer_similarity, similarity_table()),
         "logit_lens": partial(plot.logit_lens, lens_table(), tokens=TEXT),
-        "patching": partial(plot.patching, patching_sweep(folder / "patching")),
-        "patching_attribution": partial(plot.patching, attributed(), tokens=["A", "B/X", "C", "D", "A", "B"]),
-        "replay": partial(plot.replay, replayed(folder / "replay")),
+        "patching": when_drawn(lambda: partial(plot.patching, patching_sweep(folder / "patching"))),
+        "patching_attribution": when_drawn(
+            lambda: partial(plot.patching, attributed(), tokens=["A", "B/X", "C", "D", "A", "B"])
+        ),
+        "replay": when_drawn(lambda: partial(plot.replay, replayed(folder / "replay"))),
     }
 
 

@@ -17,7 +17,8 @@ import instrument.training.terminal  # noqa: F401
 from instrument.commands.job import read_config
 from instrument.config.search_path import config_loader
 
-composition(fast=True).__enter__()
+fast = composition(fast=True)  # A context manager that is not kept ends its block when it is collected.
+fast.__enter__()
 Plugins.instance()  # imports the installed plugins
 overrides = ["model=mlp", "data=digits", "hooks=activations"]
 read_config(

@@ -28,8 +28,8 @@ TIME_LIMIT = 30  # seconds per case; a case takes a few milliseconds
 
 @pytest.fixture(autouse=True)
 def one_pass(few_repeats: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the dry run of a plan to one pass: no test here reads its durations."""
-    for name in ("MIN_REPEATS", "MAX_REPEATS"):
+    """Limit the dry run of a plan to one pass over the batches of one step: no test here reads its durations."""
+    for name in ("MIN_REPEATS", "MAX_REPEATS", "BATCHES"):
         monkeypatch.setattr(f"instrument.training.dry_run.{name}", 0)
 
 

@@ -39,7 +39,7 @@ class DatasetMissingError(Exception):
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images in memory. Each image is normalised when it is read.
+    """Images in memory. An image is normalised when it is read.
 
     Args:
         images: uint8 from 0 to 255, or float32 from 0 to 1; shape [N, C, H, W].
@@ -56,9 +56,13 @@ class Images(Dataset[tuple[Tensor, int]]):
         return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image = self.images[index]
-        pixels = image.float() / 255 if image.dtype == torch.uint8 else image
-        return (pixels - self.mean) / self.std, self.targets[index]
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, int]]:
+        """Return the samples of a batch. They are normalised together, which takes a fraction of the time."""
+        images = self.images[indices]  # a copy
+        pixels = images.float().div_(255) if images.dtype == torch.uint8 else images
+        return [*zip(pixels.sub_(self.mean).div_(self.std), (self.targets[index] for index in indices), strict=True)]
 
 
 def mnist(split: str, root: str, download: bool = True) -> Images:

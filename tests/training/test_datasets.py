@@ -46,6 +46,21 @@ def test_digits_have_random_labels_with_a_probability() -> None:
         digits("train", random_labels=1.5)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_images_of_a_batch_are_normalised_and_equal_single_images(dtype: torch.dtype) -> None:
+    pixels = torch.randint(256, (6, 3, 2, 2)).to(dtype) / (1 if dtype == torch.uint8 else 255)
+    images, means, stds = pixels.to(dtype), (0.2, 0.4, 0.6), (0.5, 0.25, 0.125)
+    before = images.clone()
+    dataset = Images(images, torch.arange(6), (means, stds))
+    batch = dataset.__getitems__([4, 0, 4])
+    expected = (pixels / 255 if dtype == torch.uint8 else pixels) - torch.tensor(means).view(3, 1, 1)
+    expected = expected / torch.tensor(stds).view(3, 1, 1)
+    assert [target for _, target in batch] == [4, 0, 4]
+    assert all(torch.equal(image, expected[index]) for image, index in batch)
+    assert all(torch.equal(image, dataset[index][0]) for image, index in batch)
+    assert torch.equal(dataset.images, before)
+
+
 def test_english_has_the_descriptions_of_scikit_learn() -> None:
     from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 
