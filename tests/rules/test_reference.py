@@ -410,6 +410,24 @@ def test_other_setting_is_reported_live_and_afterwards(
         assert not any("other setting" in event.message for event in quiet)
 
 
+def test_settings_of_many_modules_leave_room_for_the_root(healthy: Path, tmp_path: Path) -> None:
+    def add_modules(model: nn.Sequential) -> None:
+        for number in range(30):
+            model[0].add_module(f"unused{number}", nn.LazyLinear(2))
+
+    rules = {"same": {"rule": "reference", "from": str(healthy)}}
+    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+        probe = train(7, tmp_path, change=add_modules, lr=0.1001, rules=rules)
+    live = probe.events[probe.events["message"].str.startswith("other setting")]
+    assert live["layer"].tolist()[:10] == [f"0.unused{number}" for number in range(10)]
+    assert live["message"].tolist()[10:] == [
+        "other setting: at step 0: 20 other modules, too",
+        "other setting: at step 0: optimizer.lr 0.1001; 0.1 in 3 healthy runs",
+    ]
+    events = rule_events(instrument.load(tmp_path), parse_rules(rules))
+    assert [event.message for event in events if "other setting" in event.message] == live["message"].tolist()
+
+
 def test_settings_that_differ_between_healthy_runs_are_not_compared(healthy: Path, tmp_path: Path) -> None:
     made = make_reference(healthy)
     assert made.settings[""]["seed"] is None
