@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from attached_runs import train_steps
@@ -408,6 +410,16 @@ def test_other_setting_is_reported_live_and_afterwards(
     for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
         quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
         assert not any("other setting" in event.message for event in quiet)
+
+
+def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
+    earlier = shutil.copytree(healthy, tmp_path / "earlier")
+    for file in earlier.glob("*/layers/*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns("settings"), file)
+    run = instrument.load(next(iter(earlier.iterdir())))
+    assert run.layers["module_type"].tolist()[:3] == ["Sequential", "Linear", "Tanh"]
+    assert run.layers["settings"].isna().all()
+    assert make_reference(earlier).settings == {}
 
 
 def test_settings_of_many_modules_leave_room_for_the_root(healthy: Path, tmp_path: Path) -> None:
