@@ -20,11 +20,6 @@ from .program_settings import module_settings
 from .recorder import Recorder, count_at_site
 
 
-def has_lazy_parameters(model: nn.Module) -> bool:
-    """Return whether some parameters have no shape yet, because their module has not run."""
-    return any(is_lazy(parameter) for parameter in model.parameters())
-
-
 def frozen_layers(plan: HookPlan) -> frozenset[str]:
     """Return the names of the modules whose own parameters are all frozen."""
     parameters = {layer.name: [parameter for _, parameter in layer.own_parameters()] for layer in plan.layers}

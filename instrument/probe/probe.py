@@ -40,7 +40,7 @@ from ..tables.sink_interface import Sink
 from ..values.dtensor import own_rank
 from .budget import Budget
 from .collectives import Ranks
-from .coverage import coverage_rows, frozen_layers, has_lazy_parameters, layer_rows, write_coverage
+from .coverage import coverage_rows, frozen_layers, layer_rows, write_coverage
 from .hook_set import HookSet
 from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
@@ -636,9 +636,9 @@ class Probe(OwnedByProcess):
         if rows := self._relations.check():
             self.recorder.write_relations(self.step, self.phase, self.clock.rank, rows)
 
-    def _write_layers(self, *, at_the_end: bool = False) -> None:
-        """Write the `layers` table once, at the end of the first step. Lazy modules delay it until their sizes are known."""
-        if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
+    def _write_layers(self) -> None:
+        """Write the `layers` table once, at the end of the first step. Lazy modules that it did not call have no sizes."""
+        if self._layers_pending:
             self._layers_pending = False
             rows = layer_rows(self.plan, self.optimizers, self._graph)
             self.recorder.write("layers", rows)
@@ -712,7 +712,7 @@ class Probe(OwnedByProcess):
             self.recorder.end_step(any_scheduled=False)
             self.recorder.flush()
             self._report_unfired()
-        self._write_layers(at_the_end=True)
+        self._write_layers()
         differences = [] if self.ranks is None else self.ranks.differences.values()
         placements = [] if self.clock.layout is None else self.clock.layout.messages()
         for rule, message in (*product(("ranks",), differences), *product(("placement",), placements)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -17,7 +18,10 @@ from torch.optim import Optimizer
 from ..plan.modules import Layers
 
 MAX_ITEMS = 16  # of a list that is a setting
+NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module
 MAX_KINDS = 8  # of the arguments of an operator that are listed
+# PyTorch frees a graph whose nodes Python has seen recursively: tens of thousands of them in a row overflow the stack.
+MAX_NODES = 10_000
 LOSS, GRAPH = "loss", "graph"
 # Operators between a parameter and the operator that uses it.
 VIEWS = frozenset(
@@ -36,7 +40,7 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
     settings: dict[str, dict[str, str]] = {}
     for layer in layers:
         own = vars(layer.module).items()
-        given = {name: value for name, value in own if not name.startswith("_") and name != "training"}
+        given = {name: value for name, value in own if not name.startswith("_") and name not in NO_SETTINGS}
         known = settings[layer.name] = _as_texts(given)
         for name, parameter in layer.own_parameters():
             full_name = f"{layer.name}.{name}".removeprefix(".")
@@ -52,8 +56,13 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
 
 
 def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: _as_text(value) for name, value in values.items()}
-    return {name: text for name, text in texts.items() if text is not None}
+    texts: dict[str, str] = {}
+    for name, value in values.items():
+        # An attribute can be anything, such as a tensor without a value or a list that contains itself: training continues.
+        with suppress(Exception):
+            if (text := _as_text(value)) is not None:
+                texts[name] = text
+    return texts
 
 
 def _as_text(value: Any) -> str | None:
@@ -66,7 +75,8 @@ def _as_text(value: Any) -> str | None:
         case list() | tuple() if len(value) <= MAX_ITEMS:
             texts = [_as_text(each) for each in value]
             return None if None in texts else str(texts).replace("'", "")
-        case Tensor() if value.numel() == 1 and not value.is_meta:
+        # Tensors of other classes can have no value, or, as distributed ones, require the other processes to read it.
+        case Tensor() if type(value) is Tensor and value.numel() == 1 and not value.is_meta:
             return str(value.item())
         case FunctionType() | BuiltinFunctionType() | type():
             return value.__name__
@@ -80,16 +90,20 @@ def graph_settings(loss: Tensor) -> dict[str, str]:
     the model, such as `graph.AddmmBackward0`. Sizes are left out, since they depend on the batch.
 
     Returns:
-        The numbers of operators by name, such as `2 (dim=1, index=0), 1 (dim=2, index=0)`; empty if the loss has no graph.
+        The numbers of operators by name, such as `2 (dim=1, index=0), 1 (dim=2, index=0)`; empty if the loss has no graph, or one with
+        more than 10,000 nodes.
     """
+    names_of = cache(_names_of_arguments)  # not longer than this call: the class of a custom function can hold tensors
     users: list[Node] = []
     of_loss = _reached([loss.grad_fn] if loss.grad_fn is not None else [], users)
     of_model = _reached(users)
+    if max(len(of_loss), len(of_model)) > MAX_NODES:
+        return {}
     texts: dict[str, str] = {}
     for part, nodes in ((LOSS, of_loss - of_model), (GRAPH, of_model)):
         kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for node in nodes:
-            kinds[node.name().rpartition("::")[2]][_arguments(node)] += 1
+            kinds[node.name().rpartition("::")[2]][_arguments(node, names_of(type(node)))] += 1
         for name, counts in sorted(kinds.items()):
             listed = ", ".join(
                 f"{count}{arguments and f' ({arguments})'}" for arguments, count in sorted(counts.items())
@@ -102,7 +116,7 @@ def _reached(nodes: Sequence[Node], users: list[Node] | None = None) -> set[Node
     """Return the nodes of a graph that follow some nodes, and these. With `users`, nodes that use parameters are put there instead."""
     found: set[Node] = set()
     left = [*nodes]
-    while left:
+    while left and len(found) <= MAX_NODES:
         node = left.pop()
         if node in found:
             continue
@@ -122,14 +136,18 @@ def _is_parameter(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
-def _arguments(node: Node) -> str:
-    values = {name: getattr(node, f"_saved_{name}") for name in _names_of_arguments(type(node))}
-    # An integer of C++ that is negative is read as one without sign.
-    signed = {name: value - 2**64 if type(value) is int and value >= 2**63 else value for name, value in values.items()}
-    return ", ".join(f"{name}={text}" for name, text in _as_texts(signed).items() if text != "None")
+def _arguments(node: Node, names: Sequence[str]) -> str:
+    values = {name: _signed(getattr(node, f"_saved_{name}")) for name in names}
+    return ", ".join(f"{name}={text}" for name, text in _as_texts(values).items() if text != "None")
 
 
-@cache
+def _signed(value: Any) -> Any:
+    """Return a value with its sign: an integer of C++ that is negative is read as one without sign."""
+    if isinstance(value, tuple):
+        return [_signed(each) for each in value]
+    return value - 2**64 if type(value) is int and value >= 2**63 else value
+
+
 def _names_of_arguments(kind: type[Node]) -> list[str]:
     """Return the names of the saved values of a kind of node, without those that are tensors, which hooks could unpack, and sizes."""
     attributes = set(dir(kind))

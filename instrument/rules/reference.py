@@ -98,6 +98,7 @@ class ReferenceRule(PersistentRule):
 
 NEW_PARAMETER, OTHER_SETTING = "new parameter", "other setting"
 MAX_SETTINGS = 4  # of a module in a message
+MAX_MODULES = 10  # that are reported, so that the root and metrics are, too: a rule reports no more than 21 events without a location
 NOT_IN_REFERENCE = -1  # the index of the limits of a parameter that no healthy run has: each value is outside
 
 
@@ -175,10 +176,14 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
             yield from self._check_metrics(rows)
 
     def _check_settings(self, settings: ModuleSettings) -> Iterator[Firing]:
-        """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out."""
+        """Yield a firing for each module with other settings, the root last. Modules within a missing or a new one are left out.
+
+        Of more than 10 modules, the number of the others is reported.
+        """
         healthy = self.reference.settings
         # A loop that passes no loss with a graph has no settings of it.
         left_out = () if has_graph(settings) and has_graph(healthy) else GRAPH_PARTS
+        firings: list[Firing] = []
         for layer in sorted(dict.fromkeys([*settings, *healthy]), key=lambda layer: not layer):
             parent = layer.rpartition(".")[0]
             if parent in settings and parent in healthy:
@@ -191,7 +196,12 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
                     here, usual = (texts.get(names[0]) or "missing" for texts in (own, known))
                     more = f"; also {shorten(names[1:], MAX_SETTINGS)}" if names[1:] else ""
                     text = f"{setting_name(layer, names[0])} {here}; {usual} in {self._healthy_runs}{more}"
-                    yield Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None)
+                    firings.append(Firing(text, float(len(names)), what=OTHER_SETTING, layer=layer or None))
+        of_modules = sum(firing.layer is not None for firing in firings)
+        yield from firings[: min(of_modules, MAX_MODULES)]
+        if (count := of_modules - MAX_MODULES) > 0:
+            yield Firing(f"{count} other modules, too", float(count), what=OTHER_SETTING)
+        yield from firings[of_modules:]
 
     def _check_metrics(self, rows: StepRows) -> Iterator[Firing]:
         for (phase, name), (low, high) in self._metrics.items():

@@ -45,6 +45,7 @@ OPTIONAL_COLUMNS = {
     SHAPE.name,
     CUSTOM.name,
     *("location", "value", "threshold"),  # of events
+    "settings",  # of layers
     "held",  # of effects
     "projection",  # of operators
     *Place._fields,  # of tensors

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import subprocess
+import sys
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +22,7 @@ import instrument
 from instrument import AlreadyAttachedError, MemorySink, Probe
 from instrument.config.parse import parse_hooks
 from instrument.plan.hook_plan import make_plan
+from instrument.probe.program_settings import graph_settings
 from instrument.tables.reasons import NEVER_DUE
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
@@ -191,6 +196,59 @@ def test_layers_have_the_operators_of_the_first_loss() -> None:
             if loss_of(loss) is loss
             else {}
         )
+
+
+def test_attributes_that_cannot_be_read_are_no_settings() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    items: list[object] = []
+    items.append(items)
+    model.items, model.number = items, 10**5000
+    model.nested = torch.nested.nested_tensor([torch.ones(1)])
+    model.buffer = nn.parameter.UninitializedBuffer()
+    model.kept, model[0].type = 2, "dense"
+    with instrument.attach(model, {"a": {**RECORD, "layers": "0"}}) as probe:
+        probe.end_step()
+        settings = probe.layers["settings"]
+    assert settings[0] == {"kept": "2"}
+    assert "type" not in settings[1]
+    assert settings[2]["weight"] == "float32 lazy"
+
+
+class _Double(torch.autograd.Function):
+    table = torch.ones(3)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return 2 * gradients[0]
+
+
+def test_operators_of_a_loss_keep_no_class() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    function = type("Function", (_Double,), {"table": torch.ones(3)})
+    table = weakref.ref(function.table)
+    settings = graph_settings(function.apply(weight * 2).mean([-1]))
+    assert settings["loss.MeanBackward1"] == "1 (dim=[-1], keepdim=False)"
+    del function
+    gc.collect()
+    assert table() is None
+
+
+def test_operators_of_a_very_deep_loss_are_left_out() -> None:
+    code = """
+import torch
+from instrument.probe.program_settings import graph_settings
+loss = torch.ones(1, requires_grad=True)
+for _ in range(200_000):
+    loss = loss + 1
+print(graph_settings(loss))
+del loss
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "{}\n")
 
 
 # ----------------------------------------------------------------------------------- steps and metrics

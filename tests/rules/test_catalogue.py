@@ -360,6 +360,7 @@ EVENTS: dict[str, tuple[Any, list[Step], int]] = {
     "equal attention weights of one key": ("tensor_variance", values({**CONV, "path": "1"}, "std", [0.0] * 9), 0),
     "small attention weights at first": ("poor_initialization", [Step(rows=[*outputs(1.0, 0.3)[0]["rows"], WEIGHTS])], 0),
     "small last layers of branches": ("poor_initialization", outputs(1.1, 3e-5, 0.9, 1e-5, 1.0, 2e-5, 1.2, 1.0), 0),
+    "one small output among equal ones": ("poor_initialization", outputs(1.0, 1.0, 1.0, 1e-5, 1.0, 1.0, 1.0, 1.0), 0),
     "outputs that grow in every second layer": ("poor_initialization", outputs(1.0, 1e-2, 1e2, 1.0, 1e4, 1e2), 1),
     "a metric of zero": ("all_zero", values({**OUTPUT, "path": "clip_fraction", "numel": 1}, "zero_fraction", [1.0] * 9), 0),
     "the gradient of one number": ("all_zero", values({**GRADIENT, "numel": 1}, "zero_fraction", [1.0] * 9), 1),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from attached_runs import train_steps
@@ -408,6 +410,34 @@ def test_other_setting_is_reported_live_and_afterwards(
     for chosen in ({"stats": ["loss"]}, {"hook": ["outputs"]}):
         quiet = rule_events(instrument.load(tmp_path), parse_rules({"same": {**rules["same"], **chosen}}))
         assert not any("other setting" in event.message for event in quiet)
+
+
+def test_runs_of_earlier_versions_have_layers_without_settings(healthy: Path, tmp_path: Path) -> None:
+    earlier = shutil.copytree(healthy, tmp_path / "earlier")
+    for file in earlier.glob("*/layers/*.parquet"):
+        pq.write_table(pq.read_table(file).drop_columns("settings"), file)
+    run = instrument.load(next(iter(earlier.iterdir())))
+    assert run.layers["module_type"].tolist()[:3] == ["Sequential", "Linear", "Tanh"]
+    assert run.layers["settings"].isna().all()
+    assert make_reference(earlier).settings == {}
+
+
+def test_settings_of_many_modules_leave_room_for_the_root(healthy: Path, tmp_path: Path) -> None:
+    def add_modules(model: nn.Sequential) -> None:
+        for number in range(30):
+            model[0].add_module(f"unused{number}", nn.LazyLinear(2))
+
+    rules = {"same": {"rule": "reference", "from": str(healthy)}}
+    with pytest.warns(instrument.InstrumentWarning, match="other setting: at step 0"):
+        probe = train(7, tmp_path, change=add_modules, lr=0.1001, rules=rules)
+    live = probe.events[probe.events["message"].str.startswith("other setting")]
+    assert live["layer"].tolist()[:10] == [f"0.unused{number}" for number in range(10)]
+    assert live["message"].tolist()[10:] == [
+        "other setting: at step 0: 20 other modules, too",
+        "other setting: at step 0: optimizer.lr 0.1001; 0.1 in 3 healthy runs",
+    ]
+    events = rule_events(instrument.load(tmp_path), parse_rules(rules))
+    assert [event.message for event in events if "other setting" in event.message] == live["message"].tolist()
 
 
 def test_settings_that_differ_between_healthy_runs_are_not_compared(healthy: Path, tmp_path: Path) -> None:
