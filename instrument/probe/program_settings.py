@@ -9,6 +9,7 @@ from functools import cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -16,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ..plan.modules import Layers
+from ..storage.remote_errors import IS_SECRET
 
 MAX_ITEMS = 16  # of a list that is a setting
 NO_SETTINGS = ("training", "type")  # attributes: the mode depends on the phase, and the type is that of the module
@@ -58,6 +60,8 @@ def module_settings(layers: Layers, optimizers: Sequence[Optimizer]) -> dict[str
 def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, value in values.items():
+        if isinstance(value, str) and IS_SECRET.search(name):
+            continue
         # An attribute can be anything, such as a tensor without a value or a list that contains itself: training continues.
         with suppress(Exception):
             if (text := _as_text(value)) is not None:
@@ -66,9 +70,9 @@ def _as_texts(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _as_text(value: Any) -> str | None:
-    """Return a setting as text; None for an object that is not a setting, and for text that can be a path or a secret."""
+    """Return a setting as text; None for an object that is not a setting, and for text that can be a path."""
     match value:
-        case None | bool() | int() | float() | torch.dtype():
+        case None | bool() | int() | float() | np.generic() | torch.dtype():
             return str(value)
         case str():
             return str(value) if value.isidentifier() else None

@@ -133,7 +133,6 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
 
 
 def _rank_correlation(values: FloatArray) -> float:
-    """Return the rank correlation of values with their order."""
     """Return the rank correlation of values with their order. Equal values have the same rank."""
     ranks = np.unique(values, return_inverse=True)[1]
     return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])

@@ -18,7 +18,7 @@ NO_CREDENTIALS = (
 )
 MAX_LETTERS = 300  # of a message
 MIN_SECRET_LENGTH = 6  # The minimum length of a secret; shorter strings also occur in ordinary words.
-_IS_SECRET = re.compile(
+IS_SECRET = re.compile(
     r"secret|token|passw|credential|access_key|account_key|api_key|connection_string|^key$", re.IGNORECASE
 )
 
@@ -41,14 +41,14 @@ def without_secrets(text: str) -> str:
 
 def _secrets() -> set[str]:
     """Return the values of settings with secret names, in the environment and in the fsspec configuration."""
-    secrets = {value for name, value in os.environ.items() if _IS_SECRET.search(name)}
+    secrets = {value for name, value in os.environ.items() if IS_SECRET.search(name)}
     if (fsspec := sys.modules.get("fsspec")) is not None:
         settings = [*fsspec.config.conf.items()]
         while settings:
             name, value = settings.pop()
             if isinstance(value, Mapping):
                 settings += value.items()
-            elif _IS_SECRET.search(str(name)):
+            elif IS_SECRET.search(str(name)):
                 secrets.add(str(value))
     return {secret for secret in secrets if len(secret) >= MIN_SECRET_LENGTH}
 

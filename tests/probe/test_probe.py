@@ -119,7 +119,7 @@ class _Block(nn.Module):
         self.weight = weight
         self.scale, self.sizes, self.function, self.norm_layer = 0.125, (2, None), torch.relu, nn.LayerNorm
         self.mode, self.folder, self.table, self._hidden, self.long = "mean", "/data/x", torch.ones(3), 1, [0] * 99
-        self.gain = torch.tensor(2.0)
+        self.gain, self.api_token, self.count = torch.tensor(2.0), "hf_AbCd", np.int64(3)
 
 
 def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
@@ -154,6 +154,7 @@ def test_layers_have_the_settings_of_modules_and_optimizers() -> None:
         "norm_layer": "LayerNorm",
         "mode": "mean",
         "gain": "2.0",
+        "count": "3",
         "weight": "that of 0.weight",
         "weight.optimizer": "optimizer[0]",
     }
