@@ -27,6 +27,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -130,9 +131,9 @@ def run(job: tuple[Program, str, int], **settings: Any) -> Result:
     finally:
         if process.pid is not None and process.is_alive():
             process.join(2)
-            if process.is_alive():
+            with suppress(ProcessLookupError):  # it ended in the meantime
                 os.killpg(process.pid, signal.SIGKILL)
-                process.join()
+            process.join()
 
 
 def jobs_of(programs: Sequence[Program], only: Sequence[str], seeds: int) -> Iterator[tuple[Program, str, int]]:
