@@ -7,13 +7,14 @@ the fault. The healthy twin of a fault is the function without that name.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 import instrument
 from instrument.config.rules import default_rules
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.plan.modules import Layers
+from instrument.probe import coverage
+from instrument.probe.program_settings import module_settings
 
 HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu", "transformer", "moe")
 EVERY = 10  # the hook sets record one step of ten
@@ -193,13 +197,16 @@ def hooks(model: nn.Module) -> dict[str, Any]:
 def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[AttachedProbe]:
     """Attach the packaged hook sets with the default rules, and add the results to `RECORDING` at the end.
 
+    Attributes of the classes of the programs are no settings, since the name of the fault is among them.
+
     Args:
         model: The model.
         optimizer: Its optimizers.
         options: Further arguments of `instrument.attach`.
     """
     options |= {"rules": RECORDING.rules, "out": RECORDING.out}
-    with instrument.attach(model, hooks(model), optimizer=optimizer, **options) as probe:
+    own_settings = patch.object(coverage, "module_settings", _settings_of_libraries)
+    with own_settings, instrument.attach(model, hooks(model), optimizer=optimizer, **options) as probe:
         yield probe
     events, rules = probe.run.events, {*default_rules(), "reference"}
     if RECORDING.rules is not None:
@@ -210,10 +217,19 @@ def attach(model: nn.Module, optimizer: Any, **options: Any) -> Iterator[Attache
                     {"rule": event.rule, "layer": layer, "step": int(event.step), "message": event.message}
                 )
         found = probe.run.findings
-        found = found[found["rule"].isin(rules)]
-        RECORDING.findings.extend(found[["rule", "layer", "step", "advice"]].astype(object).to_dict("records"))
+        found = found.loc[found["rule"].isin(rules), ["rule", "layer", "step", "advice"]].astype(object)
+        RECORDING.findings.extend(found.where(found.notna(), None).to_dict("records"))
     metrics = probe.run.metrics
     RECORDING.losses.extend(metrics.loss[metrics.phase == "train"].astype(float))
+
+
+def _settings_of_libraries(layers: Layers, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, str]]:
+    settings = module_settings(layers, optimizers)
+    modules = {module for names in COLLECTIONS.values() for module in names}
+    for layer in layers:
+        if type(layer.module).__module__ in modules:
+            settings[layer.name] = {k: text for k, text in settings[layer.name].items() if k not in vars(layer.module)}
+    return settings
 
 
 def in_two_processes(worker: Callable[..., None], *arguments: Any) -> None:

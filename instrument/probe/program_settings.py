@@ -156,7 +156,7 @@ def _names_of_arguments(kind: type[Node]) -> list[str]:
     """Return the names of the saved values of a kind of node, without those that are tensors, which hooks could unpack, and sizes."""
     attributes = set(dir(kind))
     saved = sorted(name.removeprefix("_saved_") for name in attributes if name.startswith("_saved_"))
-    sizes = ("size", "numel", "stride", "sym")
+    sizes = ("size", "numel", "stride", "sym", "length")
     return [
         name for name in saved if f"_raw_saved_{name}" not in attributes and not any(part in name for part in sizes)
     ]
