@@ -267,11 +267,15 @@ def part_of(finding: Mapping[str, Any]) -> str:
     return next(parts, "")
 
 
-def names_place(fault: Fault, finding: Mapping[str, Any]) -> bool:
-    """Return whether a finding of the rule `reference` has the layer of a fault, or the part of a training step that it affects first."""
+def names_place(fault: Fault, finding: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    """Return whether a finding of the rule `reference` has the layer of a fault, or the part of a training step that it affects first.
+
+    Operators that follow the last layers with parameters are of the forward pass or of the loss.
+    """
     patterns = [pattern for cause in fault.causes if (pattern := cause.partition("@")[2])]
     is_there = any(fnmatchcase(finding["layer"] or "", pattern) for pattern in patterns)
-    return is_there or part_of(finding) in PARTS.get(fault.category, ("forward",))
+    parts = {part_of(finding)} | ({"forward"} if ": loss." in event["message"] else set())
+    return is_there or not parts.isdisjoint(PARTS.get(fault.category, ("forward",)))
 
 
 def report_reference(runs: Runs) -> None:
@@ -285,7 +289,7 @@ def report_reference(runs: Runs) -> None:
             is_timely = event is not None and in_time(fault, event)
             found = bool(judge(fault, result, twin)[0])
             finding = next((each for each in result.findings if each["rule"] == "reference"), None)
-            is_right = is_timely and finding is not None and names_place(fault, finding)
+            is_right = event is not None and is_timely and finding is not None and names_place(fault, finding, event)
             for key in (program.group, "all"):
                 counts[key].update(faults=1, found=found, timely=is_timely, right=is_right, either=found or is_right)
             what = "" if event is None else event["message"]
