@@ -65,10 +65,11 @@ def coverage_rows(
         running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
         never_turned_on: The hooks that wait for a rule that did not fire.
     """
-    firing: dict[str, set[int]] = {}  # the modules at which each hook fired
+    firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
+    complete: dict[str, set[int]] = {}  # the modules at which each hook fired as often as expected
     for attached in attached_hooks:
-        if attached.fired:
-            firing.setdefault(attached.site.spec.name, set()).add(id(attached.site.layer.module))
+        if attached.fired >= attached.expected:
+            complete.setdefault(attached.site.spec.name, set()).add(id(attached.site.layer.module))
     fired_now = [min(attached.opportunities, attached.firings) for attached in attached_hooks]  # in an incomplete step
     return [
         {
@@ -86,23 +87,26 @@ def coverage_rows(
             if running and attached.is_scheduled and not attached.expected and (more or not attached.exemptions)
             else reasons.NOT_TURNED_ON
             if attached.site.spec.name in never_turned_on
-            else _reason(attached, layers, firing),
+            else _reason(attached, layers, firing, complete.get(attached.site.spec.name, ())),
         }
         for attached, more in zip(attached_hooks, fired_now, strict=True)
     ]
 
 
-def _reason(attached: AttachedHook, layers: Layers, firing: Mapping[str, Collection[int]]) -> str:
+def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str], complete: Collection[int]) -> str:
     """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
-    The most frequent reason comes first. `firing` has the hooks that fired, with the ids of the modules at which they did.
+    The most frequent reason comes first.
+
+    Args:
+        firing: The names of the hooks that fired.
+        complete: The ids of the modules at which this hook fired as often as expected.
     """
     if attached.role in ATTENTION_ROLES and attached.site.spec.name in firing and _has_no_attention(attached):
         return reasons.ATTENTION_ELSEWHERE
     if attached.expected:
         reported = attached.reasons.most_common() if attached.fired < attached.expected else ()
-        seen = firing.get(attached.site.spec.name, ())
-        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers, seen) for reason, _ in reported))
+        return "; ".join(dict.fromkeys(_refined_reason(reason, attached, layers, complete) for reason, _ in reported))
     if attached.exemptions:
         spec = attached.site.spec
         if attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION, reasons.NO_ATTENTION}:
@@ -125,8 +129,8 @@ def _has_no_attention(attached: AttachedHook) -> bool:
     return bool(attached.exemptions) and attached.exemptions.keys() <= no_attention
 
 
-def _refined_reason(reason: str, attached: AttachedHook, layers: Layers, seen: Collection[int]) -> str:
-    """Refine a reason by what is known at the end of the run. `seen`: the ids of the modules at which the hook fired."""
+def _refined_reason(reason: str, attached: AttachedHook, layers: Layers, complete: Collection[int]) -> str:
+    """Refine a reason by what is known at the end of the run; see `_reason`."""
     if (elsewhere := reasons.in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
     if attached.site.layer.is_script and reason == reasons.default_reason(attached.site.spec.definition):
@@ -140,7 +144,7 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers, seen: C
         return reasons.OWN_CALL
     parents = layers.parents(layer)
     found = reasons.fused_attention_reason(layer.module, parents)
-    if found == reasons.PROJECTION and id(parents[0]) in seen and layer.name not in attached.site.spec.globs:
+    if found == reasons.PROJECTION and id(parents[0]) in complete and layer.name not in attached.site.spec.globs:
         return reasons.PROJECTION_OF_MATCHED_ATTENTION
     return found or (reasons.NOT_CALLED_COPIED if attached.copied else reason)
 

@@ -24,7 +24,7 @@ REPLACED = "the module was replaced during the run; the new module has no hooks"
 REMOVED = "the parameter was removed from its module during the run (set to None)"
 _NO_PROJECTION_CALL = "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally"
 PROJECTION = f"{_NO_PROJECTION_CALL}; hook the attention module or the parameters"
-PROJECTION_OF_MATCHED_ATTENTION = f"{_NO_PROJECTION_CALL}; the hook fired at the attention module"
+PROJECTION_OF_MATCHED_ATTENTION = f"{_NO_PROJECTION_CALL}; the hook matches the attention module, too"
 INLINED = (
     "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
     "of the graph, or hook the parameters"
