@@ -111,8 +111,8 @@ class ReferenceRanges(PersistentLocatedRule[ReferenceRule], name="reference"):
     advice_in: ClassVar[Mapping[Part, str]] = {
         "forward": "The forward pass differs first: compare the data, the parameters of the model and their initial values, and the "
         "settings, the code and the mode of this layer.",
-        "loss": "The loss differs first: compare the targets, the order of the samples and the loss function; for an evaluation, "
-        "also its data and the mode of the model.",
+        "loss": "The loss differs first: compare what the program computes from the outputs of its last layers, the targets, the order of "
+        "the samples and the loss function; for an evaluation, also its data and the mode of the model.",
         "backward": "The gradients differ first: compare the targets, the loss function, and what changes gradients, such as "
         "accumulation, clipping, scaling and detached tensors.",
         "update": "The updates differ first: compare the optimizer, its settings, its learning rate and schedule, and its parameters.",
