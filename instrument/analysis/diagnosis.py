@@ -261,14 +261,10 @@ class _Timeline:
     def position(self, event: RuleEvent) -> tuple[int, int]:
         """Return the position in the order of a training step: its part, and the one within this part."""
         if event.message.startswith(OTHER_SETTING):
-            name = _first_word(event)
-            if name.endswith(".optimizer") or (event.layer is None and name.startswith("optimizer")):
+            name, is_of_root = _first_word(event), event.layer is None
+            if name.endswith(".optimizer") or (is_of_root and name.startswith("optimizer")):
                 return UPDATE, 0
-            return (
-                (LOSS, 0)
-                if name.startswith("loss.") and event.layer is None
-                else (FORWARD, self._rank(event.layer or ""))
-            )
+            return (LOSS, 0) if is_of_root and name.startswith("loss.") else (FORWARD, self._rank(event.layer or ""))
         if event.location is None:
             return PARTS_OF_METRICS.get(_first_word(event), LOSS), 0
         hook, role = hook_and_role(event.location)
