@@ -23,13 +23,14 @@ class FailingModel(nn.Sequential):
         super().__init__(
             nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
         )
-        self.rank, self.how, self.left = rank, how, after + passes
+        # Private, so that they are no settings of the model: these differ between the runs.
+        self._rank, self._how, self._left = rank, how, after + passes
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
-            self.left -= 1
-            if self.left < 0 and os.environ.get("RANK") == str(self.rank):
-                if self.how == "kill":
+            self._left -= 1
+            if self._left < 0 and os.environ.get("RANK") == str(self._rank):
+                if self._how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise ValueError("this batch is bad")
         output: Tensor = super().forward(input)
