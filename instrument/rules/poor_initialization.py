@@ -14,21 +14,21 @@ from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 LARGE_CHANGE = 0.5  # of a block, relative to its input
-TREND = 0.5  # the smallest rank correlation of outputs that grow or shrink from layer to layer
 PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
 class PoorInitializationRule(RuleBase):
-    """At the first step, the `std` of the outputs of layers with weights differs by orders of magnitude, or all weights are equal.
+    """At the first step, the `std` of outputs grows or shrinks with depth by orders of magnitude, or all weights of a layer are equal.
 
     Units with equal weights have equal gradients, and stay equal (Goodfellow et al. 2016, Deep Learning, section 8.4). The weights
     after the first update are the initial ones plus the update, so that equal ones have the `std` of the update. Weights that are zero
     are a usual start of some layers, but not of more than half of them: they pass no gradient to the layers before.
 
-    A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). PyTorch's
-    default shrinks it to about a third per layer, so that only a far larger ratio is reported, and only if the `std` changes from layer to
-    layer: its rank correlation with the order of the layers is at least 0.5 or at most -0.5. Single layers with small outputs, such as
-    the last ones of residual branches, are usual (Zhang et al. 2019, https://arxiv.org/abs/1901.09321).
+    A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). A bad one changes
+    it by about the same factor in each layer with weights: the logarithm of the `std` is a line over the index of the layer. The factor
+    from the first layer to the last one is that of the line with the least squares. PyTorch's default shrinks the `std` to about a third
+    per layer, so that only a far larger factor is reported. Some layers with small outputs are usual, such as the last ones of residual
+    branches (Zhang et al. 2019, https://arxiv.org/abs/1901.09321), and hardly change the line.
 
     With `branch_ratio` and `input_cosine` of the changes of blocks, such as `hooks=transformer`, it is also reported if most blocks
     add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
@@ -41,7 +41,7 @@ class PoorInitializationRule(RuleBase):
     """
 
     factor: Annotated[float, Field(gt=1)] = Field(
-        1e4, description="The largest std exceeds this many times the smallest one."
+        1e4, description="The factor by which the std grows or shrinks from the first layer to the last one."
     )
 
 
@@ -85,19 +85,18 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
             yield from self._check_blocks(rows, chosen)
 
     def _check_outputs(self, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        values = np.array([std[at] if location.is_output else 0.0 for at, location in enumerate(chosen.locations)])
-        if not (values > 0).any():
+        outputs = [at for at, location in enumerate(chosen.locations) if location.is_output and std[at] > 0]
+        if len(outputs) < 2:
             return
-        positive = np.where(values > 0, values, np.nan)
-        low, high = int(np.nanargmin(positive)), int(np.nanargmax(positive))
-        ratio = float(values[high] / values[low])
-        if ratio > self.spec.factor and abs(_rank_correlation(positive[~np.isnan(positive)])) >= TREND:
-            at, other = (low, high) if low > high else (high, low)  # the later layer is where it arrives
+        slope, _ = np.polyfit(np.arange(len(outputs)), np.log(std[outputs]), 1)
+        factor = float(np.exp(abs(slope) * (len(outputs) - 1)))
+        if factor > self.spec.factor:
+            first, last = sorted((min(outputs, key=std.__getitem__), max(outputs, key=std.__getitem__)))
             text = (
-                f"std {values[at]:.2g}, but {values[other]:.2g} in {chosen.locations[other].layer or '.'}: "
-                f"a ratio above {self.spec.factor:g}"
+                f"std {std[last]:.2g}, but {std[first]:.2g} in {chosen.locations[first].layer or '.'}: from layer to layer, outputs "
+                f"{('shrink', 'grow')[int(slope > 0)]} by a factor above {self.spec.factor:g} in all"
             )
-            yield Firing(text, ratio, self.spec.factor, chosen.locations[at])
+            yield Firing(text, factor, self.spec.factor, chosen.locations[last])
 
     def _check_blocks(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         ratio, cosine = (chosen.values(rows.column(name), self.merge) for name in ("branch_ratio", "input_cosine"))
@@ -130,9 +129,3 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
 
     def bounds(self) -> Bounds | None:
         return Bounds("mean") if self._done else None
-
-
-def _rank_correlation(values: FloatArray) -> float:
-    """Return the rank correlation of values with their order. Equal values have the same rank."""
-    ranks = np.unique(values, return_inverse=True)[1]
-    return float(np.corrcoef(ranks, np.arange(len(values)))[0, 1])
