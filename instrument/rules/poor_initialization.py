@@ -14,6 +14,7 @@ from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 LARGE_CHANGE = 0.5  # of a block, relative to its input
+NORMALIZED = 0.01  # the largest difference from 1 of the `rms` of a block that ends with a normalization
 PARALLEL = 2.0  # how many times the length of a change without a part in the direction of the input
 
 
@@ -33,7 +34,8 @@ class PoorInitializationRule(RuleBase):
     With `branch_ratio` and `input_cosine` of the changes of blocks, such as `hooks=transformer`, it is also reported if most blocks
     add a multiple of their input, such as a residual connection that is applied twice. What new weights compute is nearly orthogonal to
     the input, so that a change of r times the input turns it by the angle arctan(r) (He et al. 2016, https://arxiv.org/abs/1603.05027,
-    section 3.1, for the exponential growth of scaled shortcuts).
+    section 3.1, for the exponential growth of scaled shortcuts). Blocks whose outputs have an `rms` of 1 do not count: they end with a
+    normalization, which scales small embeddings.
 
     The first loss of a classifier is also reported if it is more than three times that of a uniform prediction of its K classes, and more
     than 3 above it: log(K) (Karpathy 2019, https://karpathy.github.io/2019/04/25/recipe/, "verify loss @ init").
@@ -85,13 +87,13 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
             yield from self._check_blocks(rows, chosen)
 
     def _check_outputs(self, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:
-        outputs = [at for at, location in enumerate(chosen.locations) if location.is_output and std[at] > 0]
+        outputs = np.flatnonzero([location.is_output for location in chosen.locations] & (std > 0) & (std < np.inf))
         if len(outputs) < 2:
             return
         slope, _ = np.polyfit(np.arange(len(outputs)), np.log(std[outputs]), 1)
         factor = float(np.exp(abs(slope) * (len(outputs) - 1)))
         if factor > self.spec.factor:
-            first, last = sorted((min(outputs, key=std.__getitem__), max(outputs, key=std.__getitem__)))
+            first, last = sorted(outputs[[std[outputs].argmin(), std[outputs].argmax()]])
             text = (
                 f"std {std[last]:.2g}, but {std[first]:.2g} in {chosen.locations[first].layer or '.'}: from layer to layer, outputs "
                 f"{('shrink', 'grow')[int(slope > 0)]} by a factor above {self.spec.factor:g} in all"
@@ -100,6 +102,11 @@ class PoorInitialization(LocatedRule[PoorInitializationRule], name="poor_initial
 
     def _check_blocks(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         ratio, cosine = (chosen.values(rows.column(name), self.merge) for name in ("branch_ratio", "input_cosine"))
+        near_1 = abs(rows.column("rms") - 1) < NORMALIZED
+        normalized = {
+            at.layer for at, is_near in zip(rows.layout.locations, near_1, strict=True) if is_near and at.is_output
+        }
+        ratio = np.where([at.layer in normalized for at in chosen.locations], np.nan, ratio)
         orthogonal = np.sqrt(np.maximum(1 - cosine**2, 0))  # the sine of the angle
         scaled = np.flatnonzero((ratio > LARGE_CHANGE) & (ratio * cosine > PARALLEL * orthogonal))
         if 2 * len(scaled) > np.count_nonzero(~np.isnan(ratio)):

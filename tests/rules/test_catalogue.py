@@ -517,14 +517,32 @@ def test_samples_of_one_class_are_imbalanced() -> None:
 
 @pytest.mark.parametrize(("kept", "count"), [(1.0, 0), (2.0, 1), (0.5, 0)])
 def test_blocks_that_add_their_input_twice_are_a_poor_initialization(kept: float, count: int) -> None:
-    generator, rows = np.random.default_rng(0), []
+    generator = np.random.default_rng(0)
     stream = generator.normal(size=1000)
+    rows: list[dict[str, Any]] = []
     for block in range(3):
         before, norm = stream, np.linalg.norm(stream)
         stream = kept * before + 0.5 * norm * generator.normal(size=1000) / np.sqrt(1000)
-        ratio, cosine = np.linalg.norm(stream - before) / norm, stream @ before / np.linalg.norm(stream) / norm
-        rows.append({**OUTPUT, "role": "change", "layer": str(block), "branch_ratio": ratio, "input_cosine": cosine})
+        rows += changed_block(str(block), before, stream)
     assert [event.layer for event in fired("poor_initialization", [Step(rows=rows)])] == ["0"] * count
+
+
+@pytest.mark.parametrize(("scale", "count"), [(1.0, 0), (2.0, 1)])
+def test_blocks_that_normalize_small_embeddings_are_not_reported(scale: float, count: int) -> None:
+    before = 0.1 * np.random.default_rng(0).normal(size=1000)
+    rows = changed_block("0", before, scale * before / np.sqrt(np.mean(before**2)))
+    assert len(fired("poor_initialization", [Step(rows=rows)])) == count
+
+
+def changed_block(layer: str, before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the change and of the output of a block."""
+    norms = np.linalg.norm(before), np.linalg.norm(after)
+    change = {
+        "branch_ratio": np.linalg.norm(after - before) / norms[0],
+        "input_cosine": after @ before / np.prod(norms),
+    }
+    output = {**OUTPUT, "layer": layer, "module_type": "Block"}
+    return [{**output, "role": "change", **change}, {**output, "rms": np.sqrt(np.mean(after**2))}]
 
 
 def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
