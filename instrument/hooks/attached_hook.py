@@ -20,8 +20,8 @@ from ..config.record import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import HookError, InstrumentError
 from ..fields.globs import matches
-from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
+from ..plan.tensor_checks import check_shape
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..stats.sums import needs_of

@@ -25,8 +25,16 @@ from ..actions.intervention import describe
 from ..config.base import HookBase
 from ..errors import HookError
 from ..plan.attention_weights import attention_of
-from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
-from ..plan.mode_pauses import needs_pause, register_pauses
+from ..plan.function_calls import (
+    RESHAPING,
+    FunctionMode,
+    Owner,
+    RunningModule,
+    module_frame,
+    needs_pause,
+    register_pauses,
+    written_tensor,
+)
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.flatten import unreadable

@@ -25,8 +25,8 @@ from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
 from ..hooks.distributed_scope import Parallel
-from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
+from ..plan.tensor_checks import check_parameters
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..relations.exchange import has_processes

@@ -27,8 +27,7 @@ from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
-from ..plan.hook_plan import HookPlan
-from ..plan.remarks import remarks
+from ..plan.hook_plan import HookPlan, remarks
 from ..relations.relation_set import RelationSet
 from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet

@@ -27,7 +27,7 @@ from ..fields.targets import argument_names, build
 from ..plan.cost import Length
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
-from ..plan.tensor_path_checks import check_functions, check_paths
+from ..plan.tensor_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
 from ..probe.probe import Probe
 from ..probe.samples import targets_of

@@ -24,8 +24,8 @@ from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.plain_calls import current_transform
 from ..plan.cost import Length, firings_of
-from ..plan.dimension_checks import misfit, stand_in
 from ..plan.hook_plan import HookPlan, Site
+from ..plan.tensor_checks import misfit, stand_in
 from ..stats.flatten import unreadable
 from ..values.nested import iter_tensors
 from .loader import LoadedBatch, PhaseBatches

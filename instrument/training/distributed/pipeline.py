@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from ...errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
-from ...plan.hook_plan import HookPlan, Site
-from ...plan.layer_selection import no_such_layer
+from ...plan.hook_plan import HookPlan, Site, no_such_layer
 from ...plan.modules import Layers
 from ...plan.shape_inference import without_side_effects
 from ...runtime.own_collectives import own_collectives

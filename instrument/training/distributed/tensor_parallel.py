@@ -21,7 +21,7 @@ from ...errors import ConfigError, Problem, raise_problems, user_code_location
 from ...fields.field_types import Target
 from ...fields.targets import build
 from ...formatting import shorten
-from ...plan.layer_selection import no_such_layer
+from ...plan.hook_plan import no_such_layer
 from ...plan.modules import Layer, Layers
 from ...plan.shape_inference import without_side_effects
 from ...runtime.own_collectives import own_collectives
