@@ -31,7 +31,7 @@ from ..storage.control_folder import MAX_BYTES, request_changes
 from . import check_packages
 from .live_pages import LivePage, LiveSweepPage
 from .live_run import LiveRun
-from .numbers import as_json
+from .make_report import as_json
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")  # any port: it differs behind a tunnel of ssh

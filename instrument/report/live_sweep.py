@@ -15,8 +15,7 @@ from ..analysis.overview import sparkline
 from ..formatting import format_number
 from ..training.sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
 from .charts import metric_curves
-from .live_run import LiveRun
-from .live_terminal import STATUS_COLOURS
+from .live_run import STATUS_COLOURS, LiveRun
 from .sweep_page import MAX_CURVE_VALUES, METRICS
 
 OTHER_LINES = 5
