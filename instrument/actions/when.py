@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config.base import HookBase, ObservationSpec
-from ..config.when import Condition
+from ..config.schedule import Condition
 from ..runtime.selective_checkpoint import unseen_by_checkpoint
 from ..stats.portable import widest
 from ..stats.sums import needs_of

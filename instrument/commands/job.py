@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
 from ..config.hydra_internals import BASIC_SWEEPER
-from ..config.packaged import conf_folder
 from ..config.parse import parse_config
+from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..formatting import shown_path
 from ..rules.requirements import check_rules

@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 from ..config.base import ObservationSpec
 from ..config.experiment import TRACKERS, SinkConfig
 from ..config.hook_specs import HookSpec
-from ..config.packaged import conf_folder
 from ..config.parse import named_specs, parse_hooks, parse_rules
 from ..config.rules import DisableAction, EnableAction, RuleBase
 from ..config.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
 from ..config.schedule import STEP_PHASES
+from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
 from ..storage.control_folder import ControlFolder
 from ..storage.remote_folder import check_is_local

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from ..fields.field_types import Count, Number, Selection, Target
-from .messages import UnknownNameError
+from ..fields.field_types import Count, Number, Selection, Target, UnknownNameError
 
 _KAIMING = ("a", "mode", "nonlinearity")
 INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ from ..fields.field_types import Target
 from . import apply
 from .base import ACTIONS, HookBase
 from .experiment import TRACKERS, RunConfig
-from .modify import FUNCTIONS, FunctionSpec
+from .hook_specs import FUNCTIONS, FunctionSpec
 from .rules import RULES, CustomRule, WatchRule
 
 

@@ -16,7 +16,7 @@ from pydantic import create_model
 
 from .base import ACTIONS
 from .experiment import RunConfig
-from .modify import FUNCTIONS, FunctionSpec
+from .hook_specs import FUNCTIONS, FunctionSpec
 from .rules import RULES, CustomRule, WatchRule
 
 HYDRA_KEYS: dict[str, Any] = {

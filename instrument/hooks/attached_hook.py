@@ -16,7 +16,7 @@ from ..actions.intervention import describe
 from ..actions.selection import Selector, act_on_indices
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
-from ..config.record import RecordSpec, StatisticsSpec
+from ..config.hook_specs import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import HookError, InstrumentError
 from ..fields.globs import matches

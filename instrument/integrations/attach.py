@@ -17,8 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..config.budget import BudgetConfig
-from ..config.experiment import SinkConfig
+from ..config.experiment import BudgetConfig, SinkConfig
 from ..config.hook_specs import HookSpec
 from ..config.parallel import Declared
 from ..config.parse import parse_budget, parse_placement

@@ -19,10 +19,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from ..config.base import InterventionSpec
-from ..config.description import describe_action
-from ..config.hook_specs import HookSpec
+from ..config.hook_specs import HookSpec, RecordSpec, describe_action
 from ..config.parallel import ParallelConfig
-from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..fields.globs import matches
 from ..formatting import human_bytes, human_seconds, shorten

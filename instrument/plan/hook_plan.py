@@ -11,8 +11,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
+from ..config.hook_specs import HookSpec, RecordSpec
 from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.field_types import STRUCTURES, Selection, StructureName
 from ..fields.globs import matches

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config.base import dimension_misfits, parse_slice
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.selection import SelectionError, selected_shape
 from ..errors import ConfigError, Problem, raise_problems, similar_names
 from ..fields.globs import matches

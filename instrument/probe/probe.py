@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from ..actions.base import Archive, SampleIds, StepContext
 from ..actions.record import Record
-from ..config.budget import BudgetConfig
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
+from ..config.experiment import BudgetConfig
+from ..config.hook_specs import HookSpec, RecordSpec
 from ..config.rules import RuleBase
 from ..config.schedule import Phase
 from ..errors import AlreadyAttachedError

@@ -17,7 +17,7 @@ from ..analysis.overview import WIDE
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.run_history import RunHistory
 from ..analysis.step_history import StepHistory
-from ..config.description import describe_action
+from ..config.hook_specs import describe_action
 from ..formatting import format_number
 from ..rules.step_rows import location_label
 

@@ -21,7 +21,6 @@ from ..analysis.overview import coverage_rows
 from ..analysis.plot_data import RecordedSeries, evenly_spaced, rank_in
 from ..analysis.run_history import RunHistory, history_of
 from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, smaller
-from ..config.description import describe_forward
 from ..config.experiment import ForwardConfig
 from ..formatting import format_number
 from ..plot.style import CATEGORIES
@@ -114,7 +113,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     config, replay, forward = info.get("config") or {}, info.get("replay"), None
     if config.get("mode") == "forward":
         passes = ForwardConfig.model_validate(config.get("forward") or {})
-        forward = f"forward, no training: {describe_forward(passes)}"
+        forward = f"forward, no training: {passes}"
     samples = f"{data['train_samples']:,}" if data.get("train_samples") else None
     if samples and forward is None:
         samples += f" for training, {data['eval_samples']:,} for evaluation"

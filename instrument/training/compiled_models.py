@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..config.experiment import CompileConfig
-from ..config.mode_checks import graph_obstacle, graph_problems
+from ..config.hook_specs import graph_obstacle, graph_problems
 from ..errors import raise_problems
 from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe

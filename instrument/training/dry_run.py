@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..actions.call import CallFunction
 from ..actions.custom_functions import check_random_state
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
 from ..hooks.hook_timer import HookTimer, overhead_factor

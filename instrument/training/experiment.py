@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import RunConfig
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.schedule import Evaluations
 from ..errors import ConfigError, Problem, raise_problems, user_code_location
 from ..fields.field_types import Target

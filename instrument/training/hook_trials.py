@@ -15,9 +15,7 @@ from ..actions.base import NotKeptError, Rows, StepContext
 from ..actions.builtin.call import CallSpec
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..config.hook_specs import HookSpec
-from ..config.modify import FunctionSpec
-from ..config.record import RecordSpec, StatisticsSpec
+from ..config.hook_specs import FunctionSpec, HookSpec, RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem
 from ..hooks.attached_hook import AttachedHook

@@ -32,11 +32,10 @@ from omegaconf import DictConfig, OmegaConf
 from instrument import ConfigError
 from instrument.commands import verify
 from instrument.config.experiment import RunConfig
-from instrument.config.hydra_internals import FieldLoader, TaskRepository
+from instrument.config.hydra_internals import FieldLoader, TaskRepository, config_loader
 from instrument.config.known_keys import fields_below
-from instrument.config.packaged import conf_folder
 from instrument.config.parse import parse_config
-from instrument.config.search_path import config_loader
+from instrument.config.spec_file import conf_folder
 from instrument.training.sweeps.jobs import expand_sweep
 
 Cli = Callable[..., Any]

@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config.base import ObservationSpec
-from ...config.budget import BudgetConfig
-from ...config.experiment import RunConfig
-from ...config.hook_specs import HookSpec
+from ...config.experiment import BudgetConfig, RunConfig
+from ...config.hook_specs import HookSpec, RecordSpec
 from ...config.parallel import ParallelConfig
-from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...plan.hook_plan import HookPlan

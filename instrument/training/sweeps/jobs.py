@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ...analysis.config_fields import differing_fields, to_yaml
-from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
-from ...config.search_path import config_loader
+from ...config.hydra_internals import BASIC_SWEEPER, config_loader, plain_value, split_sweep
 from ...errors import ConfigError, InstrumentWarning, Problem, first_line
 from ...formatting import natural_key
 from ...storage.folder_snapshot import REFUSED, SUBMITTED

@@ -17,9 +17,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.messages import is_misspelled
-from ...config.record import names_of_custom_statistics
+from ...config.hook_specs import names_of_custom_statistics
 from ...errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
+from ...fields.field_types import is_misspelled
 from ...fields.pip_extras import pip_command
 from ...storage.remote_errors import safe_message
 from ...storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
