@@ -22,7 +22,7 @@ from ..errors import HookError, InstrumentError
 from ..fields.globs import matches
 from ..plan.hook_plan import Site
 from ..plan.tensor_checks import check_shape
-from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..runtime.own_operations import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, OTHER_CALLS, not_floating_point

@@ -36,7 +36,7 @@ from ..plan.function_calls import (
     written_tensor,
 )
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
-from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..runtime.own_operations import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..tables.kinds import ATTENTION_ROLES
 from ..tables.reasons import (

@@ -12,8 +12,7 @@ from itertools import product
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, ConvertedExperiment, layers_with_text
-from .source import Fields, read_ranges, reading
+from .conversion import EVERYTHING, ConvertedExperiment, Fields, layers_with_text, read_ranges, reading
 
 TASKS = (
     *("statistics", "tensor", "overflow_check", "grad_probe"),

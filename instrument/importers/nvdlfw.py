@@ -11,8 +11,17 @@ from itertools import islice, product
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, ConvertedExperiment, layers_containing, layers_with_text, multiples
-from .source import MAX_NUMBERS, Fields, read_ranges, reading
+from .conversion import (
+    EVERYTHING,
+    MAX_NUMBERS,
+    ConvertedExperiment,
+    Fields,
+    layers_containing,
+    layers_with_text,
+    multiples,
+    read_ranges,
+    reading,
+)
 
 LINEAR = "*Linear"
 """Classes of the layers that Transformer Engine inspects."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import InstrumentError
 from ..plan.shape_inference import without_side_effects
 from ..probe.probe import Probe
-from ..runtime.own_collectives import own_collectives
+from ..runtime.own_operations import own_collectives
 from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
 from ..tasks.model_output import with_input_gradients

@@ -22,7 +22,7 @@ from ...errors import ConfigError, InstrumentError, Problem, first_line, user_co
 from ...plan.hook_plan import HookPlan, Site, no_such_layer
 from ...plan.modules import Layers
 from ...plan.shape_inference import without_side_effects
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...tasks import Outcome
 from ...values.nested import map_tensors, to_device
 from ..loader import LoadedBatch

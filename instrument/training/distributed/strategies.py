@@ -28,7 +28,7 @@ from ...hooks.distributed_scope import Parallel
 from ...plan.hook_plan import HookPlan
 from ...plan.modules import Layers
 from ...probe.collectives import Ranks
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
 from ...values.dtensor import is_sharded, local_shard

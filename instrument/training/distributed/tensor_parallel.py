@@ -24,7 +24,7 @@ from ...formatting import shorten
 from ...plan.hook_plan import no_such_layer
 from ...plan.modules import Layer, Layers
 from ...plan.shape_inference import without_side_effects
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...values.dtensor import full_tensor
 
 if TYPE_CHECKING:
