@@ -288,8 +288,8 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder; None for no folder."""
     with importing():
         from ..plan.display import plan_data
-        from ..training.device_and_seed import process_state
         from ..training.dry_run import dry_run
+        from ..training.environment import process_state
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 

@@ -42,7 +42,7 @@ from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
 from ..storage.tee import TeeSink
 from ..tables.sink_interface import Sink
-from ..training.compiled_models import prepare_compiled, reported_graph_breaks
+from ..training.compiler import prepare_compiled, reported_graph_breaks
 from ..training.distributed.process_group import report_dead_ranks
 from ..training.distributed.strategies import reduce_problems, shard_problems
 from ..values.dtensor import is_sharded, own_rank

@@ -44,10 +44,11 @@ from ..tasks.model_output import (
 )
 from ..values.nested import structure, to_device
 from .apply import apply_specs, build_module
-from .compiled_models import compile_model
+from .checks import check_loss_of_parts, recording_problems
+from .compiler import bypass_compiler_in_methods, bypass_compiler_in_step, compile_model
 from .data import Data, build_sampler, load_data, loader_options
-from .device_and_seed import choose_device
 from .distributed.strategies import Strategy, has_unused_parameters
+from .environment import choose_device
 from .hook_trials import SMALLER_BATCH_FIX, HookTrials
 from .initial_weights import InitialWeights
 from .loader import (
@@ -62,10 +63,7 @@ from .loader import (
     first_batch,
     samples_of,
 )
-from .loss_checks import check_loss_of_parts
-from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
-from .recorded_tensor_checks import recording_problems
 from .schedulers import LearningRateScale
 
 _TRIED_STEPS = 1000  # of a scheduler, before the run

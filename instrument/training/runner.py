@@ -29,18 +29,17 @@ from ..storage.tee import TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
 from ..values.dtensor import own_rank
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
-from .compiled_models import reported_graph_breaks
+from .compiler import reported_graph_breaks
 from .control import Control
-from .device_and_seed import process_state
 from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
-from .environment import code_hashes, content_hash, hardware
+from .environment import code_hashes, content_hash, hardware, process_state
 from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
 from .terminal import Terminal
-from .verification.fingerprints import check_fingerprint, training_fingerprint
+from .verification import check_fingerprint, training_fingerprint
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..tasks import Outcome, WeightedMean, call_task
 from ..tasks.base import batch_weight
 from ..values.nested import iter_tensors, map_tensors, to_device
 from .data import loader_options
-from .device_and_seed import process_state
+from .environment import process_state
 from .experiment import prepare
 from .loader import Loader, Slice
 

@@ -33,7 +33,7 @@ from ..plan.display import mesh_view, plan_view
 from ..probe.metrics import METRICS
 from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
-from .compiled_models import place_of_hooks
+from .compiler import place_of_hooks
 from .experiment import Experiment
 from .loop import Progress
 

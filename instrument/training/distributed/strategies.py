@@ -32,7 +32,7 @@ from ...runtime.own_operations import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
 from ...values.dtensor import is_sharded, local_shard
-from ..device_and_seed import choose_device
+from ..environment import choose_device
 from ..loader import FULL_BATCH, Batches, BatchShard
 from .torchrun import check_processes
 
