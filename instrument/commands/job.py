@@ -35,8 +35,8 @@ from ..storage.folder_snapshot import REFUSED
 from ..storage.lock import is_written
 from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, read_record
 from ..training.distributed.torchrun import is_rank_zero
-from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
-from ..training.sweeps.objective import is_search, read_objective, score_job, worst_score
+from ..training.sweep_jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
+from ..training.sweep_objective import is_search, read_objective, score_job, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .verbs import print_json
 

@@ -35,7 +35,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem, raise_problems
 from .experiment import TASKS
-from .known_keys import fields_below
+from .schema import fields_below
 from .spec_file import conf_folder
 
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"

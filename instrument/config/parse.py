@@ -17,10 +17,10 @@ from .apply import ApplySpec
 from .base import ACTIONS, HookBase
 from .experiment import BudgetConfig, RunConfig
 from .hook_specs import FUNCTIONS, CustomStatistic, FunctionSpec, HookSpec, StatisticsSpec, graph_problems
-from .known_keys import fields_of, fields_of_specs, model_at
 from .parallel import Declared, PlacementConfig
 from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
 from .schedule import Phase
+from .schema import fields_of, fields_of_specs, model_at
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OTHER_WORDS = {

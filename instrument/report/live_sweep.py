@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..analysis.overview import sparkline
 from ..formatting import format_number
-from ..training.sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
+from ..training.sweep_jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
 from .charts import metric_curves
 from .live_run import STATUS_COLOURS, LiveRun
 from .sweep_page import MAX_CURVE_VALUES, METRICS

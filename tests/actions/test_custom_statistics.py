@@ -26,7 +26,7 @@ from instrument.config.parse import parse_config, parse_hooks
 from instrument.trackers.tags import scalars
 from instrument.training.distributed.strategies import reduce_problems
 from instrument.training.experiment import prepare
-from instrument.training.sweeps.objective import read_objective
+from instrument.training.sweep_objective import read_objective
 
 
 def spread(tensor: Tensor) -> Tensor:

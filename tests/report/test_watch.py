@@ -17,11 +17,11 @@ import instrument
 from instrument.analysis.overview import MISSING, sparkline
 from instrument.commands import watch
 from instrument.config.rules import RULES
-from instrument.report.live_pages import LivePage
 from instrument.report.live_run import LiveRun, frame
+from instrument.report.live_server import LivePage
 from instrument.report.live_sweep import LiveSweep
 from instrument.storage.lock import FolderLock
-from instrument.training.sweeps.jobs import SweepJob
+from instrument.training.sweep_jobs import SweepJob
 
 NAN = float("nan")
 STEPS = 8
