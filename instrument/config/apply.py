@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
@@ -129,12 +129,5 @@ class ApplyCallSpec(ApplyBase):
 ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | SetSpec | AddParameterSpec | ApplyCallSpec
 
 ACTIONS: dict[str, type[ApplyBase]] = {
-    "init": InitSpec,
-    "fill": FillSpec,
-    "freeze": FreezeSpec,
-    "replace": ReplaceSpec,
-    "wrap": WrapSpec,
-    "set": SetSpec,
-    "add_parameter": AddParameterSpec,
-    "call": ApplyCallSpec,
+    get_args(spec.model_fields["action"].annotation)[0]: spec for spec in get_args(ApplySpec)
 }

@@ -42,14 +42,12 @@ def _parse_fraction(value: Any) -> Any:
 
 def _parse_size(value: Any) -> Any:
     """Convert `2GB` to 2,000,000,000 and `2GiB` to 2 * 2^30."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError("must be a size, such as 500MB, 2GB or 1GiB")
-        return round(float(match[1]) * _UNITS[match[2].upper()])
-    if isinstance(value, bool):
+    if not isinstance(value, bool | str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(value))
+    if match is None or match[2].upper() not in _UNITS:
         raise ValueError("must be a size, such as 500MB, 2GB or 1GiB")
-    return value
+    return round(float(match[1]) * _UNITS[match[2].upper()])
 
 
 TimeLimit = Annotated[float, Field(gt=0, le=10), BeforeValidator(_parse_fraction, json_schema_input_type=float | str)]
@@ -72,9 +70,7 @@ RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), Befor
 
 
 def _empty_if_none(value: Any) -> Any:
-    if value is None:
-        return {}
-    return value
+    return {} if value is None else value
 
 
 class SliceSpec(Spec):

@@ -33,7 +33,8 @@ from ..probe.probe import Probe
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
 from ..tables.sink_interface import Sink
-from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
+from ..tasks import ForwardOnly, Generate, Task
+from ..tasks.base import batch_with_targets, call_task, check_outcome
 from ..tasks.model_output import (
     Forward,
     LossOutput,

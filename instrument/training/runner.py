@@ -15,6 +15,7 @@ from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import RepeatedChanges, Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
+from ..formatting import steps_text
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -102,11 +103,6 @@ class ReplaySource:
 
 def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     return [f"{text} after {step} steps" for step, texts in changes for text in texts]
-
-
-def steps_text(steps: range) -> str:
-    """Return a text such as `step 48` or `steps 48 to 52`."""
-    return f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
 
 
 @dataclass(frozen=True)
