@@ -1,4 +1,4 @@
-"""Human-readable numbers, bytes, seconds, lists of names and paths."""
+"""Human-readable numbers, bytes, seconds, steps, lists of names and paths."""
 
 from __future__ import annotations
 

@@ -83,10 +83,9 @@ def render(
     scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
     scripts[-1:-1] = [panel.script for panel in panels.values()]
     data = {**with_vocabulary(numbers), "panels": {name: panel.data for name, panel in panels.items()}}
-    page: str = (
-        _templates()
-        .get_template(template)
-        .render(
+    page = _templates().get_template(template)
+    return str(
+        page.render(
             **words,
             label_of=label_of,
             live=live,
@@ -98,7 +97,6 @@ def render(
             version=installed_version(DISTRIBUTION),
         )
     )
-    return page
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:

@@ -373,7 +373,10 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         step, is_step, phase = moment
         if moment not in recorded:
             continue  # the step in which the run failed, or a counterfactual after its end
-        mismatch = _first_difference(step, phase, recorded[moment], replayed.get(moment, _MISSING))
+        pairs = ((name, recorded[moment][name], replayed.get(moment, _MISSING)[name]) for name in COMPARED)
+        mismatch = next(
+            (ReplayDifference(step, phase, *pair) for pair in pairs if _bits(pair[1]) != _bits(pair[2])), None
+        )
         affected = first_step is not None and (
             step > first_step or (step == first_step and (is_step or changes_evaluation))
         )
@@ -443,15 +446,6 @@ def _fingerprints(folder: Path) -> dict[tuple[Any, ...], int]:
     rows = RunFiles(folder).read("stats", [*key, "fingerprint"], condition)
     cells = zip(*(rows[name].to_pylist() for name in (*key, "fingerprint")), strict=True)
     return {tuple(identity): value for *identity, value in cells}
-
-
-def _first_difference(
-    step: int, phase: str, recorded: Mapping[str, float | None], replayed: Mapping[str, float | None]
-) -> ReplayDifference | None:
-    for metric in COMPARED:
-        if _bits(recorded[metric]) != _bits(replayed[metric]):
-            return ReplayDifference(step, phase, metric, recorded[metric], replayed[metric])
-    return None
 
 
 def _bits(value: float | None) -> bytes | None:
