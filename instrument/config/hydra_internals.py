@@ -39,6 +39,7 @@ from .schema import fields_below
 from .spec_file import conf_folder
 
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
 
 
 class TaskRepository(ConfigRepository):
@@ -141,9 +142,6 @@ def launcher_of(config: DictConfig, loader: ConfigLoader, job: TaskFunction) -> 
     """Return the launcher that a configuration names. It calls the callbacks of the configuration."""
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
-
-
-SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
 
 
 def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResult]) -> None:

@@ -16,6 +16,9 @@ Phase = Literal["train", "forward", "eval", "probe", "rollout"]
 
 STEP_PHASES = ("train", "forward")
 """The phases that consist of steps. The phases `eval`, `probe` and `rollout` run between two steps."""
+MAX_WINDOW = 10_000
+USABLE = tuple(name for name in ALL if name != "numel")
+"""The statistics of conditions. The number of elements is known without a condition."""
 
 
 def common(one: range, other: range) -> range:
@@ -92,11 +95,6 @@ class Schedule:
             if self.start or self.stop is not None:
                 text += f" of [{self.start}, {'end' if self.stop is None else self.stop})"
         return text if self.phase in STEP_PHASES else f"{text}, in {self.phase}"
-
-
-MAX_WINDOW = 10_000
-USABLE = tuple(name for name in ALL if name != "numel")
-"""The statistics of conditions. The number of elements is known without a condition."""
 
 
 class Condition(Spec):

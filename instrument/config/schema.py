@@ -22,6 +22,11 @@ from .experiment import TRACKERS, RunConfig
 from .hook_specs import FUNCTIONS, FunctionSpec
 from .rules import RULES, CustomRule, WatchRule
 
+HYDRA_KEYS: dict[str, Any] = {
+    "defaults": {"type": "array", "description": "Hydra's defaults list: the files that are composed with this one."},
+    "hydra": {"type": "object", "description": "The settings of Hydra."},
+}
+
 
 def fields_of(model: type[BaseModel]) -> list[str]:
     """Return the fields of a section or spec as they are written in YAML, for specs without `name`, which is their key."""
@@ -78,12 +83,6 @@ def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     elif get_origin(annotation) is not dict:
         for part in get_args(annotation):
             yield from models_in(part)
-
-
-HYDRA_KEYS: dict[str, Any] = {
-    "defaults": {"type": "array", "description": "Hydra's defaults list: the files that are composed with this one."},
-    "hydra": {"type": "object", "description": "The settings of Hydra."},
-}
 
 
 def experiment_schema() -> dict[str, Any]:

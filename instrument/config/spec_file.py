@@ -14,6 +14,10 @@ from .hook_specs import HookSpec
 from .parse import parse_hooks, parse_rules
 from .rules import RuleBase, default_rules
 
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
+Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+
 
 def conf_folder() -> Path:
     """Return the folder with the configuration files of the package: inside it, or next to it in a checkout."""
@@ -24,12 +28,6 @@ def conf_folder() -> Path:
 def hook_sets() -> dict[str, Path]:
     """Return the files with the hook specs of the package, by the name in `hooks=NAME`."""
     return {file.stem: file for file in sorted((conf_folder() / "hooks").glob("*.yaml"))}
-
-
-YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
-"""The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
-
-Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:

@@ -23,6 +23,21 @@ from pydantic import (
 
 from .globs import compile_glob
 
+TARGET = "{_target_: package.name, argument: value}"
+"""The notation of a target, for messages."""
+_MESSAGES = {
+    "missing": "is missing",
+    "string_type": "must be a string",
+    "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+}
+
 
 class Spec(BaseModel):
     """A frozen model that does not allow undeclared fields."""
@@ -264,23 +279,6 @@ Bins = Annotated[
     Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),
     BeforeValidator(_bins, json_schema_input_type=bool | _Bins),
 ]
-
-
-TARGET = "{_target_: package.name, argument: value}"
-"""The notation of a target, for messages."""
-
-_MESSAGES = {
-    "missing": "is missing",
-    "string_type": "must be a string",
-    "string_too_short": "must not be empty",
-    "too_short": "must not be empty",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a mapping",
-    "model_type": "must be a mapping",
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be an integer"),
-    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
-    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
-}
 
 
 def message_of(item: Mapping[str, Any]) -> str:

@@ -16,6 +16,9 @@ from ..config.spec_file import YAML_ERRORS
 from ..errors import ConfigError, Problem
 
 EVERYTHING = "**"
+UNKNOWN = "no counterpart"
+MAX_NUMBERS = 10_000  # of several ranges
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 @dataclass
@@ -117,11 +120,6 @@ def multiples(every: int, start: int, stop: int | None, where: str) -> dict[str,
         return None
     fields = {"every": every if every > 1 else None, "start": first or None, "stop": stop}
     return {name: value for name, value in fields.items() if value is not None}
-
-
-UNKNOWN = "no counterpart"
-MAX_NUMBERS = 10_000  # of several ranges
-_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def read_source(path: Path) -> Any:

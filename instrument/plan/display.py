@@ -33,6 +33,8 @@ from .modules import Layer
 from .shape_inference import FunctionInfo, InferredCalls, calls_of, function_calls_of
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+MAX_FUNCTIONS = 30  # shown for each module
+MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
 def plan_view(
@@ -251,10 +253,6 @@ def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, unhooked: Map
         return False
     names = [unhooked[id(parameter)] for parameter in layer.module.parameters() if id(parameter) in unhooked]
     return any(is_selected(spec, of_parameter) for of_parameter in names)
-
-
-MAX_FUNCTIONS = 30  # shown for each module
-MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
 @dataclass

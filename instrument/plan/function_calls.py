@@ -38,6 +38,7 @@ _IGNORED = frozenset(
 RESHAPING = frozenset(  # functions that change the shape or the strides of a tensor in place, and none of its values
     {"as_strided_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 )
+Pause = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def function_name(function: Any) -> str | None:
@@ -273,9 +274,6 @@ def _parameters(function: FunctionType) -> tuple[str, ...]:
     """Return the names of the positional parameters. The wrappers of operators such as `**` wrap a function in C."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
-
-
-Pause = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def register_pauses(

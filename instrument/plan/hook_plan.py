@@ -21,6 +21,14 @@ from ..tables.statistics import MAGNITUDES, statistic_of
 from .modules import Layer, Layers
 from .structure import ATTENTION, find_structure
 
+# Names of output projections in attention modules of transformers, timm, torchvision and common custom code.
+_OUTPUT_PROJECTION = re.compile(
+    r"((att|attn|c|o|out|output|post)_)?proj|(out_|output_)?projection|proj_out|projection_layer|"
+    r"((attention|attn|fc|linear|to)_)?out|out_lin|out_linear|output|dense|merge|(linear_|w_?)?o",
+    re.IGNORECASE,
+)
+_PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
+
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -253,15 +261,6 @@ def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
     is_class = types and where.endswith(".layers")
     fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
     return Problem(where, "this pattern matches no module", pattern, shorten(names or ["."]), similar, fix)
-
-
-# Names of output projections in attention modules of transformers, timm, torchvision and common custom code.
-_OUTPUT_PROJECTION = re.compile(
-    r"((att|attn|c|o|out|output|post)_)?proj|(out_|output_)?projection|proj_out|projection_layer|"
-    r"((attention|attn|fc|linear|to)_)?out|out_lin|out_linear|output|dense|merge|(linear_|w_?)?o",
-    re.IGNORECASE,
-)
-_PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 
 def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:

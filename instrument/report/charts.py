@@ -22,6 +22,7 @@ from ..formatting import format_number
 from ..rules.step_rows import location_label
 
 DIGITS = 6
+WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels
 
 
 def rounded(values: Any) -> Any:
@@ -136,9 +137,6 @@ def _distributions(location: LocationDistributions, since: int) -> dict[str, Any
         "several": location.has_several,
         "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
     }
-
-
-WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels
 
 
 def evidence(history: RunHistory, finding: Finding) -> str:

@@ -26,6 +26,10 @@ from .charts import curve_of
 
 RUNNING = "running"
 DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept
+COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
+STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red"}
+MAX_FINDINGS, FEWEST_LAYERS = 6, 5
+OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progress and metrics of an evaluation
 
 
 class LiveRun(RunHistory):
@@ -167,12 +171,6 @@ class LiveRun(RunHistory):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are listed as problems
             return self._files.info()
-
-
-COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
-STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red"}
-MAX_FINDINGS, FEWEST_LAYERS = 6, 5
-OTHER_LINES = 14  # of a frame: headings, empty lines, the first finding, progress and metrics of an evaluation
 
 
 def frame(live: LiveRun, height: int | None = None) -> RenderableType:

@@ -41,6 +41,21 @@ from .sweep_page import PageRow, page
 
 RUN_BLOCKS = ("summary", "findings", "lanes", "coverage", "events", "model")
 SWEEP_BLOCKS = ("summary", "runs")
+ADDRESS = "127.0.0.1"
+HOSTS = (ADDRESS, "localhost")  # any port: it differs behind a tunnel of ssh
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",  # the address contains the token
+    "X-Content-Type-Options": "nosniff",
+}
+KEEP_ALIVE_SECONDS = 15.0
+CHECK_SECONDS = 0.25  # between two checks whether the server is stopping
+CHANGE_SECONDS = 60.0  # until a change that the run has not made is withdrawn
+STOP_SECONDS = 2  # for browsers that do not close their connection
+NO_SUCH_RUN = "there is no such run"
+T = TypeVar("T")
 
 
 class _ChangingPage:
@@ -177,23 +192,6 @@ def _value(text: str) -> Any:
         return yaml.safe_load(text)
     except (*YAML_ERRORS, OverflowError):
         return text
-
-
-ADDRESS = "127.0.0.1"
-HOSTS = (ADDRESS, "localhost")  # any port: it differs behind a tunnel of ssh
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-    "Referrer-Policy": "no-referrer",  # the address contains the token
-    "X-Content-Type-Options": "nosniff",
-}
-KEEP_ALIVE_SECONDS = 15.0
-CHECK_SECONDS = 0.25  # between two checks whether the server is stopping
-CHANGE_SECONDS = 60.0  # until a change that the run has not made is withdrawn
-STOP_SECONDS = 2  # for browsers that do not close their connection
-NO_SUCH_RUN = "there is no such run"
-T = TypeVar("T")
 
 
 class LiveServer:

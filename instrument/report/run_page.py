@@ -48,6 +48,11 @@ PARTS = {
     "events": "Events",
     "model": "Model",
 }
+MAX_VALUES = 260_000  # maximum number of values in all mosaics together
+PIXELS, CHANNELS, STEPS = 48, 64, 6  # maximum side of a map or an input image, channels per mosaic, steps per location
+FEWEST_PIXELS = 8
+ASPECT = 2.6  # ratio of columns to rows of a mosaic
+LocationMaps = list[TensorMaps]  # of one location, one per step
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -182,14 +187,6 @@ def _tree(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         if row["layer"]:
             nodes[above if above in nodes else ""]["children"].append(nodes[row["layer"]])
     return nodes.get("")
-
-
-MAX_VALUES = 260_000  # maximum number of values in all mosaics together
-PIXELS, CHANNELS, STEPS = 48, 64, 6  # maximum side of a map or an input image, channels per mosaic, steps per location
-FEWEST_PIXELS = 8
-ASPECT = 2.6  # ratio of columns to rows of a mosaic
-
-LocationMaps = list[TensorMaps]  # of one location, one per step
 
 
 def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries, str]] = ()) -> dict[str, Any]:

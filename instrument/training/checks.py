@@ -30,6 +30,13 @@ from .loader import BatchShard, LoaderOptions, PhaseBatches, first_batch
 
 Locations = Mapping[Place, tuple[int, ...]]
 """The shapes that tensors have in the first batch, by their location in the model."""
+_TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently
+_ABSOLUTE = 1e-5
+_FIX = (
+    "define `number_of_terms(batch)` in the task: the number by which the loss is divided, or, for a loss of each "
+    "micro-batch (such as a contrastive loss), its number of samples; set the attribute `reduction` of the loss or task "
+    "to 'sum' if losses add up"
+)
 
 
 def recording_problems(
@@ -191,15 +198,6 @@ def _text(location: Place) -> str:
 def _batches(sizes: Sequence[int | None]) -> str:
     many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
     return many if None in sizes or not sizes else f"{many} of {shorten([*map(str, sizes)], 6)} samples"
-
-
-_TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently
-_ABSOLUTE = 1e-5
-_FIX = (
-    "define `number_of_terms(batch)` in the task: the number by which the loss is divided, or, for a loss of each "
-    "micro-batch (such as a contrastive loss), its number of samples; set the attribute `reduction` of the loss or task "
-    "to 'sum' if losses add up"
-)
 
 
 def check_loss_of_parts(

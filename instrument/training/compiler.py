@@ -30,6 +30,9 @@ from ..plan.hook_plan import HookPlan
 from ..probe.probe import Probe
 from ..runtime.lazy_compiler import compiler_imported
 
+_UNTRACED_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+_REPLACEMENT_ATTRIBUTE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.
+
 
 def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     """Prepare a model that is compiled, or will be compiled, for the attachment of hooks.
@@ -100,10 +103,6 @@ def reported_graph_breaks(probe: Probe) -> Iterator[None]:
 def _graph_breaks() -> Counter[str]:
     compiler = sys.modules.get("torch._dynamo.utils")
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])
-
-
-_UNTRACED_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
-_REPLACEMENT_ATTRIBUTE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.
 
 
 @cache

@@ -27,6 +27,8 @@ from ..plan.shape_inference import preserve_random_state
 from .loader import Slice, preserved_random_states, seed_random_states
 
 GPUS = ("cuda", "mps", "xpu")
+PACKAGE = Path(__file__).parents[1]
+SAMPLES = 16  # in the hash of a slice, evenly spaced from the first to the last
 
 
 def choose_device(name: str) -> torch.device:
@@ -84,10 +86,6 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
             torch.set_num_threads(threads)
             if workspace is None:
                 os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-
-
-PACKAGE = Path(__file__).parents[1]
-SAMPLES = 16  # in the hash of a slice, evenly spaced from the first to the last
 
 
 def hardware(device: torch.device) -> dict[str, str | int | None]:

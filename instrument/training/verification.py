@@ -48,6 +48,15 @@ _PARTS = ("losses", "parameters and buffers")  # of the fingerprint of a result
 
 Key = tuple[str, str]
 """The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
+COMPARED = ("loss", "accuracy", "grad_norm", "lr")  # in the order in which a difference spreads
+_MISSING = dict.fromkeys(COMPARED)
+NOT_DETERMINISTIC = (
+    "no difference of environment, data and code is known; the training may not be deterministic: an operation without a "
+    "deterministic algorithm (set deterministic=true), or custom code with a state that no checkpoint contains, such as a counter "
+    "or the time. python -m instrument.verify compares two trainings; instrument.diff of two replays with --ops names the operator"
+)
+Moment = tuple[int, bool, str]
+"""The sort key of a row: the step or the number of completed steps, whether the row is a step, and the phase."""
 
 
 @dataclass(frozen=True)
@@ -285,17 +294,6 @@ def check_fingerprint(expected: str, found: str) -> None:
             f"    given    {expected}\n    found    {found}\n"
             "    fix      instrument diff names the first difference to an earlier run"
         )
-
-
-COMPARED = ("loss", "accuracy", "grad_norm", "lr")  # in the order in which a difference spreads
-_MISSING = dict.fromkeys(COMPARED)
-NOT_DETERMINISTIC = (
-    "no difference of environment, data and code is known; the training may not be deterministic: an operation without a "
-    "deterministic algorithm (set deterministic=true), or custom code with a state that no checkpoint contains, such as a counter "
-    "or the time. python -m instrument.verify compares two trainings; instrument.diff of two replays with --ops names the operator"
-)
-Moment = tuple[int, bool, str]
-"""The sort key of a row: the step or the number of completed steps, whether the row is a step, and the phase."""
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -26,9 +27,6 @@ from ...plan.modules import Layer, Layers
 from ...plan.shape_inference import without_side_effects
 from ...runtime.own_operations import own_collectives
 from ...values.dtensor import full_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 WHERE = "train.parallel.plan"
 _TOLERANCE = 1e-3  # of float32: the sums of a product are added in another order
