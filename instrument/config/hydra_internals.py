@@ -122,11 +122,6 @@ def use_field_loader() -> Iterator[None]:
         hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]
 
 
-def loader_of(folder: Path) -> ConfigLoader:
-    """Return a loader with the search path that `hydra.main` has for a folder of configurations."""
-    return FieldLoader(create_config_search_path(str(folder)))
-
-
 def split_sweep(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, as the basic sweeper of Hydra splits them."""
     (jobs,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
@@ -230,13 +225,11 @@ class WorkingDirectoryConf(SearchPathPlugin):
             same = packaged / file.relative_to(user_folder)
             if same.exists() and same.read_bytes() != file.read_bytes():
                 name = f"conf/{file.relative_to(user_folder)}"
-                print(
-                    f"warning: {name} is ignored: the package has a file of this name; choose another name",
-                    file=sys.stderr,
-                )
+                text = f"warning: {name} is ignored: the package has a file of this name; choose another name"
+                print(text, file=sys.stderr)
 
 
 def config_loader() -> ConfigLoader:
-    """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
+    """Create a configuration loader with the search path of the command line, for compositions outside `hydra.main`."""
     Plugins.instance().register(WorkingDirectoryConf)
-    return loader_of(conf_folder())
+    return FieldLoader(create_config_search_path(str(conf_folder())))

@@ -45,10 +45,8 @@ def stand_in(site: Site) -> Tensor | None:
 
 def check_shape(site: Site, path: str, tensor: Tensor) -> None:
     """Raise a ConfigError if a field of the spec at a site does not fit the shape or dtype of its first tensor."""
-    if tensor.is_nested:
-        return  # its parts have different shapes
-    problem = misfit(site, path, tensor)
-    if problem is not None:
+    # The parts of a nested tensor have different shapes.
+    if not tensor.is_nested and (problem := misfit(site, path, tensor)) is not None:
         raise ConfigError(problem)
 
 
