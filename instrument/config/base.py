@@ -44,8 +44,7 @@ KindName = Annotated[
 def parse_slice(text: str) -> tuple[slice | int, ...]:
     """Convert a text such as `"0:4, :, ::2"`, with or without brackets, to the index of a tensor.
 
-    Raises:
-        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
+    Raise a ValueError if it is not a comma-separated list of integers and `start:stop:step`.
     """
     parts: list[slice | int] = []
     for part in re.sub(r"^\s*\[(.*)\]\s*$", r"\1", text).split(","):

@@ -85,8 +85,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no type
 def layers_containing(pattern: str, where: str) -> str:
     """Return the layer pattern for the names in which a regular expression is found at any position (`re.search`).
 
-    Raises:
-        ConfigError: It is not a valid regular expression.
+    Raise a ConfigError if it is not a valid regular expression.
     """
     try:
         re.compile(pattern)
@@ -123,11 +122,7 @@ def multiples(every: int, start: int, stop: int | None, where: str) -> dict[str,
 
 
 def read_source(path: Path) -> Any:
-    """Read a YAML file, or a JSON file with the suffix `.json`, which may contain comments.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not valid.
-    """
+    """Read a YAML file, or a JSON file (`.json`), which may contain comments. Raise a ConfigError if it cannot be read or is invalid."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -236,8 +231,7 @@ def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator
 def read_ranges(value: Any, where: str) -> list[range]:
     """Return the numbers of a list of numbers and ranges such as "3-5", which include both ends.
 
-    Raises:
-        ConfigError: An item is something else, or there are too many numbers.
+    Raise a ConfigError if an item is something else, or there are too many numbers.
     """
     ranges = []
     for item in value if isinstance(value, list) else [value]:

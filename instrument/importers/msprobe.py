@@ -81,11 +81,7 @@ class _Plan:
 
 
 def convert_msprobe(source: Any) -> ConvertedExperiment:
-    """Convert the content of `config.json`.
-
-    Raises:
-        ConfigError: It does not have this form, or a value is invalid.
-    """
+    """Convert the content of `config.json`. Raise a ConfigError if it does not have this form, or a value is invalid."""
     experiment = ConvertedExperiment("msprobe")
     if not isinstance(source, Mapping) or not {"task", "dump_path", "level", *TASKS} & {*source}:
         message = "is not a configuration of msprobe: it has no field 'task'"

@@ -51,11 +51,7 @@ def check_shape(site: Site, path: str, tensor: Tensor) -> None:
 
 
 def misfit(site: Site, path: str, tensor: Tensor, *, may_exceed: bool = False) -> Problem | None:
-    """Return the first field of a site's spec that does not fit a tensor; None if all fit.
-
-    Args:
-        may_exceed: Whether a slice may end beyond a dimension, where it is cut.
-    """
+    """Return the first field of a site's spec that does not fit a tensor, or None. `may_exceed`: a slice may end beyond a dimension."""
     spec, shape = site.spec, shape_of(tensor)
     for field, message, allowed in _problems(site, shape, tensor.dtype, may_exceed=may_exceed):
         at = f" at path {path!r}" if path and spec.definition.family == "module" else ""

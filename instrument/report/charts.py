@@ -22,7 +22,7 @@ from ..formatting import format_number
 from ..rules.step_rows import location_label
 
 DIGITS = 6
-WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels
+WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels of the evidence
 
 
 def rounded(values: Any) -> Any:

@@ -89,11 +89,7 @@ class LiveSweep:
         return changed
 
     def frame(self, height: int | None = None) -> RenderableType:
-        """Return the table of the jobs, running jobs first.
-
-        Args:
-            height: The number of lines on the screen. Default: None, all jobs are shown.
-        """
+        """Return the table of the jobs, running jobs first: those that fit on a screen with `height` lines, or all of them."""
         table = Table(box=None, pad_edge=False)
         for name in ("job", "status", "overrides"):
             table.add_column(name, no_wrap=name != "overrides")  # the column that is shortened on a narrow screen

@@ -54,12 +54,9 @@ TABLES_OF_ROWS = tuple(name for name, table in TABLES.items() if table.has_ident
 
 
 def dry_run(experiment: Experiment) -> Forecast:
-    """Estimate the cost of a run from a few of its steps.
+    """Estimate the cost of a run from a few of its steps, which change the experiment: it cannot be used for training afterwards.
 
-    The steps change the experiment, so it cannot be used for training afterwards.
-
-    Raises:
-        ConfigError: A step fails. The message says whether it fails without hooks or with them.
+    Raise a ConfigError if a step fails. The message says whether it fails without hooks or with them.
     """
     without_scheduler = replace(experiment, scheduler=None)
     try:
