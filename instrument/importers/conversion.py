@@ -104,13 +104,9 @@ def layers_with_text(texts: Iterable[str]) -> str:
 
 
 def multiples(every: int, start: int, stop: int | None, where: str) -> dict[str, int] | None:
-    """Return the fields of a hook that acts at the multiples of a number, in [start, stop).
+    """Return the fields of a hook that acts at the multiples of a number in [start, stop), without defaults; None if no step is scheduled.
 
-    Returns:
-        The fields `every`, `start` and `stop`, without those that have the default value; None if no step is scheduled.
-
-    Raises:
-        ConfigError: `every` is not positive.
+    Raise a ConfigError if the number, `every`, is not positive.
     """
     if every < 1:
         raise ConfigError(Problem(where, "the number of steps must be at least 1", given=every))

@@ -77,11 +77,7 @@ class RunningModule:
 
 
 class Owner(NamedTuple):
-    """The call of a module that a function call belongs to, for one spec, and its observer.
-
-    Attributes:
-        path: The path of the function call: its name, and its number among the calls of this function.
-    """
+    """The call of a module that a function call belongs to, for one spec, its observer, and the path of the function call: `softmax.0`."""
 
     running: Any
     observer: Any

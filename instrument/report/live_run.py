@@ -116,13 +116,9 @@ class LiveRun(RunHistory):
         return judged + sorted(others, key=lambda finding: SEVERITIES.index(finding.severity))
 
     def refresh(self, seconds: float = float("inf")) -> bool:
-        """Read new rows.
+        """Read new rows. Return whether anything changed.
 
-        Args:
-            seconds: The time for reading older rows, in seconds. The rest follows in later calls. Default: no limit.
-
-        Returns:
-            Whether anything changed.
+        Older rows are read for at most so many seconds; the rest follows in later calls.
         """
         if not is_address(self.folder) and not (self.folder / "run.json").exists():
             changed = bool(self.info["status"] != DELETED)

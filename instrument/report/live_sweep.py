@@ -57,13 +57,9 @@ class LiveSweep:
         ]
 
     def refresh(self, seconds: float = float("inf")) -> bool:
-        """Read the status of all jobs, and the new metrics of those that have not finished.
+        """Read the status of all jobs, and the new metrics of those that have not finished. Return whether anything changed.
 
-        Args:
-            seconds: The time for reading metrics, in seconds. The rest follows in later calls. Default: no limit.
-
-        Returns:
-            Whether anything changed.
+        Metrics are read for at most so many seconds; the rest follows in later calls.
         """
         until = time.monotonic() + seconds
         self.source = jobs_in(self.folder)

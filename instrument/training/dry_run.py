@@ -173,9 +173,7 @@ class _CountingSink(ParquetSink):
 class _Profile:
     """Measures the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
-    Attributes:
-        warm_steps: The measurements for durations.
-        unscheduled: The measurements of a step at which no hook is scheduled.
+    `warm_steps` are the measurements for durations, and `unscheduled` those of a step at which no hook is scheduled.
     """
 
     def __init__(self, experiment: Experiment, batches: Sequence[Sequence[LoadedBatch]], folder: Path) -> None:
