@@ -17,8 +17,9 @@ from ..errors import InstrumentError
 from ..plan.shape_inference import without_side_effects
 from ..probe.probe import Probe
 from ..runtime.own_operations import own_collectives
-from ..tasks import CountsTerms, Outcome
 from ..tasks.base import (
+    CountsTerms,
+    Outcome,
     WeightedMean,
     accuracy,
     batch_weight,
