@@ -18,8 +18,8 @@ from workloads import WORKLOADS
 from instrument.config.parse import parse_config
 from instrument.probe.probe import Probe
 from instrument.storage.parquet import ParquetSink
-from instrument.training.device_and_seed import process_state
 from instrument.training.dry_run import dry_run
+from instrument.training.environment import process_state
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train_step
 

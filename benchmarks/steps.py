@@ -16,7 +16,7 @@ from measure import Ratio, keep_memory, machine, paired
 from workloads import WORKLOADS, Training, Workload
 
 import instrument
-from instrument.config.packaged import hook_sets
+from instrument.config.spec_file import hook_sets
 from instrument.plan.modules import Layers
 from instrument.plan.structure import find_structure
 

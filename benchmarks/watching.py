@@ -30,9 +30,8 @@ from torch import nn
 
 import instrument
 from instrument.commands.watch import OPENING_SECONDS
-from instrument.report.live_pages import LivePage
-from instrument.report.live_run import LiveRun
-from instrument.report.live_terminal import frame
+from instrument.report.live_run import LiveRun, frame
+from instrument.report.live_server import LivePage
 from instrument.storage.parts import Part, in_order, new_part
 
 STEPS_PER_PART = 1_200  # 120,000 rows: a journal of 32 MB

@@ -34,8 +34,8 @@ from instrument.config import schema
 from instrument.config.apply import ACTIONS, ApplyBase
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.base import HookBase
-from instrument.config.budget import BudgetConfig
 from instrument.config.experiment import (
+    BudgetConfig,
     CheckpointConfig,
     DataConfig,
     ForwardConfig,
@@ -45,7 +45,7 @@ from instrument.config.experiment import (
     SliceSpec,
     TrainConfig,
 )
-from instrument.config.modify import FunctionSpec, ModifySpec
+from instrument.config.hook_specs import FunctionSpec, ModifySpec
 from instrument.config.rules import RULES, RuleBase, default_rules
 from instrument.fields.field_types import Selection
 from instrument.tables.kinds import KINDS

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
 from instrument.commands.job import read_config
-from instrument.config.packaged import conf_folder
+from instrument.config.spec_file import conf_folder
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 

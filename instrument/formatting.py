@@ -1,4 +1,4 @@
-"""Human-readable numbers, bytes, seconds, lists of names and paths."""
+"""Human-readable numbers, bytes, seconds, steps, lists of names and paths."""
 
 from __future__ import annotations
 
@@ -47,3 +47,8 @@ def shown_path(path: Path) -> Path:
     with suppress(OSError):  # the working directory may not exist any more
         path = path.relative_to(here) if (here := Path.cwd()) in path.parents else path
     return path
+
+
+def steps_text(steps: range) -> str:
+    """Return a text such as `step 48` or `steps 48 to 52`."""
+    return f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"

@@ -15,7 +15,7 @@ import instrument.integrations.attach
 import instrument.training.runner
 import instrument.training.terminal  # noqa: F401
 from instrument.commands.job import read_config
-from instrument.config.search_path import config_loader
+from instrument.config.hydra_internals import config_loader
 
 fast = composition(fast=True)  # A context manager that is not kept ends its block when it is collected.
 fast.__enter__()

@@ -23,7 +23,7 @@ from waiting import wait_until_training
 import instrument
 from instrument import ConfigError
 from instrument.commands.job import as_instrument_error, read_config
-from instrument.config.search_path import config_loader
+from instrument.config.hydra_internals import config_loader
 from instrument.tables.schemas import TABLES
 from instrument.training.experiment import prepare
 

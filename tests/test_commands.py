@@ -21,11 +21,10 @@ from page_blocks import PAGES as EXECUTED
 
 from instrument.commands import compact, export, findings, recover, sweep
 from instrument.commands.report import main as report
-from instrument.config.hydra_internals import BASIC_SWEEPER
+from instrument.config.hydra_internals import BASIC_SWEEPER, config_loader
 from instrument.config.parse import parse_config
-from instrument.config.search_path import config_loader
-from instrument.training.sweeps.jobs import expand_sweep
-from instrument.training.sweeps.objective import read_objective
+from instrument.training.sweep_jobs import expand_sweep
+from instrument.training.sweep_objective import read_objective
 
 Cli = Callable[..., Any]
 PAGES = [

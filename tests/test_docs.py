@@ -16,7 +16,7 @@ from instrument.commands import findings, job, verbs, verify
 from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.experiment import RunConfig
-from instrument.config.modify import FUNCTIONS
+from instrument.config.hook_specs import FUNCTIONS
 from instrument.config.parse import parse_rules
 from instrument.config.rules import RULES, RuleBase
 from instrument.tables.kinds import KINDS

@@ -28,7 +28,7 @@ class negate(InterventionSpec):
         "functions",
         """
 from typing import Literal
-from instrument.config.modify import ModifySpec
+from instrument.config.hook_specs import ModifySpec
 
 class double(ModifySpec):
     fn: Literal["double"]

@@ -19,8 +19,8 @@ from tiers import portions
 from instrument import ConfigError
 from instrument.config.parse import parse_config
 from instrument.plan.display import plan_view
-from instrument.training.device_and_seed import process_state
 from instrument.training.dry_run import dry_run
+from instrument.training.environment import process_state
 from instrument.training.experiment import prepare
 
 TIME_LIMIT = 30  # seconds per case; a case takes a few milliseconds

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 import instrument
 from instrument import MemorySink
 from instrument.commands.job import read_config
+from instrument.config.hydra_internals import config_loader
 from instrument.config.parse import parse_config
-from instrument.config.search_path import config_loader
 from instrument.probe.probe import Probe
 from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward

@@ -381,7 +381,7 @@ INVALID = [
     (["done", "--intervene"], "--intervene: no intervention differs"),
     (
         ["done", "--steps", "3:4", "hooks=activations"],
-        "hooks.activations: the hook is not scheduled in steps 3 to 3: its schedule is every 10 steps",
+        "hooks.activations: the hook is not scheduled in step 3: its schedule is every 10 steps",
     ),
     (
         ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],

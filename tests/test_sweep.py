@@ -21,7 +21,7 @@ import instrument
 from instrument.commands.sweep import main
 from instrument.storage import lock as lock_module
 from instrument.storage.lock import FolderLock
-from instrument.training.sweeps.jobs import Sweep, SweepJob, grouped_lines, print_summary
+from instrument.training.sweep_jobs import Sweep, SweepJob, grouped_lines, print_summary
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu")

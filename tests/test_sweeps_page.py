@@ -8,7 +8,7 @@ import pytest
 from conftest import REPOSITORY
 from hydra.core.global_hydra import GlobalHydra
 
-from instrument.training.sweeps.objective import AGGREGATES, METRICS, read_objective
+from instrument.training.sweep_objective import AGGREGATES, METRICS, read_objective
 
 PAGE = (REPOSITORY / "docs" / "sweeps.md").read_text()
 

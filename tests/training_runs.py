@@ -16,8 +16,8 @@ import instrument
 from instrument import MemorySink, Probe
 from instrument.commands.job import read_config, report_writer
 from instrument.config.experiment import RunConfig
+from instrument.config.hydra_internals import config_loader
 from instrument.config.parse import parse_config
-from instrument.config.search_path import config_loader
 from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, train

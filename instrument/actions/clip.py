@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._nn import hardtanh
 
-from ..runtime.own_collectives import own_collectives
+from ..runtime.own_operations import own_collectives
 from ..stats.cpu_kernel import effect_of_clip
 from ..stats.directed_rounding import round_down, round_up, toward_zero
 from ..stats.portable import widest

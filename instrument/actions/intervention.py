@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..config.base import InterventionSpec
-from ..config.modify import ModifySpec
+from ..config.hook_specs import ModifySpec
 from ..errors import HookError, HookResultError
 from ..stats.cpu_kernel import effect_of_plain
 from ..stats.flatten import is_on_host

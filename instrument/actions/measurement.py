@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.record import StatisticsSpec
+from ..config.hook_specs import StatisticsSpec
 from ..errors import HookError
 from ..formatting import human_bytes
 from ..stats.flatten import is_on_host

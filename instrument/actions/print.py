@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..config.record import PrintSpec
+from ..config.hook_specs import PrintSpec
 from ..tables.statistics import COUNTS
 from ..values.nested import shape_of
 from .base import Action, Context, Rows

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..stats.casts import Casts
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure, measure_of_call

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..config.base import HookBase, ObservationSpec
-from ..config.when import Condition
-from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..config.schedule import Condition
+from ..runtime.own_operations import unseen_by_checkpoint
 from ..stats.portable import widest
 from ..stats.sums import needs_of
 from ..tables.kinds import KINDS

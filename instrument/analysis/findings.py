@@ -20,7 +20,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..config.description import describe_action
+from ..config.hook_specs import describe_action
 from ..config.parse import parse_rules
 from ..config.rules import default_rules
 from ..errors import InstrumentError

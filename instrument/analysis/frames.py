@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..config.record import names_of_custom_statistics
+from ..config.hook_specs import names_of_custom_statistics
 from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM
 from ..tables.statistics import REMAINDERS

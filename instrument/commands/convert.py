@@ -18,10 +18,9 @@ from typing import Any
 from instrument.commands.verbs import parser_of, with_arguments
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError, Problem
-from instrument.importers.experiment import ConvertedExperiment
+from instrument.importers.conversion import ConvertedExperiment, read_source
 from instrument.importers.msprobe import convert_msprobe
 from instrument.importers.nvdlfw import convert_nvdlfw
-from instrument.importers.source import read_source
 
 CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 

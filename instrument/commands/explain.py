@@ -29,9 +29,9 @@ from instrument.config.apply import ACTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
 from instrument.config.base import HookBase
 from instrument.config.experiment import RunConfig
-from instrument.config.known_keys import models_in
-from instrument.config.modify import FUNCTIONS, FunctionSpec
+from instrument.config.hook_specs import FUNCTIONS, FunctionSpec
 from instrument.config.rules import RULES, CustomRule, RuleBase, WatchRule
+from instrument.config.schema import models_in
 from instrument.errors import ConfigError, InstrumentError, Problem, similar_names
 from instrument.fields.field_types import Selection, Target
 from instrument.tables.kinds import KINDS

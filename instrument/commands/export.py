@@ -12,9 +12,10 @@ import argparse
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.csv
@@ -32,6 +33,11 @@ from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
 from instrument.trackers.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from instrument.analysis.dataset import ActivationDataset
+
 TENSOR_FILES = ("safetensors", "hf")
 FILES = ("csv", *TENSOR_FILES)
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], **{name: name for name in FILES}}  # without --out
@@ -42,6 +48,12 @@ WITHOUT_FOLDER = {
     "trackio": "TRACKIO_DIR",
 }  # and the variable that says where they write
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
+BATCH_BYTES = 16 * 2**20
+SAFETENSORS_DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
@@ -136,8 +148,7 @@ def _write(files: RunFiles, output: Path, args: argparse.Namespace) -> str:
 
 def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> str:
     """Write recorded tensors as items of a dataset into an existing folder."""
-    from instrument.analysis.dataset import MASK  # imported here, because other exports do not need it
-    from instrument.commands.activation_files import write_hf, write_safetensors
+    from instrument.analysis.dataset import MASK  # imported here, because it imports torch
 
     selected: dict[str, Any] = {}
     for text in args.select or ():
@@ -154,8 +165,82 @@ def _write_tensors(files: RunFiles, folder: Path, args: argparse.Namespace) -> s
     data = Run(files.folder, [files.folder], [files]).dataset(
         layers=layers, flatten=args.flatten, mask=mask, **selected
     )
-    (write_hf if args.to == "hf" else write_safetensors)(data, folder)
+    (_write_hf if args.to == "hf" else _write_safetensors)(data, folder)
     return f"{len(data):,} items of {', '.join(layers)} exported to {{}}"
+
+
+def _write_safetensors(data: ActivationDataset, folder: Path) -> None:
+    """Write one tensor for each layer, named as the layer, and one for each other entry of the items, to `activations.safetensors`.
+
+    Format: https://github.com/huggingface/safetensors#format. Ids that are strings are in the metadata, as a JSON list.
+    """
+    import torch
+
+    first = next(_batches(data, 1))
+    columns = {name: part for name, part in first.items() if not isinstance(part, list)}
+    header: dict[str, Any] = {}
+    if isinstance(first["id"], list):
+        header["__metadata__"] = {"id": json.dumps([name for batch in _batches(data) for name in batch["id"]])}
+    end = 0
+    for name, part in sorted(columns.items(), key=lambda item: -item[1].itemsize):  # so that all are aligned
+        dtype = str(part.dtype).removeprefix("torch.")
+        if dtype not in SAFETENSORS_DTYPES:
+            message = f"safetensors has no dtype {dtype}"
+            raise ConfigError(Problem("--to", message, name, fix="record with 'dtype: float32'"))
+        start, end = end, end + len(data) * part[0].nbytes
+        entry = {"dtype": SAFETENSORS_DTYPES[dtype], "shape": [len(data), *part.shape[1:]]}
+        header[name] = {**entry, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    at = 0
+    with (folder / "activations.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for batch in _batches(data):
+            for name in columns:
+                file.seek(8 + len(text) + header[name]["data_offsets"][0] + at * columns[name][0].nbytes)
+                file.write(batch[name].contiguous().view(-1).view(torch.uint8).numpy())
+            at += len(batch["run"])
+
+
+def _write_hf(data: ActivationDataset, folder: Path) -> None:
+    """Write a folder that `datasets.load_from_disk` reads: one column for each layer and each other entry of the items.
+
+    bfloat16 and float8, which Arrow lacks, are converted to float32.
+    """
+    name = "data-00000-of-00001.arrow"
+    writer = None
+    with (folder / name).open("wb") as file:
+        for batch in _batches(data):
+            rows = pa.RecordBatch.from_pydict({key: _cells(part) for key, part in batch.items()})
+            writer = writer or pa.ipc.new_stream(file, rows.schema)
+            writer.write_batch(rows)
+        if writer is not None:
+            writer.close()
+    none = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state = {
+        "_data_files": [{"filename": name}],
+        "_fingerprint": "",
+        "_format_kwargs": {},
+        "_output_all_columns": False,
+    }
+    (folder / "state.json").write_text(json.dumps({**state, **none}))
+    (folder / "dataset_info.json").write_text("{}")  # the features are those of the Arrow schema
+
+
+def _batches(data: ActivationDataset, size: int | None = None) -> Iterator[dict[str, Any]]:
+    for batch in data.batches(size or max(1, BATCH_BYTES // max(data.item_bytes, 1))):
+        yield {**batch.pop("x"), **batch}
+
+
+def _cells(part: Tensor | list[str]) -> pa.Array:
+    """Return an Arrow array with lists of fixed size."""
+    if isinstance(part, list):
+        return pa.array(part)
+    part = part.float() if str(part.dtype).startswith(("torch.bfloat16", "torch.float8")) else part
+    cells = pa.array(part.reshape(-1).numpy())
+    for size in reversed(part.shape[1:]):
+        cells = pa.FixedSizeListArray.from_arrays(cells, size)
+    return cells
 
 
 def _write_csv(files: RunFiles, folder: Path) -> str:

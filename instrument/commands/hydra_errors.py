@@ -16,11 +16,11 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
 from ..config.experiment import TASKS
-from ..config.known_keys import fields_below
+from ..config.schema import fields_below
 from ..config.spec_file import fix_of_yaml
 from ..errors import Problem, similar_names
 from ..fields.pip_extras import pip_command
-from ..training.sweeps.objective import OBJECTIVE_KEY
+from ..training.sweep_objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
 NO_PACKAGE_LINE = Problem(

@@ -16,12 +16,11 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..config.hydra_internals import use_field_loader
-from ..config.packaged import conf_folder
-from ..config.search_path import WorkingDirectoryConf
+from ..config.hydra_internals import WorkingDirectoryConf, use_field_loader
+from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError
 from ..training.distributed.torchrun import is_rank_zero, process_group, synced_errors
-from ..training.sweeps.jobs import print_summary
+from ..training.sweep_jobs import print_summary
 from .job import JobFailedError, as_instrument_error, print_error
 from .validation_callback import HydraCallback
 

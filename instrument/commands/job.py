@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..config.experiment import RunConfig
 from ..config.hydra_internals import BASIC_SWEEPER
-from ..config.packaged import conf_folder
 from ..config.parse import parse_config
+from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..formatting import shown_path
 from ..rules.requirements import check_rules
@@ -35,8 +35,8 @@ from ..storage.folder_snapshot import REFUSED
 from ..storage.lock import is_written
 from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, read_record
 from ..training.distributed.torchrun import is_rank_zero
-from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
-from ..training.sweeps.objective import is_search, read_objective, score_job, worst_score
+from ..training.sweep_jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, recorded_overrides
+from ..training.sweep_objective import is_search, read_objective, score_job, worst_score
 from .hydra_errors import NO_PACKAGE_LINE, composition_problem
 from .verbs import print_json
 
@@ -288,8 +288,8 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder; None for no folder."""
     with importing():
         from ..plan.display import plan_data
-        from ..training.device_and_seed import process_state
         from ..training.dry_run import dry_run
+        from ..training.environment import process_state
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 

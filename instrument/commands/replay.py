@@ -38,7 +38,7 @@ from instrument.training.distributed.torchrun import is_rank_zero
 
 if TYPE_CHECKING:
     from instrument.training.runner import ReplaySource
-    from instrument.training.verification.replay_certificate import ReplayCertificate
+    from instrument.training.verification import ReplayCertificate
 
 CERTIFICATE = "certificate.json"
 COMPARISON = "comparison.png"
@@ -103,7 +103,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, args: argparse.
             from instrument.training import runner
             from instrument.training.runner import ReplaySource
             from instrument.training.terminal import Terminal
-            from instrument.training.verification.replay_certificate import certify_replay
+            from instrument.training.verification import certify_replay
 
         source = ReplaySource(
             folder=run.folder,

@@ -16,12 +16,13 @@ from omegaconf import OmegaConf
 from ..config.base import ObservationSpec
 from ..config.experiment import TRACKERS, SinkConfig
 from ..config.hook_specs import HookSpec
-from ..config.packaged import conf_folder
 from ..config.parse import named_specs, parse_hooks, parse_rules
 from ..config.rules import DisableAction, EnableAction, RuleBase
 from ..config.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
 from ..config.schedule import STEP_PHASES
+from ..config.spec_file import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
+from ..formatting import steps_text
 from ..storage.control_folder import ControlFolder
 from ..storage.remote_folder import check_is_local
 from ..storage.run_files import RunFiles
@@ -271,11 +272,11 @@ class ReplayHooks:
             elif original.get(name) == spec:
                 left_out.append(name)
             else:
-                text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
+                text = f"the hook is not scheduled in {steps_text(window)}: its schedule is {spec.schedule}"
                 fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
                 raise ConfigError(Problem(f"hooks.{name}", text, fix=fix))
         if changed and not starts:
-            raise ConfigError(Problem("--intervene", f"no changed intervention runs in {_text(window)}", changed))
+            raise ConfigError(Problem("--intervene", f"no changed intervention runs in {steps_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
         return cls(specs, tuple(left_out), changed, min(starts, default=None), bool(phases - {*STEP_PHASES}))
 
@@ -332,7 +333,3 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
 
 def _first(spec: HookSpec | None) -> list[int]:
     return [] if spec is None else [spec.start if spec.steps is None else min(spec.steps)]
-
-
-def _text(steps: range) -> str:
-    return f"steps {steps.start} to {steps.stop - 1}"

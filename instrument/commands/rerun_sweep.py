@@ -14,12 +14,11 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
-from ..config.hydra_internals import BASIC_SWEEPER, launcher_of
-from ..config.search_path import config_loader
+from ..config.hydra_internals import BASIC_SWEEPER, config_loader, launcher_of
 from ..errors import ConfigError, Problem
 from ..storage.lock import FolderLock
 from ..storage.run_record import checkpoint_steps
-from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
+from ..training.sweep_jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import archive, job
 
 WHERE = "--rerun"

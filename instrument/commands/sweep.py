@@ -17,7 +17,7 @@ from instrument.commands.job import as_instrument_error
 from instrument.commands.verbs import add_json, parser_of, print_json, wide_console, with_arguments
 from instrument.errors import InstrumentError
 from instrument.storage.remote_folder import check_is_local, is_address
-from instrument.training.sweeps.jobs import (
+from instrument.training.sweep_jobs import (
     DONE,
     Runs,
     Sweep,

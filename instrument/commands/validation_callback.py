@@ -31,7 +31,7 @@ from ..storage.remote_folder import (
 )
 from ..storage.run_folder import check_writable, create_free_folder
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
-from ..training.sweeps.jobs import (
+from ..training.sweep_jobs import (
     DONE,
     STOPPED,
     Sweep,
@@ -43,7 +43,7 @@ from ..training.sweeps.jobs import (
     sweep_overrides,
     values_of,
 )
-from ..training.sweeps.objective import OBJECTIVE_KEY, check_search, is_search, read_objective
+from ..training.sweep_objective import OBJECTIVE_KEY, check_search, is_search, read_objective
 from .job import as_instrument_error, print_error, read_config, show_plan
 
 

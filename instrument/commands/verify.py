@@ -26,7 +26,7 @@ from instrument.errors import ConfigError, Problem
 from instrument.training.distributed.torchrun import is_rank_zero, process_group
 
 if TYPE_CHECKING:
-    from instrument.training.verification.fingerprints import Certificate
+    from instrument.training.verification import Certificate
 
 NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
@@ -45,7 +45,7 @@ def certify(config: DictConfig, *, as_json: bool = False) -> None:
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
-            from instrument.training.verification.fingerprints import verify
+            from instrument.training.verification import verify
 
         processes = process_group()
         with redirect_stdout(sys.stderr if as_json else sys.stdout):  # of the model

@@ -105,8 +105,7 @@ def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., Renderabl
 
         sweep = LiveSweep(folder)
         return sweep, sweep.frame
-    from instrument.report.live_run import LiveRun
-    from instrument.report.live_terminal import frame
+    from instrument.report.live_run import LiveRun, frame
 
     run = LiveRun(root)
     return run, partial(frame, run)

@@ -26,7 +26,7 @@ from ..config.parse import build
 from ..errors import ConfigError, Problem, first_line
 from ..fields.field_types import Spec
 from ..formatting import natural_key, shorten
-from ..importers.source import read_source
+from ..importers.conversion import read_source
 from ..storage.row_batches import as_table
 from ..storage.run_files import RunFiles
 from ..storage.tensors import rows_of

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from ..fields.field_types import Count, Number, Selection, Target
-from .messages import UnknownNameError
+from ..fields.field_types import Count, Number, Selection, Target, UnknownNameError
 
 _KAIMING = ("a", "mode", "nonlinearity")
 INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {
@@ -130,12 +129,5 @@ class ApplyCallSpec(ApplyBase):
 ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | SetSpec | AddParameterSpec | ApplyCallSpec
 
 ACTIONS: dict[str, type[ApplyBase]] = {
-    "init": InitSpec,
-    "fill": FillSpec,
-    "freeze": FreezeSpec,
-    "replace": ReplaceSpec,
-    "wrap": WrapSpec,
-    "set": SetSpec,
-    "add_parameter": AddParameterSpec,
-    "call": ApplyCallSpec,
+    get_args(spec.model_fields["action"].annotation)[0]: spec for spec in get_args(ApplySpec)
 }

@@ -10,14 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Number, Selection
+from ..fields.field_types import (
+    Count,
+    Dimension,
+    Glob,
+    Globs,
+    Heads,
+    Index,
+    IndexList,
+    Indices,
+    Number,
+    Selection,
+    UnknownNameError,
+)
 from ..fields.globs import matches
 from ..fields.registry import Registry
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES, COLLECTIVES, KINDS, Kind
 from ..tables.statistics import statistic_of
-from .messages import UnknownNameError
-from .schedule import Phase, Schedule
-from .when import Condition, When
+from .schedule import Condition, Phase, Schedule, When
 
 
 def _known_kind(name: str) -> str:
@@ -34,8 +44,7 @@ KindName = Annotated[
 def parse_slice(text: str) -> tuple[slice | int, ...]:
     """Convert a text such as `"0:4, :, ::2"`, with or without brackets, to the index of a tensor.
 
-    Raises:
-        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
+    Raise a ValueError if it is not a comma-separated list of integers and `start:stop:step`.
     """
     parts: list[slice | int] = []
     for part in re.sub(r"^\s*\[(.*)\]\s*$", r"\1", text).split(","):

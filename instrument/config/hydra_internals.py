@@ -4,11 +4,12 @@
   name that two files define, and finds the tasks of installed packages.
 - The jobs of a sweep are listed before they start, and unfinished ones run again: only the sweeper, the overrides and the callbacks
   of Hydra can expand and report them.
-- The search path of `hydra.main`, for compositions outside of it.
+- The search path of `hydra.main`, for compositions outside of it: the files of the package, then those of the working directory.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,21 +23,23 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, raise_problems
 from .experiment import TASKS
-from .known_keys import fields_below
-from .name_clashes import SECTIONS, check_names
+from .schema import fields_below
+from .spec_file import conf_folder
 
 BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+SECTIONS = ("hooks", "apply", "rules")  # mappings of specs by name
 
 
 class TaskRepository(ConfigRepository):
@@ -119,11 +122,6 @@ def use_field_loader() -> Iterator[None]:
         hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]
 
 
-def loader_of(folder: Path) -> ConfigLoader:
-    """Return a loader with the search path that `hydra.main` has for a folder of configurations."""
-    return FieldLoader(create_config_search_path(str(folder)))
-
-
 def split_sweep(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, as the basic sweeper of Hydra splits them."""
     (jobs,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
@@ -139,3 +137,99 @@ def launcher_of(config: DictConfig, loader: ConfigLoader, job: TaskFunction) -> 
     """Return the launcher that a configuration names. It calls the callbacks of the configuration."""
     context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
     return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)
+
+
+def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResult]) -> None:
+    """Check that no file changes a spec of another file, except of a file that its own defaults list contains.
+
+    A file may also change the specs of the files in the root defaults list, such as `rules/default`.
+
+    Raises:
+        ConfigError: Two files define the same name. The error names both.
+    """
+    lists = {str(default.config_path): [*_listed(result)] for default, result in zip(defaults, results, strict=True)}
+    labels = {
+        str(default.config_path): _label_of(default, result) for default, result in zip(defaults, results, strict=True)
+    }
+    root = [entry for default in defaults if default.primary for entry in lists[str(default.config_path)]]
+    owners: dict[tuple[str, str], list[str]] = {}
+    problems: list[Problem] = []
+    for default, result in zip(defaults, results, strict=True):
+        file = str(default.config_path)
+        for section, name in _defined_names(default, result):
+            others = owners.setdefault((section, name), [])
+            allowed = {*root, *_reachable(file, lists), file}
+            problems += [_clash(section, name, labels[other], labels[file]) for other in others if other not in allowed]
+            others.append(file)
+    raise_problems(problems)
+
+
+def _label_of(default: ResultDefault, result: ConfigResult) -> str:
+    """Return the name of a configuration for messages: a file, or a configuration that code has stored."""
+    is_stored = result.path.startswith("structured:")
+    return f"the configuration {default.config_path!r}" if is_stored else f"{default.config_path}.yaml"
+
+
+def _defined_names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
+    package = [part for part in (default.package or "").split(".") if part]
+    content: Any = OmegaConf.to_container(result.config)
+    if not isinstance(content, dict) or (package and package[0] not in SECTIONS):
+        return
+    for section in SECTIONS if not package else package[:1]:
+        specs = content if package else content.get(section)
+        if isinstance(specs, dict):
+            yield from ((section, str(name)) for name in (package[1:2] or specs))
+
+
+def _listed(result: ConfigResult) -> Iterator[str]:
+    """Yield the paths of the files in the defaults list of a file, such as `hooks/gradients`."""
+    for entry in result.defaults_list or ():
+        if isinstance(entry, GroupDefault):
+            group = str(entry.group).strip("/")
+            values = entry.value if isinstance(entry.value, list) else [entry.value]
+            yield from (f"{group}/{value}" for value in values)
+        elif isinstance(entry, ConfigDefault) and not entry.is_self():
+            yield str(entry.path).strip("/")
+
+
+def _reachable(file: str, lists: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the files in the defaults list of a file, and in those of these files."""
+    files: set[str] = set()
+    waiting = [file]
+    while waiting:
+        folder = waiting[-1].rpartition("/")[0]
+        for entry in lists.get(waiting.pop(), ()):
+            for path in (entry, f"{folder}/{entry}"):
+                if path in lists and path not in files:
+                    files.add(path)
+                    waiting.append(path)
+    return files
+
+
+def _clash(section: str, name: str, first: str, second: str) -> Problem:
+    message = f"two configurations define this name: {first} and {second}; their fields would be merged"
+    fix = f"rename one of them, or change single fields on the command line: {section}.{name}.FIELD=VALUE"
+    return Problem(f"{section}.{name}", message, fix=fix)
+
+
+class WorkingDirectoryConf(SearchPathPlugin):
+    """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the folder, and warn about files that a different file of the package hides."""
+        user_folder, packaged = Path.cwd() / "conf", conf_folder()
+        if not user_folder.is_dir() or user_folder.samefile(packaged):
+            return
+        search_path.append("working directory", f"file://{user_folder}")
+        for file in sorted(user_folder.rglob("*.yaml")):
+            same = packaged / file.relative_to(user_folder)
+            if same.exists() and same.read_bytes() != file.read_bytes():
+                name = f"conf/{file.relative_to(user_folder)}"
+                text = f"warning: {name} is ignored: the package has a file of this name; choose another name"
+                print(text, file=sys.stderr)
+
+
+def config_loader() -> ConfigLoader:
+    """Create a configuration loader with the search path of the command line, for compositions outside `hydra.main`."""
+    Plugins.instance().register(WorkingDirectoryConf)
+    return FieldLoader(create_config_search_path(str(conf_folder())))

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError, Problem, raise_problems, similar_names
-from ..fields.field_types import Target, nested_values, number_to_text
+from ..fields.field_types import TARGET, Target, UnknownNameError, message_of, nested_values, number_to_text
 from . import apply as apply_specs
 from .apply import ApplySpec
 from .base import ACTIONS, HookBase
-from .budget import BudgetConfig
-from .experiment import RunConfig
-from .hook_specs import HookSpec
-from .known_keys import fields_of, fields_of_specs, model_at
-from .messages import TARGET, UnknownNameError, message_of
-from .mode_checks import mode_problems
-from .modify import FUNCTIONS, FunctionSpec
+from .experiment import BudgetConfig, RunConfig
+from .hook_specs import FUNCTIONS, CustomStatistic, FunctionSpec, HookSpec, StatisticsSpec, graph_problems
 from .parallel import Declared, PlacementConfig
-from .record import CustomStatistic, StatisticsSpec
 from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
 from .schedule import Phase
+from .schema import fields_of, fields_of_specs, model_at
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OTHER_WORDS = {
@@ -303,3 +298,41 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         message = message_of(item) if item["input"] is not None else "is missing"
         return Problem(key, message, given, allowed, fix=fix if named else "")
     return Problem(key, message_of(item), given=given)
+
+
+def mode_problems(config: RunConfig) -> Iterator[Problem]:
+    yield from _phase_problems(config)
+    if config.mode == "train":
+        if config.forward.grad:
+            yield Problem("forward.grad", "requires mode: forward", given=True, fix="set mode=forward")
+        if config.data.probe_batch is not None and all(spec.phase != "probe" for spec in config.hooks.values()):
+            message = "the probe batch is never used: no hook has phase: probe"
+            fix = "set phase: probe in a hook, or data.probe_batch=null"
+            yield Problem("data.probe_batch", message, fix=fix)
+        return
+    clean, size = config.forward.from_sample, config.train.batch_size
+    if clean is not None and (clean >= size or size < 2):
+        message = "each batch needs this clean sample and another, corrupted one"
+        yield Problem("forward.from_sample", message, given=clean, allowed=f"train.batch_size is {size}")
+    if config.train.accumulate > 1:
+        message = "mode: forward accumulates no gradients: each batch is one step"
+        yield Problem("train.accumulate", message, given=config.train.accumulate, allowed="1")
+    if config.data.probe_batch is not None:
+        message = "the probe batch runs between training steps, but mode: forward does not train"
+        yield Problem("data.probe_batch", message, fix="set data.probe_batch=null")
+
+
+def _phase_problems(config: RunConfig) -> Iterator[Problem]:
+    phases = ["forward"] if config.mode == "forward" else ["train", "eval", "probe"]
+    for name, spec in config.hooks.items():
+        if spec.phase not in phases:
+            message = f"mode: {config.mode} has no such phase"
+            yield Problem(f"hooks.{name}.phase", message, given=spec.phase, allowed=phases)
+        elif spec.phase == "probe" and config.data.probe_batch is None:
+            fix = "set data.probe_batch=N for the first N evaluation samples"
+            yield Problem(f"hooks.{name}.phase", "phase probe requires a probe batch", given="probe", fix=fix)
+        elif spec.phase == "forward" and spec.definition.gradient and not config.forward.grad:
+            message = "requires gradients, which mode: forward computes only with forward.grad=true"
+            yield Problem(f"hooks.{name}.kind", message, given=spec.kind, fix="set forward.grad=true")
+        if config.train.compile is not None and (not config.train.compile.graph_breaks or spec.definition.of_functions):
+            yield from graph_problems(name, spec, "set train.compile={graph_breaks: true}")

@@ -13,10 +13,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from ..fields.field_types import Count, Names, NonNegative, Number, Spec, Target
+from ..fields.field_types import Count, Names, NonNegative, Number, Spec, Target, UnknownNameError, is_misspelled
 from ..fields.registry import Registry
 from ..tables.statistics import STATISTICS, unreachable_bound
-from .messages import UnknownNameError, is_misspelled
 
 SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
 METRIC_NAMES = ("loss", "accuracy", "lr", "grad_norm", "seconds")

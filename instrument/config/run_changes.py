@@ -12,6 +12,7 @@ import yaml
 from ..errors import ConfigError, Problem, raise_problems, similar_names
 from .hook_specs import HookSpec
 from .parse import named_specs, parse_hooks
+from .schedule import Phase
 from .spec_file import YAML_ERRORS
 
 SCHEDULE_FIELDS = ("every", "start", "stop", "steps")
@@ -45,7 +46,7 @@ class Settings:
     """The settings of a run that can change while it runs. `phase`: that of hooks that set none."""
 
     hooks: Mapping[str, Mapping[str, Any]]
-    phase: str = "train"
+    phase: Phase = "train"
     disabled: frozenset[str] = frozenset()
     lr_scale: float = 1.0
     has_custom_loop: bool = False
@@ -54,13 +55,11 @@ class Settings:
     def of(cls, config: Mapping[str, Any]) -> Settings:
         """Return the settings of a run, given the configuration in its run.json."""
         named = dict(named_specs("hooks", config.get("hooks")))
-        phase = "forward" if config.get("mode") == "forward" else "train"
+        phase: Phase = "forward" if config.get("mode") == "forward" else "train"
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
     def specs(self, names: Sequence[str]) -> dict[str, HookSpec]:
-        return parse_hooks(
-            {name: self.hooks[name] for name in names}, "forward" if self.phase == "forward" else "train"
-        )
+        return parse_hooks({name: self.hooks[name] for name in names}, self.phase)
 
 
 @dataclass(frozen=True)

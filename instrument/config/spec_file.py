@@ -1,4 +1,4 @@
-"""Hook specs from a YAML file, from plain mappings, or from spec objects."""
+"""The configuration files of the package, and hook specs from a YAML file, from plain mappings, or from spec objects."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import yaml
 from ..errors import ConfigError, Problem, similar_names
 from .base import HookBase
 from .hook_specs import HookSpec
-from .packaged import hook_sets
 from .parse import parse_hooks, parse_rules
 from .rules import RuleBase, default_rules
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
 """The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
-
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+
+
+def conf_folder() -> Path:
+    """Return the folder with the configuration files of the package: inside it, or next to it in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").exists())
+
+
+def hook_sets() -> dict[str, Path]:
+    """Return the files with the hook specs of the package, by the name in `hooks=NAME`."""
+    return {file.stem: file for file in sorted((conf_folder() / "hooks").glob("*.yaml"))}
 
 
 def read_specs(specs: Specs) -> dict[str, HookSpec]:

@@ -16,13 +16,13 @@ from ..actions.intervention import describe
 from ..actions.selection import Selector, act_on_indices
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
-from ..config.record import RecordSpec, StatisticsSpec
+from ..config.hook_specs import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import HookError, InstrumentError
 from ..fields.globs import matches
-from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
-from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..plan.tensor_checks import check_shape
+from ..runtime.own_operations import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..stats.sums import needs_of
 from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, OTHER_CALLS, not_floating_point

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..actions.record import Record
 from ..errors import ConfigError, Problem
 from ..fields.globs import matches
-from ..runtime.own_collectives import are_own_collectives, own_collectives
+from ..runtime.own_operations import are_own_collectives, own_collectives
 from ..tables.reasons import AWAITED_LATER, NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..config.mode_checks import graph_obstacle
+from ..config.hook_specs import graph_obstacle
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH
 from ..values.nested import join_arguments, split_arguments

@@ -25,10 +25,18 @@ from ..actions.intervention import describe
 from ..config.base import HookBase
 from ..errors import HookError
 from ..plan.attention_weights import attention_of
-from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
-from ..plan.mode_pauses import needs_pause, register_pauses
+from ..plan.function_calls import (
+    RESHAPING,
+    FunctionMode,
+    Owner,
+    RunningModule,
+    module_frame,
+    needs_pause,
+    register_pauses,
+    written_tensor,
+)
 from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
-from ..runtime.selective_checkpoint import unseen_by_checkpoint
+from ..runtime.own_operations import unseen_by_checkpoint
 from ..stats.flatten import unreadable
 from ..tables.kinds import ATTENTION_ROLES
 from ..tables.reasons import (

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from ..config.base import ObservationSpec
+from ..config.hook_specs import RecordSpec
 from ..config.parallel import Declared
-from ..config.record import RecordSpec
 from ..errors import ConfigError, HookError, Problem, raise_problems
 from ..fields.globs import matches
-from ..plan.hook_plan import HookPlan, Site
-from ..plan.layer_selection import no_such_layer
+from ..plan.hook_plan import HookPlan, Site, no_such_layer
 from ..plan.modules import Layer
 from ..tables.kinds import Kind
 from ..values.dtensor import Shards, is_sharded, own_rank

@@ -12,8 +12,7 @@ from itertools import product
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, ConvertedExperiment, layers_with_text
-from .source import Fields, read_ranges, reading
+from .conversion import EVERYTHING, ConvertedExperiment, Fields, layers_with_text, read_ranges, reading
 
 TASKS = (
     *("statistics", "tensor", "overflow_check", "grad_probe"),
@@ -82,11 +81,7 @@ class _Plan:
 
 
 def convert_msprobe(source: Any) -> ConvertedExperiment:
-    """Convert the content of `config.json`.
-
-    Raises:
-        ConfigError: It does not have this form, or a value is invalid.
-    """
+    """Convert the content of `config.json`. Raise a ConfigError if it does not have this form, or a value is invalid."""
     experiment = ConvertedExperiment("msprobe")
     if not isinstance(source, Mapping) or not {"task", "dump_path", "level", *TASKS} & {*source}:
         message = "is not a configuration of msprobe: it has no field 'task'"

@@ -11,8 +11,17 @@ from itertools import islice, product
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, ConvertedExperiment, layers_containing, layers_with_text, multiples
-from .source import MAX_NUMBERS, Fields, read_ranges, reading
+from .conversion import (
+    EVERYTHING,
+    MAX_NUMBERS,
+    ConvertedExperiment,
+    Fields,
+    layers_containing,
+    layers_with_text,
+    multiples,
+    read_ranges,
+    reading,
+)
 
 LINEAR = "*Linear"
 """Classes of the layers that Transformer Engine inspects."""
@@ -54,11 +63,7 @@ STATISTICS_OF_QUANTIZED = {
 
 
 def convert_nvdlfw(source: Any) -> ConvertedExperiment:
-    """Convert the content of a configuration file.
-
-    Raises:
-        ConfigError: It does not have this form, or a value is invalid.
-    """
+    """Convert the content of a configuration file. Raise a ConfigError if it does not have this form, or a value is invalid."""
     selects = {"enabled", "layers", "layer_name_regex_pattern"}
     sections = [*source.values()] if isinstance(source, Mapping) else []
     if not sections or not all(isinstance(each, Mapping) and selects & {*each} for each in sections):

@@ -17,16 +17,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..config.budget import BudgetConfig
-from ..config.experiment import SinkConfig
+from ..config.experiment import BudgetConfig, SinkConfig
 from ..config.hook_specs import HookSpec
 from ..config.parallel import Declared
 from ..config.parse import parse_budget, parse_placement
 from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem, raise_problems
 from ..hooks.distributed_scope import Parallel
-from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
+from ..plan.tensor_checks import check_parameters
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..relations.exchange import has_processes
@@ -43,7 +42,7 @@ from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
 from ..storage.tee import TeeSink
 from ..tables.sink_interface import Sink
-from ..training.compiled_models import prepare_compiled, reported_graph_breaks
+from ..training.compiler import prepare_compiled, reported_graph_breaks
 from ..training.distributed.process_group import report_dead_ranks
 from ..training.distributed.strategies import reduce_problems, shard_problems
 from ..values.dtensor import is_sharded, own_rank

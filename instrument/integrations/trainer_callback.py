@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..config.packaged import hook_sets
-from ..config.spec_file import Specs
+from ..config.spec_file import Specs, hook_sets
 from ..errors import ConfigError, Problem
 from ..probe.phase_watch import PhaseWatch
 from ..runtime.deferred_interrupts import signal_safe_contextmanager

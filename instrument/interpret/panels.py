@@ -14,7 +14,7 @@ from ..analysis.tensor_images import smaller
 from ..errors import InstrumentError
 from ..plot.compare import final_values
 from ..plot.importance import importance
-from ..report.numbers import rounded
+from ..report.charts import rounded
 from ..report.panels import Panel, as_svg
 from ..report.sweep_page import METRICS
 from .attribution import attribute

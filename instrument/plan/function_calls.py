@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 
 from ..config.base import HookBase
 from ..fields.globs import matches
-from ..runtime.lazy_compiler import compiler_entries
+from ..runtime.lazy_compiler import compiler_entries, is_compiled_module
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
+from ..values.nested import iter_tensors
 
 _MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__
@@ -35,6 +38,7 @@ _IGNORED = frozenset(
 RESHAPING = frozenset(  # functions that change the shape or the strides of a tensor in place, and none of its values
     {"as_strided_", "resize_", "resize_as_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
 )
+Pause = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
 def function_name(function: Any) -> str | None:
@@ -73,11 +77,7 @@ class RunningModule:
 
 
 class Owner(NamedTuple):
-    """The call of a module that a function call belongs to, for one spec, and its observer.
-
-    Attributes:
-        path: The path of the function call: its name, and its number among the calls of this function.
-    """
+    """The call of a module that a function call belongs to, for one spec, its observer, and the path of the function call: `softmax.0`."""
 
     running: Any
     observer: Any
@@ -189,7 +189,7 @@ class FunctionMode(TorchFunctionMode):
         self.running.append(running)
 
     def pause(self, frame: FrameType, reason: str | None) -> None:
-        """Start a call of a module during which the mode is not active; see `instrument.plan.mode_pauses`."""
+        """Start a call of a module during which the mode is not active; see `register_pauses`."""
         if self.running:
             self.running[-1].pause_reason = reason
             self.enter(RunningModule(frame, {}, is_paused=True))
@@ -270,3 +270,59 @@ def _parameters(function: FunctionType) -> tuple[str, ...]:
     """Return the names of the positional parameters. The wrappers of operators such as `**` wrap a function in C."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return () if code is None else code.co_varnames[: code.co_argcount]
+
+
+def register_pauses(
+    modules: Iterable[nn.Module], pause: Pause, end: Callable[..., None], resume: Callable[..., None]
+) -> Iterator[RemovableHandle]:
+    """Register the hooks that pause a mode where it would change what a module computes.
+
+    `nn.TransformerEncoder` converts a padded batch to a nested tensor, and `nn.MultiheadAttention` runs one fused function, unless
+    a mode is active. With a mode, padded positions would have other values, and attention would refuse nested tensors. A
+    compiled module would be compiled again with the mode.
+
+    Args:
+        modules: The modules in which the mode is active. Their submodules are included.
+        pause: The forward pre hook, with keyword arguments, of a module that `needs_pause` is for.
+        end: Its forward hook, which is called after an exception too.
+        resume: The forward pre hook of the first layer of an encoder, which has chosen its path by then.
+    """
+    for part in {part: None for module in modules for part in module.modules()}:
+        is_encoder = isinstance(part, nn.TransformerEncoder)
+        if is_encoder or isinstance(part, nn.MultiheadAttention) or is_compiled_module(part):
+            yield part.register_forward_pre_hook(pause, with_kwargs=True)
+            yield part.register_forward_hook(end, prepend=True, always_call=True)
+        if is_encoder:
+            yield from (layer.register_forward_pre_hook(resume) for layer in cast(nn.ModuleList, part.layers)[:1])
+
+
+def register_pauses_of(mode: FunctionMode, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
+    """Register the hooks that pause one mode in modules and their submodules."""
+
+    def pause(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (frame := module_frame()[0]) is not None and needs_pause(module, args, kwargs):
+            mode.pause(frame, None)
+
+    def end(*_: Any) -> None:
+        mode.leave(module_frame()[0], is_paused=True)
+
+    return register_pauses(modules, pause, end, lambda *_: mode.resume())
+
+
+def needs_pause(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a mode could change what a module computes: it is compiled, or may take PyTorch's fast path.
+
+    The fast path is for evaluations without gradients. Some of PyTorch's conditions are not checked here.
+    """
+    if is_compiled_module(module):
+        return True
+    if module.training or not torch.backends.mha.get_fastpath_enabled() or torch.is_autocast_enabled():
+        return False
+    attention: Any = module.layers[0].self_attn if isinstance(module, nn.TransformerEncoder) else module
+    tensors = iter_tensors((attention.in_proj_weight, args, kwargs))
+    if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in tensors):
+        return False
+    if module is not attention:
+        return True
+    inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
+    return bool(attention.batch_first) and all(each is inputs[0] for each in inputs)

@@ -1,24 +1,33 @@
-"""The plan: specs resolved against a model, as a list of sites."""
+"""The plan: specs resolved against a model, as a list of sites, with the modules that a spec selects, and remarks that are not errors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
+from ..config.hook_specs import HookSpec, RecordSpec
 from ..errors import ConfigError, Problem, raise_problems, similar_names
-from ..fields.field_types import Selection
+from ..fields.field_types import STRUCTURES, Selection, StructureName
 from ..fields.globs import matches
 from ..formatting import shorten
 from ..stats.experts import PER_TOKEN, attribute_of
-from .attention_heads import check_heads
-from .layer_selection import select_layers
+from ..tables.statistics import MAGNITUDES, statistic_of
 from .modules import Layer, Layers
+from .structure import ATTENTION, find_structure
+
+# Names of output projections in attention modules of transformers, timm, torchvision and common custom code.
+_OUTPUT_PROJECTION = re.compile(
+    r"((att|attn|c|o|out|output|post)_)?proj|(out_|output_)?projection|proj_out|projection_layer|"
+    r"((attention|attn|fc|linear|to)_)?out|out_lin|out_linear|output|dense|merge|(linear_|w_?)?o",
+    re.IGNORECASE,
+)
+_PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,3 +208,172 @@ def check_not_frozen(plan: HookPlan) -> None:
                 allowed = "trainable parameters; frozen: " + shorten([site.label for site in matched])
                 problems.append(Problem(f"hooks.{name}.layers", message, given=pattern, allowed=allowed))
     raise_problems(problems)
+
+
+def select_layers(selection: Selection, layers: Layers, where: str) -> list[Layer]:
+    """Return the layers that a selection matches, in the order of the model; none if its structure is missing and optional.
+
+    Raises:
+        ConfigError: A glob matches no module, the model has no such structure, or `types` or `exclude` remove all modules.
+    """
+    for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
+        for pattern in patterns:
+            if not any(layer.is_named([pattern]) for layer in layers):
+                raise ConfigError(no_such_layer(pattern, layers, f"{where}.{key}"))
+    named = [layer for layer in layers if layer.is_named(selection.globs)]
+    if selection.structure:
+        found = find_structure(layers, selection.structure)
+        parts = {id(layer) for of_name in found.values() for layer in of_name}
+        named = [layer for layer in named if id(layer) in parts]
+        if not named and selection.optional:
+            return []
+        if not named:
+            raise ConfigError(_no_such_structure(selection, found, where))
+    typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
+    if not typed:
+        types = sorted({layer.type for layer in named})
+        plain = [re.sub(r"[*?\[\]!]", "", name) for name in selection.types]
+        similar = [name for each in plain for name in similar_names(each, types)]
+        message = f"none of the {len(named)} modules that the other fields match is of this type"
+        raise ConfigError(Problem(f"{where}.types", message, list(selection.types), types, similar))
+    kept = [layer for layer in typed if not layer.is_named(selection.exclude)]
+    if not kept:
+        message = f"excludes all {len(typed)} modules that the other fields match"
+        raise ConfigError(Problem(f"{where}.exclude", message, given=list(selection.exclude)))
+    return kept
+
+
+def _no_such_structure(selection: Selection, found: Mapping[StructureName, Sequence[Layer]], where: str) -> Problem:
+    names = ", ".join(selection.structure)
+    if elsewhere := [layer.label for of_name in found.values() for layer in of_name]:
+        message = f"these patterns match none of the modules with structure: {names}"
+        return Problem(f"{where}.layers", message, list(selection.globs), shorten(elsewhere))
+    looked_for = "; ".join(f"no {name} found ({STRUCTURES[name]})" for name in selection.structure)
+    fix = "select the modules with 'layers' or 'types', or remove the hook; plan=true shows all modules"
+    return Problem(f"{where}.structure", looked_for, names, fix=fix)
+
+
+def no_such_layer(pattern: str, layers: Iterable[Layer], where: str) -> Problem:
+    names = [name for layer in layers for name in layer.names if name]
+    plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
+    similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
+    types = [layer.type for layer in layers if layer.type.lower() == plain.split(".")[0].lower()]
+    is_class = types and where.endswith(".layers")
+    fix = f"'layers' are names; to select by class, write 'types: {types[0]}' instead" if is_class else ""
+    return Problem(where, "this pattern matches no module", pattern, shorten(names or ["."]), similar, fix)
+
+
+def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:
+    """Refuse `heads` at tensors in which features belong to no head. The ConfigError names the modules at which the heads are."""
+    if spec.heads is None:
+        return
+    projections = [*_output_projections(layers)]
+    conflicts = [
+        (layer, projection, attention)
+        for layer in hooked
+        for projection, attention in projections
+        if _contains(layer, projection) and not _has_heads(spec, layer, projection, attention)
+    ]
+    if not conflicts:
+        return
+    layer, _, attention = conflicts[0]
+    if isinstance(attention.module, nn.MultiheadAttention):
+        function = nn.functional.multi_head_attention_forward.__name__
+        places = shorten([*dict.fromkeys(attention.label for _, _, attention in conflicts)], 4)
+        fix = f"layers: {places}, kind: function, functions: {function}, role: input, path: {function}.0.11"
+        fix += (
+            "; in evaluations without gradients, turn off the fast path: torch.backends.mha.set_fastpath_enabled(False)"
+        )
+        reason = "nn.MultiheadAttention does not call its output projection, but passes the weight to a function"
+    else:
+        places = shorten([*dict.fromkeys(projection.label for _, projection, _ in conflicts)], 4)
+        fix = f"layers: {places}, kind: {'full_backward' if spec.definition.gradient else 'forward_pre'}"
+        reason = "heads are side by side in the input of the output projection"
+    message = f"features in the {spec.tensor_role} of {layer.label!r} belong to no head; {reason}"
+    allowed = "'units: [...]' for attention weights [N, heads, T, T]"
+    raise ConfigError(Problem(f"{where}.heads", message, given=spec.heads.model_dump(), allowed=allowed, fix=fix))
+
+
+def _has_heads(spec: HookSpec, layer: Layer, projection: Layer, attention: Layer) -> bool:
+    is_called = not isinstance(attention.module, nn.MultiheadAttention)
+    if spec.definition.of_functions:
+        return spec.tensor_role == "input" or layer is not (projection if is_called else attention)
+    return spec.tensor_role in ("input", "grad_input") and is_called and not _contains(layer, attention)
+
+
+def _contains(layer: Layer, other: Layer) -> bool:
+    return any(module is other.module for module in layer.module.modules())
+
+
+def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
+    by_name = {name: layer for layer in layers for name in layer.names}
+    for layer in layers:
+        segments = re.sub(r"(\.\d+)+$", "", layer.name).split(".")  # `to_out.0` is a part of `to_out`
+        if not _OUTPUT_PROJECTION.fullmatch(segments[-1]) or not any(map(layer.is_a, _PROJECTION_TYPES)):
+            continue
+        for end in (-1, -2):  # BertAttention contains `output.dense`
+            parent = by_name[".".join(segments[:end])]
+            if ATTENTION.search(f"{parent.name.rpartition('.')[2]} {parent.type}"):
+                yield layer, parent
+                break
+
+
+@dataclass(frozen=True)
+class Remark:
+    """One remark. It is printed with the plan and written to `events`.
+
+    Attributes:
+        rule: The topic: hidden_module, structure, fast_path, statistics.
+        layer: The layer; None for several.
+    """
+
+    rule: str
+    layer: str | None
+    message: str
+    severity: Literal["info", "warning"]
+
+
+def remarks(plan: HookPlan) -> Iterator[Remark]:
+    """Yield remarks about modules that PyTorch cannot find, optional specs that are left out, fast paths that hooks disable, and
+    statistics that no kernel computes.
+    """
+    for location, message in plan.layers.hidden_messages():
+        yield Remark("hidden_module", location, message, "warning")
+    for name, spec in plan.specs.items():
+        if spec.optional and not plan.of(name):
+            kind = "" if spec.definition.family == "module" else " with parameters"
+            message = f"hook {name!r} is left out: the model has no {' or '.join(spec.structure)}{kind}"
+            yield Remark("structure", None, message, "info")
+    affected = fast_paths(plan)
+    if affected:
+        message = (
+            f"hooks inside {shorten(affected, 4)} disable PyTorch's fast path for evaluations without gradients; the values "
+            "are the same up to rounding"
+        )
+        yield Remark("fast_path", affected[0] if len(affected) == 1 else None, message, "info")
+    statistics = dict.fromkeys(name for spec in plan.specs.values() for name in getattr(spec, "statistics", ()))
+    needs = {name: statistic_of(name).needs for name in statistics}  # some are sums that no kernel forms
+    if again := [
+        name for name in needs if any(need.term is not None and need is not MAGNITUDES for need in needs[name])
+    ]:
+        message = (
+            f"PyTorch operations compute {', '.join(again)} in addition to the kernel; they read each tensor again"
+        )
+        yield Remark("statistics", None, message, "info")
+
+
+def fast_paths(plan: HookPlan) -> list[str]:
+    """Return the transformer encoder layers whose fast path PyTorch does not use, because modules inside them have hooks.
+
+    Hooks on the functions of a module need hooks on all attention modules inside it; see `register_pauses`.
+    """
+    sites = [site for site in plan.sites if site.spec.definition.family == "module"]
+    hooked = {id(site.layer.module) for site in sites}
+    of_functions = [site.layer.module for site in sites if site.spec.definition.of_functions]
+    hooked |= {id(part) for module in of_functions for part in module.modules()}
+    return [
+        layer.label
+        for layer in plan.layers
+        if isinstance(layer.module, nn.TransformerEncoderLayer)
+        and any(id(module) in hooked for module in layer.module.modules())
+    ]

@@ -22,9 +22,16 @@ from ..errors import ConfigError, Problem, first_line, user_code_location
 from ..tables.kinds import ATTENTION_FUNCTIONS, ATTENTION_ROLES
 from ..values.nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from .attention_weights import attention_of
-from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
+from .function_calls import (
+    FunctionMode,
+    Owner,
+    RunningModule,
+    module_frame,
+    register_pauses_of,
+    selects,
+    written_tensor,
+)
 from .hook_plan import Site
-from .mode_pauses import register_pauses_of
 from .modules import Layer, Layers
 
 

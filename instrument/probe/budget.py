@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..actions.record import Record
-from ..config.budget import BudgetConfig
+from ..config.experiment import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.hook_timer import MAX_FACTOR, HookTimer
 from ..tables.sink_interface import EventWriter

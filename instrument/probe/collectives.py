@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..config.parallel import Declared
 from ..hooks.distributed_scope import Parallel
-from ..runtime.own_collectives import own_collectives
+from ..runtime.own_operations import own_collectives
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured
 from ..stats.merge import MAX_GATHERED

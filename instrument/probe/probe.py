@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from ..actions.base import Archive, SampleIds, StepContext
 from ..actions.record import Record
-from ..config.budget import BudgetConfig
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
+from ..config.experiment import BudgetConfig
+from ..config.hook_specs import HookSpec, RecordSpec
 from ..config.rules import RuleBase
 from ..config.schedule import Phase
 from ..errors import AlreadyAttachedError
@@ -27,8 +26,7 @@ from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.mesh_layout import layout_of
 from ..hooks.operators import OperatorMode
-from ..plan.hook_plan import HookPlan
-from ..plan.remarks import remarks
+from ..plan.hook_plan import HookPlan, remarks
 from ..relations.relation_set import RelationSet
 from ..rules.requirements import hooks_read
 from ..rules.rule_set import RuleEvent, RuleSet

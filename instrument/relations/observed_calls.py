@@ -1,7 +1,7 @@
 """Observes the calls of losses and the batches of data loaders, in the loop and inside models, while a relation reads them.
 
 The losses of `torch.nn.functional` call functions in C, which are replaced meanwhile. A
-`TorchFunctionMode` would change what some modules compute; see `instrument.plan.mode_pauses`. Compiled code is not observed.
+`TorchFunctionMode` would change what some modules compute; see `instrument.plan.function_calls`. Compiled code is not observed.
 """
 
 from __future__ import annotations

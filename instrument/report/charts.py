@@ -1,20 +1,39 @@
-"""Data of the charts of one run, from its history: all of it, or what changed since a version."""
+"""Data of the charts of one run, from its history: all of it, or what changed since a version; and the evidence of a finding."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
 import numpy as np
 
 from ..analysis.config_comparison import hooks_of, rules_of
+from ..analysis.diagnosis import Finding
 from ..analysis.distribution_history import COLUMNS, LocationDistributions
+from ..analysis.overview import WIDE
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.run_history import RunHistory
 from ..analysis.step_history import StepHistory
-from ..config.description import describe_action
-from .numbers import rounded
+from ..config.hook_specs import describe_action
+from ..formatting import format_number
+from ..rules.step_rows import location_label
+
+DIGITS = 6
+WIDTH, HEIGHT, MARGIN = 320, 72, 14  # pixels of the evidence
+
+
+def rounded(values: Any) -> Any:
+    """Round a number, an array or nested lists to six digits; non-finite numbers become None."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        return [rounded(value) for value in values]
+    if values is None or isinstance(values, str | bool | int):
+        return values
+    return float(f"{values:.{DIGITS}g}") if math.isfinite(values) else None
 
 
 def charts(history: RunHistory) -> dict[str, Any]:
@@ -118,3 +137,69 @@ def _distributions(location: LocationDistributions, since: int) -> dict[str, Any
         "several": location.has_several,
         "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
     }
+
+
+def evidence(history: RunHistory, finding: Finding) -> str:
+    """Return an SVG picture; an empty string if fewer than two steps have a value.
+
+    Missing values, such as those of a tensor that is not finite, are gaps.
+    """
+    curve = curve_of(history, finding)
+    if curve is None or finding.step is None:
+        return ""
+    steps, values = curve
+    known = np.isfinite(values)
+    if known.sum() < 2:
+        return ""
+    shown = np.append(values[known], [] if finding.threshold is None else finding.threshold)
+    is_log = shown.min() > 0 and shown.max() / shown.min() > WIDE
+    heights = np.log(np.where(values > 0, values, np.nan)) if is_log else values
+    low, high = (np.log(shown.min()), np.log(shown.max())) if is_log else (shown.min(), shown.max())
+    first, last = int(steps[0]), max(int(steps[-1]), finding.step)
+
+    def x(step: float) -> float:
+        return MARGIN + (WIDTH - 2 * MARGIN) * (step - first) / max(1, last - first)
+
+    def y(height: float) -> float:
+        return HEIGHT / 2 if high == low else HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * (height - low) / (high - low)
+
+    parts = [f'<line class="step" x1="{x(finding.step):.1f}" x2="{x(finding.step):.1f}" y1="2" y2="{HEIGHT - 2}"/>']
+    bound = ""
+    if finding.threshold is not None:
+        level = y(np.log(finding.threshold) if is_log else finding.threshold)
+        parts.append(f'<line class="bound" x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{level:.1f}" y2="{level:.1f}"/>')
+        bound = f"; dashed: threshold {format_number(finding.threshold)}"
+    for piece in np.split(np.arange(len(steps)), np.flatnonzero(~known)):
+        inside = piece[known[piece]]
+        points = " ".join(f"{x(steps[at]):.1f},{y(heights[at]):.1f}" for at in inside)
+        parts.append(f'<polyline points="{points}"/>' if len(inside) > 1 else "")
+        parts += [
+            f'<circle cx="{x(steps[at]):.1f}" cy="{y(heights[at]):.1f}" r="2"/>' for at in inside[: len(inside) == 1]
+        ]
+    numbers = [format_number(float(bound_)) for bound_ in (values[known].min(), values[known].max())]
+    scale = ", logarithmic" if is_log else ""
+    text = f"{finding.statistic}{scale}, {numbers[0]} to {numbers[1]}, steps {first:,} to {last:,}; marked: step {finding.step:,}{bound}"
+    return (
+        f'<figure class="evidence"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(text)}">{"".join(parts)}</svg>'
+        f"<figcaption>{escape(text)}</figcaption></figure>"
+    )
+
+
+def curve_of(history: RunHistory, finding: Finding) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the first step of each group, int64 [groups], and the values, float64 [groups]; None if they were not recorded."""
+    metrics = history.metrics.get("train")
+    if metrics is not None and finding.statistic in metrics.statistics:
+        return _values_at(metrics, finding.statistic, 0)
+    for series, each in history.series.items():
+        for row, location in enumerate(each.locations):
+            if (
+                location_label(location, series.role, series.hook, series.phase) == finding.where
+                and finding.statistic in each.statistics
+            ):
+                return _values_at(each, finding.statistic, row)
+    return None
+
+
+def _values_at(history: StepHistory, statistic: str, row: int) -> tuple[np.ndarray, np.ndarray]:
+    groups = history.groups()
+    return history.steps(groups)[0], history.values(statistic, groups)[row]

@@ -13,10 +13,9 @@ from rich.text import Text
 
 from ..analysis.overview import sparkline
 from ..formatting import format_number
-from ..training.sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
+from ..training.sweep_jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status, jobs_in
 from .charts import metric_curves
-from .live_run import LiveRun
-from .live_terminal import STATUS_COLOURS
+from .live_run import STATUS_COLOURS, LiveRun
 from .sweep_page import MAX_CURVE_VALUES, METRICS
 
 OTHER_LINES = 5
@@ -58,13 +57,9 @@ class LiveSweep:
         ]
 
     def refresh(self, seconds: float = float("inf")) -> bool:
-        """Read the status of all jobs, and the new metrics of those that have not finished.
+        """Read the status of all jobs, and the new metrics of those that have not finished. Return whether anything changed.
 
-        Args:
-            seconds: The time for reading metrics, in seconds. The rest follows in later calls. Default: no limit.
-
-        Returns:
-            Whether anything changed.
+        Metrics are read for at most so many seconds; the rest follows in later calls.
         """
         until = time.monotonic() + seconds
         self.source = jobs_in(self.folder)
@@ -90,11 +85,7 @@ class LiveSweep:
         return changed
 
     def frame(self, height: int | None = None) -> RenderableType:
-        """Return the table of the jobs, running jobs first.
-
-        Args:
-            height: The number of lines on the screen. Default: None, all jobs are shown.
-        """
+        """Return the table of the jobs, running jobs first: those that fit on a screen with `height` lines, or all of them."""
         table = Table(box=None, pad_edge=False)
         for name in ("job", "status", "overrides"):
             table.add_column(name, no_wrap=name != "overrides")  # the column that is shortened on a narrow screen

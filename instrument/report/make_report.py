@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +19,6 @@ from ..fields.pip_extras import DISTRIBUTION, installed_version, packages_of
 from ..plot.style import CATEGORIES, axis_name
 from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import run_page, sweep_page
-from .numbers import as_json, packed
 from .panels import Panel, label_of
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
@@ -81,10 +83,9 @@ def render(
     scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
     scripts[-1:-1] = [panel.script for panel in panels.values()]
     data = {**with_vocabulary(numbers), "panels": {name: panel.data for name, panel in panels.items()}}
-    page: str = (
-        _templates()
-        .get_template(template)
-        .render(
+    page = _templates().get_template(template)
+    return str(
+        page.render(
             **words,
             label_of=label_of,
             live=live,
@@ -96,7 +97,6 @@ def render(
             version=installed_version(DISTRIBUTION),
         )
     )
-    return page
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
@@ -172,3 +172,13 @@ def _plotly_script() -> Path:
     with packages_of("report", "a report"):
         import plotly
     return Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+
+
+def packed(text: str) -> str:
+    """Return a text compressed with gzip and encoded with base64, as the page expects it."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+def as_json(data: Any) -> str:
+    """Return compact JSON; NaN raises an error."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from ..config.hook_specs import HookSpec
-from ..config.record import RecordSpec
+from ..config.hook_specs import HookSpec, RecordSpec
 from ..config.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..config.schedule import STEP_PHASES
 from ..errors import Problem, raise_problems, similar_names

@@ -8,11 +8,7 @@ from weakref import WeakSet
 
 
 class OwnedByProcess:
-    """Base class of objects that only the process that created them may use.
-
-    Attributes:
-        is_inherited: Whether a parent of this process created the object.
-    """
+    """Base class of objects that only their process may use. `is_inherited`: whether a parent of this process created the object."""
 
     is_inherited = False
 

@@ -7,17 +7,10 @@ from .base import (
     SelectsTargets,
     Task,
     WeightedMean,
-    accuracy,
-    batch_with_targets,
-    call_task,
-    check_outcome,
-    mean_loss,
-    mean_metrics,
 )
 from .gan import WassersteinGAN
 from .keywords import HuggingFace, LossDict
-from .model_output import main_output
-from .supervised import KLDivergence, NextToken, Reconstruction, Supervised, soft_targets
+from .supervised import KLDivergence, NextToken, Reconstruction, Supervised
 from .without_loss import ForwardOnly, Generate
 
 __all__ = [
@@ -36,12 +29,4 @@ __all__ = [
     "Task",
     "WassersteinGAN",
     "WeightedMean",
-    "accuracy",
-    "batch_with_targets",
-    "call_task",
-    "check_outcome",
-    "main_output",
-    "mean_loss",
-    "mean_metrics",
-    "soft_targets",
 ]

@@ -24,8 +24,7 @@ from ..config.apply import (
 from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
 from ..fields.field_types import Target
 from ..fields.targets import build, locate
-from ..plan.hook_plan import is_selected
-from ..plan.layer_selection import select_layers
+from ..plan.hook_plan import is_selected, select_layers
 from ..plan.modules import Layer, Layers
 from ..plan.shape_inference import without_side_effects
 

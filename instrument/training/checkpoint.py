@@ -96,13 +96,9 @@ class Checkpoints:
                 self._remove_old(probe.step)
 
     def load(self, rank: int = 0, step: int | None = None) -> dict[str, Any]:
-        """Load a checkpoint for a process: that of a number of completed steps, or else the latest one.
+        """Return the state of a process, on the CPU: after a number of completed steps, or else of the latest checkpoint.
 
-        Returns:
-            The state, with all tensors on the CPU.
-
-        Raises:
-            ConfigError: The run has no checkpoint, or the file has another version.
+        Raise a ConfigError if the run has no checkpoint, or the file has another version.
         """
         where = "resume" if step is None else "RUN"
         steps = checkpoint_steps(self.folder) if step is None else [step]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..actions.call import CallFunction
 from ..actions.custom_functions import check_random_state
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
 from ..hooks.hook_timer import HookTimer, overhead_factor
@@ -54,12 +54,9 @@ TABLES_OF_ROWS = tuple(name for name, table in TABLES.items() if table.has_ident
 
 
 def dry_run(experiment: Experiment) -> Forecast:
-    """Estimate the cost of a run from a few of its steps.
+    """Estimate the cost of a run from a few of its steps, which change the experiment: it cannot be used for training afterwards.
 
-    The steps change the experiment, so it cannot be used for training afterwards.
-
-    Raises:
-        ConfigError: A step fails. The message says whether it fails without hooks or with them.
+    Raise a ConfigError if a step fails. The message says whether it fails without hooks or with them.
     """
     without_scheduler = replace(experiment, scheduler=None)
     try:
@@ -176,9 +173,7 @@ class _CountingSink(ParquetSink):
 class _Profile:
     """Measures the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
-    Attributes:
-        warm_steps: The measurements for durations.
-        unscheduled: The measurements of a step at which no hook is scheduled.
+    `warm_steps` are the measurements for durations, and `unscheduled` those of a step at which no hook is scheduled.
     """
 
     def __init__(self, experiment: Experiment, batches: Sequence[Sequence[LoadedBatch]], folder: Path) -> None:

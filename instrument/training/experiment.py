@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..config.experiment import RunConfig
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.schedule import Evaluations
 from ..errors import ConfigError, Problem, raise_problems, user_code_location
 from ..fields.field_types import Target
@@ -27,13 +27,14 @@ from ..fields.targets import argument_names, build
 from ..plan.cost import Length
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
-from ..plan.tensor_path_checks import check_functions, check_paths
+from ..plan.tensor_checks import check_functions, check_paths
 from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
 from ..probe.probe import Probe
 from ..probe.samples import targets_of
 from ..rules.requirements import check_references, check_rules
 from ..tables.sink_interface import Sink
-from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
+from ..tasks import ForwardOnly, Generate, Task
+from ..tasks.base import batch_with_targets, call_task, check_outcome
 from ..tasks.model_output import (
     Forward,
     LossOutput,
@@ -44,10 +45,11 @@ from ..tasks.model_output import (
 )
 from ..values.nested import structure, to_device
 from .apply import apply_specs, build_module
-from .compiled_models import compile_model
+from .checks import check_loss_of_parts, recording_problems
+from .compiler import bypass_compiler_in_methods, bypass_compiler_in_step, compile_model
 from .data import Data, build_sampler, load_data, loader_options
-from .device_and_seed import choose_device
 from .distributed.strategies import Strategy, has_unused_parameters
+from .environment import choose_device
 from .hook_trials import SMALLER_BATCH_FIX, HookTrials
 from .initial_weights import InitialWeights
 from .loader import (
@@ -62,10 +64,7 @@ from .loader import (
     first_batch,
     samples_of,
 )
-from .loss_checks import check_loss_of_parts
-from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
-from .recorded_tensor_checks import recording_problems
 from .schedulers import LearningRateScale
 
 _TRIED_STEPS = 1000  # of a scheduler, before the run

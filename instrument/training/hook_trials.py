@@ -15,17 +15,15 @@ from ..actions.base import NotKeptError, Rows, StepContext
 from ..actions.builtin.call import CallSpec
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..config.hook_specs import HookSpec
-from ..config.modify import FunctionSpec
-from ..config.record import RecordSpec, StatisticsSpec
+from ..config.hook_specs import FunctionSpec, HookSpec, RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.plain_calls import current_transform
 from ..plan.cost import Length, firings_of
-from ..plan.dimension_checks import misfit, stand_in
 from ..plan.hook_plan import HookPlan, Site
+from ..plan.tensor_checks import misfit, stand_in
 from ..stats.flatten import unreadable
 from ..values.nested import iter_tensors
 from .loader import LoadedBatch, PhaseBatches

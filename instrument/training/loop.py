@@ -16,9 +16,20 @@ from torch import Tensor
 from ..errors import InstrumentError
 from ..plan.shape_inference import without_side_effects
 from ..probe.probe import Probe
-from ..runtime.own_collectives import own_collectives
-from ..tasks import CountsTerms, Outcome, accuracy, call_task, mean_loss, mean_metrics
-from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified, weighted
+from ..runtime.own_operations import own_collectives
+from ..tasks.base import (
+    CountsTerms,
+    Outcome,
+    WeightedMean,
+    accuracy,
+    batch_weight,
+    call_task,
+    is_sum,
+    mean_loss,
+    mean_metrics,
+    number_classified,
+    weighted,
+)
 from ..tasks.model_output import with_input_gradients
 from ..values.dtensor import full_tensor, own_rank, total_norm
 from ..values.nested import to_device

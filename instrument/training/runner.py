@@ -15,6 +15,7 @@ from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import RepeatedChanges, Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
+from ..formatting import steps_text
 from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
@@ -29,18 +30,17 @@ from ..storage.tee import TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
 from ..values.dtensor import own_rank
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
-from .compiled_models import reported_graph_breaks
+from .compiler import reported_graph_breaks
 from .control import Control
-from .device_and_seed import process_state
 from .distributed.process_group import Processes
 from .distributed.strategies import choose_strategy
 from .distributed.torchrun import process_group, synced_errors
-from .environment import code_hashes, content_hash, hardware
+from .environment import code_hashes, content_hash, hardware, process_state
 from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
 from .terminal import Terminal
-from .verification.fingerprints import check_fingerprint, training_fingerprint
+from .verification import check_fingerprint, training_fingerprint
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,6 @@ class ReplaySource:
 
 def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
     return [f"{text} after {step} steps" for step, texts in changes for text in texts]
-
-
-def steps_text(steps: range) -> str:
-    """Return a text such as `step 48` or `steps 48 to 52`."""
-    return f"step {steps.start}" if len(steps) == 1 else f"steps {steps.start} to {steps.stop - 1}"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,10 @@ from ..analysis.load import load
 from ..config.parse import parse_config
 from ..errors import ConfigError, Problem
 from ..storage.run_record import read_record
-from ..tasks import Outcome, WeightedMean, call_task
-from ..tasks.base import batch_weight
+from ..tasks.base import Outcome, WeightedMean, batch_weight, call_task
 from ..values.nested import iter_tensors, map_tensors, to_device
 from .data import loader_options
-from .device_and_seed import process_state
+from .environment import process_state
 from .experiment import prepare
 from .loader import Loader, Slice
 

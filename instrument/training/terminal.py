@@ -27,14 +27,13 @@ from rich.text import Text
 from ..analysis.diagnosis import Finding, diagnoses, severity_of
 from ..analysis.findings import findings, recorded
 from ..analysis.load import Run, load
-from ..config.description import describe_forward
 from ..formatting import human_bytes, shown_path
 from ..plan.cost import Forecast
 from ..plan.display import mesh_view, plan_view
 from ..probe.metrics import METRICS
 from ..storage.run_files import size_on_disk
 from ..storage.run_search import report_command
-from .compiled_models import place_of_hooks
+from .compiler import place_of_hooks
 from .experiment import Experiment
 from .loop import Progress
 
@@ -100,7 +99,7 @@ class Terminal:
         counts = ["a stream of" if n is None else f"{n:,}" for n in (source["train_samples"], source["eval_samples"])]
         slices = f"{counts[0]} training samples, {counts[1]} evaluation samples"
         if config.mode == "forward":
-            slices = f"{counts[0]} samples, {describe_forward(config.forward)}"
+            slices = f"{counts[0]} samples, {config.forward}"
         if (ranks := experiment.strategy.ranks) is not None and config.train.parallel is not None:
             model += f" in {ranks.world_size} processes ({config.train.parallel.label})"
         names, locations = ", ".join(experiment.plan.specs) or "none", len(experiment.plan.sites)

@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter
 from torch.nn.utils import get_total_norm
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..runtime.own_collectives import own_collectives
+from ..runtime.own_operations import own_collectives
 from .containers import map_leaves
 
 if TYPE_CHECKING:

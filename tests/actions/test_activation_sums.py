@@ -22,7 +22,7 @@ import instrument
 from instrument.actions import activation_sums
 from instrument.actions.base import Context, StepContext
 from instrument.actions.measurement import measure_in_context
-from instrument.config.mode_checks import graph_obstacle
+from instrument.config.hook_specs import graph_obstacle
 from instrument.config.parse import parse_hooks
 from instrument.stats import portable
 from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals

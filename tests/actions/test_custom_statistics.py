@@ -21,12 +21,12 @@ from training_runs import compose
 import instrument
 from instrument.actions.base import StepContext
 from instrument.actions.measurement import Measurement
+from instrument.config.hook_specs import RecordSpec
 from instrument.config.parse import parse_config, parse_hooks
-from instrument.config.record import RecordSpec
 from instrument.trackers.tags import scalars
 from instrument.training.distributed.strategies import reduce_problems
 from instrument.training.experiment import prepare
-from instrument.training.sweeps.objective import read_objective
+from instrument.training.sweep_objective import read_objective
 
 
 def spread(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from run_folders import CLIP, RECORD, write_run
 import instrument
 from instrument.analysis.config_comparison import IGNORED_KEYS, Training, differing_overrides, trainings
 from instrument.analysis.config_fields import canonical_json, to_yaml
-from instrument.report.sweep_effects import pairs
+from instrument.report.sweep_page import pairs
 
 QUIET = {"layers": "b", "kind": "full_backward", "action": "scale", "factor": 0.5}
 

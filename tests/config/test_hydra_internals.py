@@ -32,12 +32,11 @@ from omegaconf import DictConfig, OmegaConf
 from instrument import ConfigError
 from instrument.commands import verify
 from instrument.config.experiment import RunConfig
-from instrument.config.hydra_internals import FieldLoader, TaskRepository
-from instrument.config.known_keys import fields_below
-from instrument.config.packaged import conf_folder
+from instrument.config.hydra_internals import FieldLoader, TaskRepository, config_loader
 from instrument.config.parse import parse_config
-from instrument.config.search_path import config_loader
-from instrument.training.sweeps.jobs import expand_sweep
+from instrument.config.schema import fields_below
+from instrument.config.spec_file import conf_folder
+from instrument.training.sweep_jobs import expand_sweep
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2", "quiet=true")
@@ -103,7 +102,7 @@ def test_every_field_of_every_section_is_known() -> None:
 
 
 def _model(path: tuple[str, ...]) -> Any:
-    from instrument.config.known_keys import model_at
+    from instrument.config.schema import model_at
 
     return model_at(RunConfig, path)
 

@@ -10,7 +10,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from instrument import ConfigError
-from instrument.config.search_path import config_loader
+from instrument.config.hydra_internals import config_loader
 
 RECORD = "{layers: layers.0, kind: forward, action: record}"
 FILES = {

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from instrument.config import apply as apply_specs
 from instrument.config.apply import INIT_FUNCTIONS
 from instrument.config.base import ACTIONS as HOOK_ACTIONS
-from instrument.config.budget import BudgetConfig
-from instrument.config.modify import FUNCTIONS, FunctionSpec
+from instrument.config.experiment import BudgetConfig
+from instrument.config.hook_specs import FUNCTIONS, FunctionSpec, RecordSpec
 from instrument.config.parse import parse_apply, parse_config, parse_hooks
-from instrument.config.record import RecordSpec
 from instrument.config.spec_file import read_specs
 from instrument.errors import ConfigError, Problem
 from instrument.fields.field_types import DEFAULT_BINS, DEFAULT_LEVELS

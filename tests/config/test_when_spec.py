@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from instrument.config.known_keys import fields_below
 from instrument.config.parse import parse_hooks
+from instrument.config.schema import fields_below
 from instrument.errors import ConfigError
 
 CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0}

@@ -22,7 +22,7 @@ from instrument.hooks import functions
 from instrument.plan.attention_weights import _SoftmaxArguments
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import calls_at, infer_shapes
-from instrument.plan.tensor_path_checks import check_functions
+from instrument.plan.tensor_checks import check_functions
 from instrument.tables.reasons import (
     ATTENTION_ELSEWHERE,
     FAST_PATH,

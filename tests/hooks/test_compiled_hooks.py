@@ -662,7 +662,7 @@ def test_outputs_in_unknown_containers_are_recorded_outside_of_the_graph() -> No
 
 
 def test_interfaces_of_pytorch_exist() -> None:
-    """If this fails after an update of PyTorch, `lazy_compiler.py`, `compiled_operators.py` or `compiled_models.py` has to change."""
+    """If this fails after an update of PyTorch, `lazy_compiler.py`, `compiled_operators.py` or `compiler.py` has to change."""
     from torch._C._dynamo import eval_frame
 
     assert callable(eval_frame.set_code_exec_strategy), (
@@ -670,6 +670,6 @@ def test_interfaces_of_pytorch_exist() -> None:
     )
     assert {"SKIP", "DEFAULT"} <= set(dir(eval_frame._FrameAction)), "lazy_compiler._skip"
     assert callable(eval_frame.get_eval_frame_callback), "lazy_compiler.exclude_from_graphs"
-    assert torch._dynamo.config.skip_nnmodule_hook_guards in (True, False), "compiled_models._guard_hooks"
+    assert torch._dynamo.config.skip_nnmodule_hook_guards in (True, False), "compiler._guard_hooks"
     assert hasattr(torch.Tag, "cudagraph_unsafe"), "compiled_operators: CUDA graphs are captured between the operators"
     assert callable(torch.utils._pytree.tree_flatten_with_path), "compiled_operators.traced_call: the paths of tensors"

@@ -32,8 +32,7 @@ from transformer_zoo import (
 )
 
 import instrument
-from instrument.config.packaged import hook_sets
-from instrument.config.spec_file import read_specs
+from instrument.config.spec_file import hook_sets, read_specs
 from instrument.tables.reasons import NO_OPTIONAL_FUNCTION
 
 EXAMPLES = {example.name: example for example in (*LOOKED_AT, *SET_ASIDE)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from instrument.errors import ConfigError, Problem
 from instrument.fields.field_types import Selection
-from instrument.plan.layer_selection import select_layers
+from instrument.plan.hook_plan import select_layers
 from instrument.plan.modules import Layers
 
 

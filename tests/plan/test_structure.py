@@ -28,9 +28,8 @@ from instrument.config.apply import SetSpec
 from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError, Problem
 from instrument.fields.field_types import StructureName
-from instrument.plan.hook_plan import HookPlan, make_plan
+from instrument.plan.hook_plan import HookPlan, make_plan, remarks
 from instrument.plan.modules import Layers
-from instrument.plan.remarks import remarks
 from instrument.plan.structure import find_structure
 from instrument.training.apply import apply_specs
 

@@ -12,7 +12,7 @@ from instrument.config.parse import parse_hooks
 from instrument.errors import Problem
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
-from instrument.plan.tensor_path_checks import check_functions, check_paths
+from instrument.plan.tensor_checks import check_functions, check_paths
 
 MODEL = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from instrument.config.parse import parse_hooks
+from instrument.plan.display import module_tree
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import InferredCalls, infer_shapes
-from instrument.plan.tree import module_tree
 
 ALL = {"layers": "**", "kind": "forward", "action": "record"}
 

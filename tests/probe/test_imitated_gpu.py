@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import instrument
 from instrument.actions.base import Context
 from instrument.actions.tensor_selection import TensorSelection, patch
-from instrument.config.modify import FUNCTIONS
+from instrument.config.hook_specs import FUNCTIONS
 from instrument.probe import recorder
 from instrument.stats import device_copy, distribution
 from instrument.stats.attention_rows import row_sums

@@ -13,7 +13,7 @@ from run_folders import write_run
 import instrument
 from instrument.analysis.diagnosis import Finding
 from instrument.analysis.run_history import history_of
-from instrument.report.evidence import HEIGHT, MARGIN, WIDTH, evidence
+from instrument.report.charts import HEIGHT, MARGIN, WIDTH, evidence
 
 MIDDLE = WIDTH / 2
 LOW, HIGH = HEIGHT - MARGIN, MARGIN  # of the smallest and the largest value

@@ -32,11 +32,9 @@ from instrument.analysis.tensor_images import maps_in
 from instrument.commands.report import main
 from instrument.fields.pip_extras import pip_command
 from instrument.report import Report, make
-from instrument.report.charts import charts
+from instrument.report.charts import charts, rounded
 from instrument.report.live_run import LiveRun
-from instrument.report.numbers import rounded
-from instrument.report.sweep_effects import pairs
-from instrument.report.sweep_page import content
+from instrument.report.sweep_page import content, pairs
 from instrument.rules.step_rows import location_name
 from instrument.storage.run_search import NoRunError
 

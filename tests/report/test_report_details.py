@@ -70,7 +70,7 @@ def test_mean_of_grouped_steps_uses_finite_values(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_layer_has_a_picture_and_images_are_stored_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 40_000
-    monkeypatch.setattr("instrument.report.pictures.MAX_VALUES", room)
+    monkeypatch.setattr("instrument.report.run_page.MAX_VALUES", room)
     convolutions = [layer for _ in range(12) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
     model = nn.Sequential(nn.Conv2d(3, 8, 1), *convolutions, nn.Flatten(), nn.Linear(8 * 8 * 8, 2))
     hooks = {

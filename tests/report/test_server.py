@@ -26,9 +26,8 @@ from instrument.analysis import step_history
 from instrument.analysis.run_history import history_of
 from instrument.commands import watch
 from instrument.report.charts import charts
-from instrument.report.live_pages import LivePage
 from instrument.report.live_run import LiveRun
-from instrument.report.live_server import LiveServer
+from instrument.report.live_server import LivePage, LiveServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

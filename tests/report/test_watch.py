@@ -17,12 +17,11 @@ import instrument
 from instrument.analysis.overview import MISSING, sparkline
 from instrument.commands import watch
 from instrument.config.rules import RULES
-from instrument.report.live_pages import LivePage
-from instrument.report.live_run import LiveRun
+from instrument.report.live_run import LiveRun, frame
+from instrument.report.live_server import LivePage
 from instrument.report.live_sweep import LiveSweep
-from instrument.report.live_terminal import frame
 from instrument.storage.lock import FolderLock
-from instrument.training.sweeps.jobs import SweepJob
+from instrument.training.sweep_jobs import SweepJob
 
 NAN = float("nan")
 STEPS = 8
@@ -115,12 +114,12 @@ def test_masked_scores_are_no_problem_and_entropy_is_shown(tmp_path: Path, capsy
 
 
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from instrument.report import live_terminal as terminal
+    from instrument.report import live_run
 
     live = LiveRun(running)
     live.refresh()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(terminal, "FEWEST_LAYERS", 1)
+        patched.setattr(live_run, "FEWEST_LAYERS", 1)
         Console(width=120).print(frame(live, height=10))
     out = capsys.readouterr().out
     assert "Layers, largest change first (1 of 3)" in out

@@ -32,7 +32,7 @@ from instrument.probe.probe import Probe
 from instrument.probe.rules import RuleActions
 from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.rules.step_rows import StepRows
-from instrument.training.sweeps.objective import worst_score
+from instrument.training.sweep_objective import worst_score
 
 Cli = Callable[..., Answer]
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}

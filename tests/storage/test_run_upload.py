@@ -34,7 +34,7 @@ from instrument.storage.run_search import report_command
 from instrument.storage.run_upload import RemoteCopy
 from instrument.tables.schemas import TABLES
 from instrument.training.checkpoint import Checkpoints
-from instrument.training.sweeps.jobs import jobs_in
+from instrument.training.sweep_jobs import jobs_in
 
 Cli = Callable[..., Any]
 TINY = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=6"]

@@ -243,7 +243,7 @@ from instrument.report.live_run import LiveRun
 from instrument.report.charts import charts
 from instrument.analysis.run_history import history_of
 from instrument.trackers.tags import SCALAR_TABLES
-from instrument.training.sweeps.objective import read_objective
+from instrument.training.sweep_objective import read_objective
 
 assert not main()
 run = instrument.load("out")

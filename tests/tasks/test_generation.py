@@ -15,7 +15,8 @@ import instrument
 from instrument import MemorySink, Probe
 from instrument.config.experiment import DataConfig
 from instrument.config.parse import parse_config
-from instrument.tasks import Generate, Outcome, check_outcome
+from instrument.tasks import Generate, Outcome
+from instrument.tasks.base import check_outcome
 from instrument.training.data import loader_options
 from instrument.training.datasets import Prompts
 from instrument.training.experiment import prepare

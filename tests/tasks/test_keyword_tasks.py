@@ -12,7 +12,8 @@ from state_comparison import identical
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instrument.tasks import ForwardOnly, HuggingFace, LossDict, Outcome, accuracy, call_task, check_outcome, mean_loss
+from instrument.tasks import ForwardOnly, HuggingFace, LossDict, Outcome
+from instrument.tasks.base import accuracy, call_task, check_outcome, mean_loss
 
 INPUTS, CLASSES = torch.randn(4, 3), torch.tensor([0, 1, 1, -100])
 TOKENS = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]])

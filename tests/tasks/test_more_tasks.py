@@ -13,7 +13,8 @@ from training_runs import train_here
 
 from instrument import ConfigError
 from instrument.plan.shape_inference import infer_shapes
-from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN, mean_loss
+from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN
+from instrument.tasks.base import mean_loss
 from instrument.tasks.gan import frozen_parameters, gradient_penalty
 from instrument.training.datasets import english
 from instrument.training.models import DenseGAN, TinyGPT

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from instrument.tasks import (
-    KLDivergence,
-    Outcome,
-    Supervised,
-    accuracy,
-    check_outcome,
-    main_output,
-    mean_loss,
-    soft_targets,
-)
+from instrument.tasks import KLDivergence, Outcome, Supervised
+from instrument.tasks.base import accuracy, check_outcome, mean_loss
+from instrument.tasks.model_output import main_output
+from instrument.tasks.supervised import soft_targets
 
 LOGITS = torch.tensor([[3.0, 1.0, 0.0], [0.0, 2.0, 1.0], [1.0, 0.0, 5.0], [4.0, 1.0, 0.0]])
 CLASSES = torch.tensor([0, 1, 1, 0])

@@ -26,8 +26,8 @@ from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
 from instrument.stats.measure import Measured
 from instrument.storage.parquet import ParquetSink
-from instrument.training.device_and_seed import process_state
 from instrument.training.dry_run import dry_run
+from instrument.training.environment import process_state
 from instrument.training.experiment import prepare
 from instrument.training.loader import Batches, LoadedBatch
 from instrument.training.loop import train_step

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from instrument import ConfigError
-from instrument.training.device_and_seed import choose_device, process_state
+from instrument.training.environment import choose_device, process_state
 
 
 def draw_numbers() -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from state_comparison import assert_same_tables
 from waiting import TIMEOUT, wait_until, wait_until_training
 
 import instrument
-from instrument.training.sweeps.jobs import Sweep
+from instrument.training.sweep_jobs import Sweep
 
 pytestmark = pytest.mark.usefixtures("fresh_workers")
 

@@ -20,7 +20,7 @@ from tiers import tiered
 
 import instrument
 from instrument.commands.validation_callback import prepare_launcher
-from instrument.config.search_path import config_loader
+from instrument.config.hydra_internals import config_loader
 from instrument.fields.pip_extras import pip_command
 
 Cli = Callable[..., Any]

@@ -26,7 +26,7 @@ from instrument.plan.cost import Forecast, mesh_cost
 from instrument.plan.hook_plan import HookPlan
 from instrument.training import dry_run
 from instrument.training.experiment import prepare
-from instrument.training.verification.fingerprints import Fingerprint, first_difference, joined
+from instrument.training.verification import Fingerprint, first_difference, joined
 
 PLAN = "plan: {layers.0.0: colwise, layers.1.0: rowwise}"
 RUN = [

@@ -16,9 +16,9 @@ from training_runs import train_here
 
 import instrument
 from instrument.commands.validation_callback import check_objective
-from instrument.config.search_path import config_loader
+from instrument.config.hydra_internals import config_loader
 from instrument.errors import ConfigError
-from instrument.training.sweeps.objective import read_objective, score_job
+from instrument.training.sweep_objective import read_objective, score_job
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=3", "train.eval_every=1")

@@ -18,8 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from instrument.training import optimizer_fast_import
-from instrument.training.optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
+from instrument.training.compiler import bypass_compiler_in_methods, bypass_compiler_in_step
 
 IN_PLACE = "__dynamo_disable"
 METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
@@ -31,7 +30,7 @@ class CompilerImport:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
         self.imported = False
-        monkeypatch.setattr(optimizer_fast_import, "compiler_imported", lambda: self.imported)
+        monkeypatch.setattr("instrument.training.compiler.compiler_imported", lambda: self.imported)
         self.real = {name: getattr(torch._dynamo, name) for name in ("disable", "graph_break")}
         for name in self.real:
             monkeypatch.setattr(torch._dynamo, name, partial(pytest.fail, f"torch._dynamo.{name} was called"))
@@ -151,6 +150,6 @@ STEP = "import sys, torch; weight = torch.nn.Parameter(torch.ones(1)); torch.opt
 
 @pytest.mark.slow
 def test_pytorch_still_imports_the_compiler_in_a_step() -> None:
-    """If this fails, `instrument.training.optimizer_fast_import` is not needed any more."""
+    """If this fails, `bypass_compiler_in_step` is not needed any more."""
     check = f"{STEP}; sys.exit('torch._dynamo' not in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=120, check=False).returncode == 0

@@ -15,10 +15,10 @@ from run_folders import write_run
 
 import instrument
 from instrument.commands.sweep import main
-from instrument.config.packaged import conf_folder
+from instrument.config.spec_file import conf_folder
 from instrument.errors import ConfigError
-from instrument.training.sweeps.jobs import RESULTS, SweepJob, best_trial
-from instrument.training.sweeps.objective import check_search
+from instrument.training.sweep_jobs import RESULTS, SweepJob, best_trial
+from instrument.training.sweep_objective import check_search
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.steps=1")

@@ -17,10 +17,10 @@ import instrument
 from instrument import ConfigError, MemorySink
 from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
-from instrument.training.device_and_seed import process_state
+from instrument.training.environment import process_state
 from instrument.training.experiment import Experiment
 from instrument.training.loop import Progress, train
-from instrument.training.verification.fingerprints import _fingerprint, verify
+from instrument.training.verification import _fingerprint, verify
 
 SUMS = {"layers": "**", "kind": "post_accumulate_grad", "action": "record", "phase": "probe"}
 MAPS = {**SUMS, "layers": "1", "kind": "forward", "every": 2, "tensors": True}

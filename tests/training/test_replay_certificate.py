@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from run_folders import write_run
 
-from instrument.training.verification.replay_certificate import ReplayCertificate, certify_replay
+from instrument.training.verification import ReplayCertificate, certify_replay
 
 ENTRY = {"begin": 4, "steps": [5, 8], "first_step": None, "counterfactual": [], "changes": [], "changes_left_out": []}
 FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}

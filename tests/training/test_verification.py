@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from instrument.actions.record import Record
 from instrument.config.parse import parse_config
 from instrument.tasks import NextToken
-from instrument.training.verification.fingerprints import trace, verify
+from instrument.training.verification import trace, verify
 
 HOOKS = {
     "outputs": {"layers": "**", "kind": "forward", "action": "record"},

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from ...config.modify import FUNCTIONS, ModifySpec
+from ...config.hook_specs import FUNCTIONS, ModifySpec
 
 if TYPE_CHECKING:
     from torch import Tensor

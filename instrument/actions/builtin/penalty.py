@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ...config.modify import FUNCTIONS, ModifySpec
+from ...config.hook_specs import FUNCTIONS, ModifySpec
 from ...fields.field_types import NonNegative
 
 if TYPE_CHECKING:

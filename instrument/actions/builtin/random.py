@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ...config.modify import FUNCTIONS, ModifySpec
+from ...config.hook_specs import FUNCTIONS, ModifySpec
 from ...fields.field_types import Count, NonNegative, Number, number_to_text
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from ...config.base import SELECTION, Misfit
-from ...config.modify import FUNCTIONS, ModifySpec
+from ...config.hook_specs import FUNCTIONS, ModifySpec
 from ...fields.field_types import Dimension, Index
 
 if TYPE_CHECKING:

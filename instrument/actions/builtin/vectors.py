@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from ...config.modify import FUNCTIONS, ModifySpec
+from ...config.hook_specs import FUNCTIONS, ModifySpec
 from ...fields.field_types import Count, Number
 
 if TYPE_CHECKING:

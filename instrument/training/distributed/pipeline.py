@@ -11,25 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from ...config.parallel import PipelineConfig
 from ...errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
-from ...plan.hook_plan import HookPlan, Site
-from ...plan.layer_selection import no_such_layer
+from ...plan.hook_plan import HookPlan, Site, no_such_layer
 from ...plan.modules import Layers
 from ...plan.shape_inference import without_side_effects
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...tasks import Outcome
 from ...values.nested import map_tensors, to_device
 from ..loader import LoadedBatch
-
-if TYPE_CHECKING:
-    from ...config.parallel import PipelineConfig
 
 WHERE = "train.parallel.pipeline.split"
 Loss = Callable[[], Tensor | None]

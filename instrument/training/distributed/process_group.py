@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import InstrumentError, RankError, first_line
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...storage.lock import is_locked, lock_of
 from ...storage.parts import written_parts
 

@@ -20,21 +20,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...config.base import ObservationSpec
-from ...config.budget import BudgetConfig
-from ...config.experiment import RunConfig
-from ...config.hook_specs import HookSpec
+from ...config.experiment import BudgetConfig, RunConfig
+from ...config.hook_specs import HookSpec, RecordSpec
 from ...config.parallel import ParallelConfig
-from ...config.record import RecordSpec
 from ...errors import ConfigError, InstrumentError, Problem
 from ...hooks.distributed_scope import Parallel
 from ...plan.hook_plan import HookPlan
 from ...plan.modules import Layers
 from ...probe.collectives import Ranks
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...tasks.base import WeightedMean
 from ...tasks.model_output import Forward
 from ...values.dtensor import is_sharded, local_shard
-from ..device_and_seed import choose_device
+from ..environment import choose_device
 from ..loader import FULL_BATCH, Batches, BatchShard
 from .torchrun import check_processes
 

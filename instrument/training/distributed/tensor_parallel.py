@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,14 +22,11 @@ from ...errors import ConfigError, Problem, raise_problems, user_code_location
 from ...fields.field_types import Target
 from ...fields.targets import build
 from ...formatting import shorten
-from ...plan.layer_selection import no_such_layer
+from ...plan.hook_plan import no_such_layer
 from ...plan.modules import Layer, Layers
 from ...plan.shape_inference import without_side_effects
-from ...runtime.own_collectives import own_collectives
+from ...runtime.own_operations import own_collectives
 from ...values.dtensor import full_tensor
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 WHERE = "train.parallel.plan"
 _TOLERANCE = 1e-3  # of float32: the sums of a product are added in another order

@@ -17,14 +17,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config.messages import is_misspelled
-from ...config.record import names_of_custom_statistics
-from ...errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
-from ...fields.pip_extras import pip_command
-from ...storage.remote_errors import safe_message
-from ...storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
-from ...storage.run_record import read_record, write_json
-from ...tables.schemas import TABLES
+from ..config.hook_specs import names_of_custom_statistics
+from ..errors import ConfigError, InstrumentError, Problem, first_line, raise_problems, similar_names
+from ..fields.field_types import is_misspelled
+from ..fields.pip_extras import pip_command
+from ..storage.remote_errors import safe_message
+from ..storage.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
+from ..storage.run_record import read_record, write_json
+from ..tables.schemas import TABLES
 
 OBJECTIVE_KEY, DEFAULT = "objective", "loss"
 RECORD = "run.json"
@@ -75,7 +75,7 @@ class Objective:
                     known, similar_names(self.written, known)
                 )
         else:
-            from ...analysis.load import load
+            from ..analysis.load import load
 
             try:
                 (row,) = load(folder).sql(self.query).to_dict("records")
@@ -193,7 +193,7 @@ def score_job(
 
 def _incomplete_reason(folder: Path, record: Mapping[str, Any]) -> str:
     """Return why the available rows are not all rows of the run; empty if they are complete."""
-    from ...storage.parts import part_files  # Imported late: it imports pyarrow.
+    from ..storage.parts import part_files  # Imported late: it imports pyarrow.
 
     if stopped := record.get("recording_stopped"):
         return f"recording stopped: {stopped}"

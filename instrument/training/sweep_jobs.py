@@ -20,17 +20,17 @@ from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ...analysis.config_fields import differing_fields, to_yaml
-from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
-from ...config.search_path import config_loader
-from ...errors import ConfigError, InstrumentWarning, Problem, first_line
-from ...formatting import natural_key
-from ...storage.folder_snapshot import REFUSED, SUBMITTED
-from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
-from .objective import OBJECTIVE_KEY
+from ..analysis.config_fields import differing_fields, to_yaml
+from ..config.hydra_internals import BASIC_SWEEPER, config_loader, plain_value, split_sweep
+from ..errors import ConfigError, InstrumentWarning, Problem, first_line
+from ..formatting import natural_key
+from ..storage.folder_snapshot import REFUSED, SUBMITTED
+from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, is_address, remote_address_of
+from .sweep_objective import OBJECTIVE_KEY
 
 if TYPE_CHECKING:
-    from ...analysis.load import Run
+    from ..analysis.load import Run
+
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 JOB_NUMBER = "${hydra.job.num}"
@@ -142,7 +142,7 @@ class Sweep(Jobs):
 
 
 def _job(folder: Path, sweep: Path) -> SweepJob:
-    from ...storage.run_files import RunFiles
+    from ..storage.run_files import RunFiles
 
     name, overrides = str(folder.relative_to(sweep)), recorded_overrides(folder)
     if not (folder / "run.json").exists():
@@ -158,7 +158,7 @@ class Runs(Jobs):
     """Runs below a folder without a sweep record, such as runs started by a shell loop. Missing runs are not known."""
 
     def __init__(self, run: Run) -> None:
-        from ...analysis.config_comparison import differing_overrides
+        from ..analysis.config_comparison import differing_overrides
 
         self.run = run
         self.swept = {key: [info["overrides"].get(key) for info in run.infos] for key in differing_overrides(run)}
@@ -193,8 +193,8 @@ def jobs_in(folder: str) -> Jobs:
     """Find the sweep in a folder, or the runs below it. Raise a ConfigError for another folder, such as that of a single run."""
     if not is_address(folder) and (Path(folder) / SWEEP_RECORD).exists():
         return Sweep(Path(folder))
-    from ...analysis.load import load  # Imported late: they import pyarrow.
-    from ...storage.run_search import NoRunError
+    from ..analysis.load import load  # Imported late: they import pyarrow.
+    from ..storage.run_search import NoRunError
 
     try:
         run = load(folder)

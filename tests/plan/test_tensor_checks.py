@@ -13,8 +13,8 @@ import instrument
 from instrument import ConfigError
 from instrument.config.parse import parse_hooks
 from instrument.errors import Problem
-from instrument.plan.dimension_checks import check_parameters, misfit
 from instrument.plan.hook_plan import make_plan
+from instrument.plan.tensor_checks import check_parameters, misfit
 from instrument.values.nested import iter_tensors
 
 

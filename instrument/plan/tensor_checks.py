@@ -1,20 +1,24 @@
-"""Whether the fields of a spec that name dimensions, indices and dtypes fit a tensor."""
+"""Whether the fields of a spec fit the tensors of its sites: dimensions, indices and dtypes, and `path` and `functions`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 
 from ..config.base import dimension_misfits, parse_slice
-from ..config.record import RecordSpec
+from ..config.hook_specs import RecordSpec
 from ..config.selection import SelectionError, selected_shape
-from ..errors import ConfigError, Problem, raise_problems
+from ..errors import ConfigError, Problem, raise_problems, similar_names
+from ..fields.globs import matches
+from ..formatting import shorten
 from ..stats.unit_statistics import unit_dim
+from ..tables.kinds import ATTENTION_FUNCTIONS
 from ..values.nested import shape_of
 from .hook_plan import HookPlan, Site
+from .shape_inference import InferredCalls, calls_at, function_calls_of
 
 
 def check_parameters(plan: HookPlan) -> None:
@@ -41,19 +45,13 @@ def stand_in(site: Site) -> Tensor | None:
 
 def check_shape(site: Site, path: str, tensor: Tensor) -> None:
     """Raise a ConfigError if a field of the spec at a site does not fit the shape or dtype of its first tensor."""
-    if tensor.is_nested:
-        return  # its parts have different shapes
-    problem = misfit(site, path, tensor)
-    if problem is not None:
+    # The parts of a nested tensor have different shapes.
+    if not tensor.is_nested and (problem := misfit(site, path, tensor)) is not None:
         raise ConfigError(problem)
 
 
 def misfit(site: Site, path: str, tensor: Tensor, *, may_exceed: bool = False) -> Problem | None:
-    """Return the first field of a site's spec that does not fit a tensor; None if all fit.
-
-    Args:
-        may_exceed: Whether a slice may end beyond a dimension, where it is cut.
-    """
+    """Return the first field of a site's spec that does not fit a tensor, or None. `may_exceed`: a slice may end beyond a dimension."""
     spec, shape = site.spec, shape_of(tensor)
     for field, message, allowed in _problems(site, shape, tensor.dtype, may_exceed=may_exceed):
         at = f" at path {path!r}" if path and spec.definition.family == "module" else ""
@@ -112,3 +110,37 @@ def _format_part(part: int | slice) -> str:
         return str(part)
     bounds = (part.start, part.stop) if part.step is None else (part.start, part.stop, part.step)
     return ":".join("" if bound is None else str(bound) for bound in bounds)
+
+
+def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
+    """Raise a ConfigError for each `path` that matches no tensor of the modules that shape inference ran."""
+    problems = []
+    for name, spec in plan.specs.items():
+        calls = [call for site in plan.of(name) for call in calls_at(site, inferred_by_phase[spec.phase])]
+        paths = [info.path for call in calls for info in call]
+        if spec.path is not None and paths and not any(matches(spec.path, path) for path in paths):
+            shown_paths = list(dict.fromkeys(path or "(the tensor itself: omit 'path')" for path in paths))
+            similar = similar_names(spec.path, [path for path in shown_paths if not path.startswith("(")])
+            message = "this path matches no tensor of the matched modules"
+            problems.append(Problem(f"hooks.{name}.path", message, spec.path, shorten(shown_paths), similar))
+    raise_problems(problems)
+
+
+def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
+    """Raise a ConfigError for each pattern of `functions`, if not optional, that matches no call that shape inference found."""
+    problems = []
+    for name, spec in plan.specs.items():
+        calls = [call for site in plan.of(name) for call in function_calls_of(site, inferred_by_phase[spec.phase])]
+        with_tensors = [each for call in calls for each in call if each.tensors(spec.tensor_role)]
+        called = dict.fromkeys(each.path.partition(".")[0] for each in with_tensors)
+        if calls and not spec.functions and not called:
+            message = f"the matched modules call no function with role {spec.tensor_role}"
+            allowed = f"modules that call {', '.join(ATTENTION_FUNCTIONS)} for attention"
+            problems.append(Problem(f"hooks.{name}.role", message, spec.role, allowed))
+        for pattern in spec.functions if calls and not spec.optional else ():
+            if not any(matches(pattern, function) for function in called):
+                message = "this pattern matches no torch function that the matched modules call"
+                similar = similar_names(pattern.replace("*", ""), called)
+                allowed = shorten([*called]) or "none: these modules call no torch function themselves"
+                problems.append(Problem(f"hooks.{name}.functions", message, pattern, allowed, similar))
+    raise_problems(problems)

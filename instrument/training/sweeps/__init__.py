@@ -1,1 +1,0 @@
-"""Sweeps: several runs started by one command."""
