@@ -39,12 +39,11 @@ from ..values.dtensor import (
     sharded_like,
 )
 from ..values.nested import iter_tensors, map_tensors
-from .clock import FIRST_CALL, Clock, FiringIndex
+from .clock import FIRST_CALL, Clock, FiringIndex, HookTimer
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
-from .hook_timer import HookTimer
 from .mesh_layout import MeshLayout
 from .module_calls import current_segment, is_first_reentrant_pass
 from .plain_calls import firing_of
