@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.intervention import describe
+from ..actions.intervention import describe, straight_through
 from ..actions.selection import Selector, act_on_indices
 from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
@@ -39,10 +39,10 @@ from ..values.dtensor import (
     sharded_like,
 )
 from ..values.nested import iter_tensors, map_tensors
+from ..values.sparse import is_sparse
 from .clock import FIRST_CALL, Clock, FiringIndex, HookTimer
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
-from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .mesh_layout import MeshLayout
 from .module_calls import current_segment, is_first_reentrant_pass
@@ -427,3 +427,23 @@ def no_gradient_reason() -> str:
     if torch.is_inference_mode_enabled():
         return INFERENCE
     return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD
+
+
+def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
+    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) / scale.to(gradient.device)
+
+
+def rescaled(new: Tensor, given: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:
+    """Multiply the result of an action, which got the gradient without the factor of a gradient scaler (`given`), by this factor.
+
+    Elements that the action does not change stay bit-identical for any factor.
+    """
+    if new is given:
+        return gradient
+    scaled = (new * scale.to(gradient.device)).to(gradient.dtype)
+    if is_sparse(gradient):
+        return scaled
+    is_unchanged = (new == given) | (new.isnan() & given.isnan())
+    return straight_through(scaled, torch.where(is_unchanged, gradient, scaled))

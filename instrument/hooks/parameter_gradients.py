@@ -16,10 +16,9 @@ from torch.nn.parameter import Parameter, is_lazy
 from ..actions.gradient_statistics import MicroGradients
 from ..tables.reasons import CLEARED
 from ..tables.statistics import NOISE
-from .attached_hook import AttachedHook, fire_all
+from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
-from .gradient_scaling import unscaled
 from .hook_group_interface import HookGroup
 from .optimizer_owners import OptimizerHooks, parameter_ids
 from .plain_calls import CallIndices
