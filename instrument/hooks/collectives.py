@@ -33,7 +33,7 @@ from ..tables.reasons import AWAITED_LATER, NOT_AWAITED, NOT_DRAWN, OTHER_RANKS
 from .attached_hook import AttachedHook
 from .clock import FIRST_CALL, Clock
 from .distributed_scope import wrappers_of
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 
 _OPERATORS = {
     "all_reduce": ("allreduce_", "allreduce_coalesced_"),

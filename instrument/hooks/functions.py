@@ -50,7 +50,7 @@ from .call_gradients import CallGradients
 from .clock import Clock
 from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
-from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
+from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform, is_tracing

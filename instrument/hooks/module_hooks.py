@@ -27,7 +27,7 @@ from .attached_hook import AttachedHook, act_on_tensors
 from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
-from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
+from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of, is_tracing
 from .tensor_gradients import InputGradients, OutputGradients

@@ -12,7 +12,7 @@ from ..runtime.lazy_compiler import excluded_method
 from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -19,7 +19,7 @@ from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
-from .hook_group_interface import HookGroup
+from .hook_group import HookGroup
 from .optimizer_owners import OptimizerHooks, parameter_ids
 from .plain_calls import CallIndices
 

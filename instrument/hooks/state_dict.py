@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..tables.reasons import CHECKPOINT, NO_STATE
 from .attached_hook import AttachedHook
-from .hook_group_interface import InertWhenCopied
+from .hook_group import InertWhenCopied
 from .optimizer_owners import OptimizerHooks
 
 _HOOKS = {  # by kind, the method that is the hook

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
-from ..hooks.hook_group_interface import InertWhenCopied
+from ..hooks.hook_group import InertWhenCopied
 from ..rules.step_rows import RelationRow
 from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
