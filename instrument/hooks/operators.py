@@ -32,7 +32,7 @@ from ..tables.sink_interface import Row
 from ..values.dtensor import local_shard
 from ..values.nested import iter_tensors
 from .clock import Clock, take
-from .gradient_contribution import next_sequence_number
+from .gradient_hooks import next_sequence_number
 from .operator_schemas import PACKAGE, RECORD_OPERATOR, SHOWN, TORCH, OperatorSchema, file_shown, operator_schema
 
 Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]

@@ -22,8 +22,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors, split_arguments
-from .gradient_contribution import StoredTensors
-from .gradient_hooks import versions_of
+from .gradient_hooks import StoredTensors, versions_of
 from .module_copies import copy_arguments, copy_modules
 from .separate_gradients import SeparateGradients, are_close, describe_error, without_side_effects
 

@@ -19,8 +19,7 @@ from ..errors import first_line
 from ..plan.shape_inference import preserve_random_state
 from ..runtime.lazy_compiler import compiler_imported
 from .clock import graph_task
-from .gradient_contribution import ModuleContribution, edge_of
-from .gradient_hooks import Hook, TensorGradientHook
+from .gradient_hooks import Hook, ModuleContribution, TensorGradientHook, edge_of
 
 
 class SeparateGradients:

@@ -4,7 +4,7 @@ The values are bit-identical to those of PyTorch's module hooks. Unlike these, t
 on the module's input or output (`instrument.hooks.gradient_hooks`).
 
 A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
-one module. To record it, it is computed from the graph (`instrument.hooks.gradient_contribution`); to change it, the module
+one module. To record it, it is computed from the graph (`ModuleContribution`); to change it, the module
 receives an alias of the input.
 
 If a module returns its input (`nn.Identity`, disabled dropout) or a parameter, input and output are the same tensor, and
@@ -35,15 +35,20 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_hook
 from .clock import Clock, graph_task
 from .direct import is_plain_float
-from .gradient_contribution import (
+from .gradient_hooks import (
     Edge,
+    Hook,
+    LeafHook,
+    LeafHooks,
     ModuleContribution,
     StoredTensors,
+    TensorGradientHook,
+    ViewBase,
+    ViewRegion,
     edge_of,
     find_contributions,
     next_sequence_number,
 )
-from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
 from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
 from .separate_gradients import SeparateGradients
