@@ -50,8 +50,7 @@ from .gradient_hooks import (
     next_sequence_number,
 )
 from .module_calls import Call
-from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
-from .separate_gradients import SeparateGradients
+from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
 
 
 class PendingInputGradients:
