@@ -20,7 +20,7 @@ from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
 from .hook_group import HookGroup
-from .optimizer_owners import OptimizerHooks, parameter_ids
+from .optimizer import OptimizerHooks, parameter_ids
 from .plain_calls import CallIndices
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..hooks.optimizer_owners import as_rate, parameter_ids
+from ..hooks.optimizer import as_rate, parameter_ids
 from .observed_calls import ObservedFunctions
 from .relation import RELATIONS, Checked, Relation, Training
 
