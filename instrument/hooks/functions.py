@@ -46,7 +46,6 @@ from ..tables.reasons import (
 from ..values.dtensor import sharding_hooks
 from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients
 from .clock import Clock
 from .compiled_hooks import export_refusal
 from .gradient_hooks import LeafHooks, versions_of
@@ -54,6 +53,7 @@ from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform, is_tracing
+from .tensor_gradients import CallGradients
 
 _UNMEASURED = nullcontext()
 

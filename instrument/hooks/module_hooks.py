@@ -24,13 +24,12 @@ from ..tables.reasons import NO_CHANGE, NO_TENSOR, REPLACED_INPUT, TRANSFORMED
 from ..values.containers import copied_containers, write_back
 from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook, act_on_tensors
-from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
 from .gradient_hooks import versions_of
 from .hook_group import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of, is_tracing
-from .tensor_gradients import InputGradients, OutputGradients
+from .tensor_gradients import InputGradients, OutputGradients, finish_gradient
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
