@@ -41,12 +41,11 @@ from ..values.dtensor import (
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import is_sparse
 from .clock import FIRST_CALL, Clock, FiringIndex, HookTimer
-from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .hook_coverage import HookCoverage
 from .mesh_layout import MeshLayout
 from .module_calls import current_segment, is_first_reentrant_pass
-from .plain_calls import firing_of
+from .plain_calls import Direct, call_action, check_not_captured, direct_of, failed, firing_of
 
 
 class AttachedHook(HookCoverage):

@@ -21,8 +21,8 @@ from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, N
 from ..tables.statistics import RATE
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .direct import are_recordings, batched_launch
 from .hook_group import HookGroup
+from .plain_calls import are_recordings, batched_launch
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -18,10 +18,9 @@ from ..tables.reasons import CLEARED
 from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all, unscaled
 from .clock import Clock, FiringIndex
-from .direct import batched_launch
 from .hook_group import HookGroup
 from .optimizer import OptimizerHooks, parameter_ids
-from .plain_calls import CallIndices
+from .plain_calls import CallIndices, batched_launch
 
 
 class GradientHooks(HookGroup):

@@ -36,7 +36,6 @@ from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
 from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import Clock, graph_task
-from .direct import is_plain_float
 from .gradient_hooks import (
     Edge,
     Hook,
@@ -52,7 +51,7 @@ from .gradient_hooks import (
     next_sequence_number,
 )
 from .module_calls import Call
-from .plain_calls import firing_of
+from .plain_calls import firing_of, is_plain_float
 from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
 
 
