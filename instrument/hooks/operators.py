@@ -33,7 +33,16 @@ from ..values.dtensor import local_shard
 from ..values.nested import iter_tensors
 from .clock import Clock, take
 from .gradient_hooks import next_sequence_number
-from .operator_schemas import PACKAGE, RECORD_OPERATOR, SHOWN, TORCH, OperatorSchema, file_shown, operator_schema
+from .graph_operators import (
+    PACKAGE,
+    RECORD_OPERATOR,
+    SHOWN,
+    TORCH,
+    OperatorSchema,
+    file_shown,
+    operator_schema,
+    visible_operators,
+)
 
 Part = Literal["forward", "recompute", "backward", "optimizer", "loop"]
 _FACTOR = 6364136223846793005  # of Knuth's linear congruential generator (MMIX)
@@ -93,8 +102,6 @@ class OperatorMode(TorchDispatchMode):
         self._add_nodes(_Location())
         visible: AbstractContextManager[None] = nullcontext()
         if compiler_imported():
-            from .graph_operators import visible_operators
-
             visible = visible_operators()
         try:
             with visible, self:
