@@ -31,7 +31,7 @@ SHOWN = ("tasks/", "training/models.py")  # losses and models
 _UNINITIALIZED = ("empty", "new_empty", "resize", "set_", "_resize_output")
 _OVERWRITING = ("copy_", "fill_", "zero_")  # in-place operators that do not read what they change
 _COLLECTIVES = ("c10d", "_c10d_functional")  # their results can be incomplete when they return
-# An operator that does nothing: the mode sees it with the result of an operator, in graphs to which `graph_operators` adds it.
+# An operator that does nothing: the mode sees it with the result of an operator, in graphs to which `_record` adds it.
 LIBRARY.define(
     "record_operator(Tensor value, str operator, bool is_backward, str path, str source, int output, bool random, int graph, "
     "int index, int count) -> ()",

@@ -26,8 +26,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..actions.call import CallFunction
-from ..actions.custom_functions import check_random_state
+from ..actions.custom_functions import CallFunction, check_random_state
 from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem, first_line, user_code_location
