@@ -14,9 +14,8 @@ import pandas as pd
 
 from ..analysis.config_comparison import HOOKS, Training, differing_overrides, trainings
 from ..analysis.config_fields import canonical_json, to_yaml
-from ..analysis.config_key_effects import student
+from ..analysis.config_key_effects import Means, averaged_columns, keys_of, means_of, student
 from ..analysis.load import Run
-from ..analysis.means_over_steps import Means, averaged_columns, keys_of, means_of
 from ..analysis.plot_data import check_choice
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
