@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..analysis.config_comparison import hooks_of, rules_of
-from ..analysis.distribution_history import COLUMNS, LocationDistributions
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.run_history import RunHistory
-from ..analysis.step_history import StepHistory
+from ..analysis.step_history import DISTRIBUTION_COLUMNS, LocationDistributions, StepHistory
 from ..config.description import describe_action
 from .numbers import rounded
 
@@ -116,5 +115,5 @@ def _distributions(location: LocationDistributions, since: int) -> dict[str, Any
         "last": steps,
         "of": location.step_count,
         "several": location.has_several,
-        "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
+        "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in DISTRIBUTION_COLUMNS},
     }
