@@ -26,8 +26,7 @@ from ..formatting import shorten
 from ..rules.reference_ranges import GRAPH_PARTS, has_graph, setting_name
 from ..storage.remote_folder import is_address
 from ..storage.run_search import NoRunError
-from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
-from .layer_renaming import renamed_layers
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded, renamed_layers
 from .operators import compare_operators, no_common_step
 from .recorded_differences import Comparison, FirstDifference
 from .result import Diff

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..analysis.load import Run
 from ..errors import ConfigError, Problem
 from ..formatting import shorten
+from .alignment import renamed_layers
 from .foreign_folder import FLOAT64, Entry, ForeignFolder, Reader, is_foreign, read_folder
-from .layer_renaming import renamed_layers
 from .tensor_errors import tensor_errors
 from .tensor_expressions import with_derived
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..errors import ConfigError, Problem, first_line, similar_names
 from ..formatting import shorten
+from .alignment import pattern_of, replaced
 from .foreign_folder import KIND_OF_ROLE, Entry, Reader
-from .layer_renaming import pattern_of, replaced
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
 _NAME = re.compile(
