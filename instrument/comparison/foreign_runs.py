@@ -24,8 +24,8 @@ from ..analysis.load import Run
 from ..errors import ConfigError, Problem, first_line, similar_names
 from ..formatting import shorten
 from .alignment import pattern_of, renamed_layers, replaced
+from .differences import tensor_errors
 from .foreign_folder import FLOAT64, KIND_OF_ROLE, Entry, ForeignFolder, Reader, is_foreign, read_folder
-from .tensor_errors import tensor_errors
 
 ALLOWED = "names, +, -, [slices], .T, cat(a, b, dim=-1), split(a, index, parts, dim=-1), heads(a, number), merge(a), transpose(a, dim, dim)"
 _NAME = re.compile(

@@ -22,9 +22,8 @@ from ..fields.globs import ROOT
 from ..formatting import shorten
 from ..tables.schemas import OPERATOR_STATISTICS
 from .alignment import batches, common_subsequence
-from .precision import Precision, coarsest, run_precision
+from .differences import Precision, coarsest, decisive, relative_differences, run_precision
 from .process_relations import RELATIONS, MatchedOutputs
-from .statistic_differences import decisive, relative_differences
 
 _CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
 _COLUMNS = (
