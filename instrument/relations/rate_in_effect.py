@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..hooks.optimizer import as_rate, parameter_ids
-from .observed_calls import ObservedFunctions
+from .observations import ObservedFunctions
 from .relation import RELATIONS, Checked, Relation, Training
 
 FEWEST_STEPS = 100  # of a training whose warm-up is judged

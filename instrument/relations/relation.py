@@ -17,8 +17,15 @@ from torch.optim import Optimizer
 from ..fields.registry import Registry
 from ..hooks.clock import Clock
 from ..values.nested import iter_tensors
-from .accumulated_gradients import AccumulatedGradient
-from .observed_calls import BinaryLossCall, LoaderBatch, LossCall, PairLossCall, is_readable, version_of
+from .observations import (
+    AccumulatedGradient,
+    BinaryLossCall,
+    LoaderBatch,
+    LossCall,
+    PairLossCall,
+    is_readable,
+    version_of,
+)
 
 Source = Literal["inputs", "losses", "batches", "fingerprints"]
 

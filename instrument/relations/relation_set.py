@@ -19,9 +19,18 @@ from ..hooks.clock import Clock
 from ..hooks.distributed_scope import wrappers_of
 from ..hooks.hook_group import InertWhenCopied
 from ..rules.step_rows import RelationRow
-from .accumulated_gradients import AccumulatedGradient, smallest_parameters
 from .exchange import has_processes
-from .observed_calls import BATCHES, LOSSES, AnyLossCall, BinaryLossCall, LoaderBatch, LossCall, copied
+from .observations import (
+    BATCHES,
+    LOSSES,
+    AccumulatedGradient,
+    AnyLossCall,
+    BinaryLossCall,
+    LoaderBatch,
+    LossCall,
+    copied,
+    smallest_parameters,
+)
 from .relation import RELATIONS, Checked, ModelCall, Relation, Training
 
 EVERY = 200
