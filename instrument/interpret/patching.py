@@ -21,9 +21,8 @@ from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError, Problem, similar_names
 from ..plot.axes_and_scales import colours, draw_cells, finished, new_charts, plain, token_label, width_of
 from ..plot.compare import METRICS, combine_runs
-from ..plot.look import Look, current
+from ..plot.look import Look, axis_name, current
 from ..plot.plot_function import plot
-from ..plot.style import axis_name
 from ..tables.statistics import STATISTICS
 from .attribution_result import Attribution
 

@@ -44,10 +44,9 @@ from .axes_and_scales import (
     scale,
     width_of,
 )
-from .look import Look, current
+from .look import Look, axis_name, current
 from .plot_function import plot
 from .source import REQUIRED_COLUMNS, check_columns, check_type, series_with
-from .style import axis_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

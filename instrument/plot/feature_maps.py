@@ -22,10 +22,9 @@ from ..analysis.tensor_images import (
 )
 from ..errors import InstrumentError
 from .axes_and_scales import new_charts, plain, width_or
-from .look import CommonLook, current
+from .look import SIGNED, CommonLook, current
 from .plot_function import plot
 from .source import at_layers, check_source
-from .style import SIGNED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

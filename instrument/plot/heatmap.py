@@ -31,10 +31,9 @@ from .axes_and_scales import (
     new_charts,
     width_of,
 )
-from .look import Look
+from .look import ZERO, Look, axis_name
 from .plot_function import plot
 from .source import series_with, table_of
-from .style import ZERO, axis_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

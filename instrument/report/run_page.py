@@ -21,7 +21,7 @@ from ..analysis.run_history import RunHistory, history_of
 from ..config.description import describe_forward
 from ..config.experiment import ForwardConfig
 from ..formatting import format_number
-from ..plot.style import CATEGORIES
+from ..plot.look import CATEGORIES
 from .charts import charts
 from .evidence import evidence
 from .panels import RUN_PANELS, Panel, panels
