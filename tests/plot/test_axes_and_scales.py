@@ -28,7 +28,7 @@ from instrument.plot.axes_and_scales import (
     scale,
     write_numbers,
 )
-from instrument.plot.fit import fit
+from instrument.plot.plot_function import fit
 
 
 @pytest.mark.slow
