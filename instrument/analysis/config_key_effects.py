@@ -24,8 +24,8 @@ from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from ..fields.pip_extras import packages_of
 from ..tables.schemas import IDENTITY, TABLES
+from .config_comparison import RunMatch, match_runs
 from .finite import FINITE_STATISTICS, not_finite_in
-from .run_matching import RunMatch, match_runs
 from .run_tables import RunTables
 
 Steps = tuple[int | None, int | None]

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_comparison import HOOKS, trainings
+from ..analysis.config_comparison import HOOKS, comparable_keys, match_runs, trainings
 from ..analysis.config_fields import differing_fields, to_yaml
 from ..analysis.config_key_effects import CONFIDENCE, adjusted, student
 from ..analysis.load import Run
-from ..analysis.run_matching import comparable_keys, match_runs
 from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
 from ..formatting import format_number
