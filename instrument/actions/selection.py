@@ -93,8 +93,7 @@ class Selector:
                 size, along = min(first, shape[0]), index[0]
                 index = (range(size)[along] if isinstance(along, int) else slice(*along.indices(size)), *index[1:])
             return TensorSelection(shape, index)
-        of_parameter = KINDS[spec.kind].family != "module"
-        units = unit_dim(len(shape), self.module, of_parameter=of_parameter)
+        units = unit_dim(len(shape), self.module, of_parameter=KINDS[spec.kind].family != "module")
         return TensorSelection.of_indices(shape, selected_indices(spec, shape, units))
 
 

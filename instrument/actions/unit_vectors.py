@@ -197,8 +197,7 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
         message = "this file does not exist"
         raise ConfigError(Problem(f"{where}.vector", message, path, similar=similar_names(path, others)))
     try:
-        is_numpy = file.suffix == ".npy"
-        array = torch.from_numpy(np.load(file)) if is_numpy else _from_safetensors(file, key, where)
+        array = torch.from_numpy(np.load(file)) if file.suffix == ".npy" else _from_safetensors(file, key, where)
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
     vectors = array.to(torch.float64) if not array.is_complex() else array

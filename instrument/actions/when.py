@@ -161,8 +161,7 @@ class _DeviceValues:
             middle = torch.stack([n - 1, n]).div(2, rounding_mode="floor").clamp(0, len(ordered) - 1)
             running = ordered.gather(0, middle).mean()
         else:
-            filled = ordered.nan_to_num(nan=0.0)
-            mean = running = filled.sum() / n
+            mean = running = ordered.nan_to_num(nan=0.0).sum() / n
             if self.condition.times == "std":
                 deviations = torch.where(known, ordered - mean, 0.0)
                 running = (deviations.square().sum() / n).sqrt()
@@ -176,8 +175,7 @@ class _DeviceValues:
 
     def state(self) -> dict[str, Any]:
         """Return the state of `_HostValues.state`. Waits for the device."""
-        values = self.values[: self.firings].tolist()
-        return {"values": values, "firings": self.firings, "count": int(self.count)}
+        return {"values": self.values[: self.firings].tolist(), "firings": self.firings, "count": int(self.count)}
 
 
 def _state_of(previous: _HostValues | _DeviceValues | None) -> dict[str, Any]:

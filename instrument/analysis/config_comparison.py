@@ -257,8 +257,7 @@ def _match(
 ) -> RunMatches:
     """Match trainings. The result can be empty, and `left_out` has the reasons of these trainings only."""
     left_out: dict[int, str] = {}
-    latest = _latest(run, all_trainings, path, left_out)
-    groups = _groups(run, key, path, latest)
+    groups = _groups(run, key, path, _latest(run, all_trainings, path, left_out))
     _check_differs(run, "effects_of", key, groups)
     baseline_group = groups[_baseline_position(key, groups, baseline)]
     baseline_text = f"{key}={baseline_group.text}"
@@ -425,12 +424,10 @@ def _unmatched_reason(training: Training, baseline_runs: Sequence[Training], key
 
 
 def _differences(one: Training, other: Training, key: str) -> list[str]:
-    path = key.split(".")
-    outer = outer_of(path)
+    outer = outer_of(key.split("."))
     cut = key if one.at(outer) is not None and other.at(outer) is not None else ".".join(outer)
-    keys = dict.fromkeys([*one.leaves, *other.leaves])
     return [
         name
-        for name in keys
+        for name in dict.fromkeys([*one.leaves, *other.leaves])
         if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
     ]

@@ -359,8 +359,7 @@ def importance_of(factors: pd.DataFrame, values: pd.Series, *, interval: float =
             shares.append(np.append(mains, max(0.0, total - mains.sum())) / total)
     tails = (1 - interval) / 2
     low, high = np.quantile(shares, [tails, 1 - tails], axis=0)
-    columns = {"importance": np.mean(shares, axis=0), "low": low, "high": high}
-    table = pd.DataFrame(columns, index=[*known, OTHERS])
+    table = pd.DataFrame({"importance": np.mean(shares, axis=0), "low": low, "high": high}, index=[*known, OTHERS])
     alone = table.drop(OTHERS).sort_values("importance", ascending=False, kind="stable")
     return alone if len(alone) == 1 else pd.concat([alone, table.loc[[OTHERS]]])
 

@@ -177,8 +177,7 @@ class _Run:
     def _aligned(self, selection: FeatureSelection, where: str, what: str) -> _Source:
         """Return the tensors of another selection for the same samples of the same batches."""
         rows = select(self.files, selection, self._index)
-        own = [batch.key for batch in self.batches]
-        rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin(own)]
+        rows = rows[pd.MultiIndex.from_frame(rows[selection.key]).isin([batch.key for batch in self.batches])]
         recorded = self._recorded(selection, rows) if len(rows) else _Source(self.tensors, [], [], [], [])
         number_of = {batch.key: i for i, batch in enumerate(recorded.batches)}
         which: list[int] = []
@@ -588,8 +587,7 @@ class ActivationBatches(IterableDataset[Batch]):
         elif first == 0:
             self._shared[2] = iteration
         self._position = start
-        mine = np.arange(start + worker, len(self), workers)
-        for batch in self._read(epoch, mine, workers):
+        for batch in self._read(epoch, np.arange(start + worker, len(self), workers), workers):
             self._position += workers
             yield batch
 

@@ -135,8 +135,7 @@ def findings_of(
     timeline = _Timeline(facts, info, layers)
     found: dict[_Key, dict[_Key, list[RuleEvent]]] = {}  # events of each finding by the leading finding
     for episode in timeline.episodes(events):
-        leads = timeline.leads(episode)
-        for key, lead in leads.items():
+        for key, lead in timeline.leads(episode).items():
             found.setdefault(lead, {}).setdefault(key, []).extend(episode[key])
     warns = {(event.rule, event.location is None) for event in events if event.severity == "warning"}
     groups = []

@@ -56,8 +56,7 @@ def metric_rows(history: RunHistory) -> list[Row]:
     """Return one row per metric, with `METRIC_COLUMNS`."""
     rows = []
     for phase, metrics in history.metrics.items():
-        custom = (name for name in metrics.statistics if name not in METRICS)
-        for name in (*SHOWN_METRICS, *custom):
+        for name in (*SHOWN_METRICS, *(name for name in metrics.statistics if name not in METRICS)):
             if name not in metrics.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             line = sparkline(metrics.values(name, metrics.groups())[0])

@@ -160,8 +160,7 @@ class Matrix:
 
 def series_in(frame: pd.DataFrame) -> list[RecordedSeries]:
     """Return the series of a table in order of first appearance."""
-    rows = frame.loc[:, list(KEYS)].drop_duplicates()
-    return [RecordedSeries(*row) for row in rows.itertuples(index=False)]
+    return [RecordedSeries(*row) for row in frame.loc[:, list(KEYS)].drop_duplicates().itertuples(index=False)]
 
 
 def statistics_in(frame: pd.DataFrame) -> list[str]:
@@ -205,8 +204,7 @@ def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
     if isinstance(run, pd.DataFrame):
         return _first_outputs(run)
     defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
-    recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
-    return in_forward_order(defined, recorded)
+    return in_forward_order(defined, _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"])))
 
 
 def rank_in(order: Sequence[str]) -> Callable[[str], int]:

@@ -187,8 +187,7 @@ def _runs(given: str, where: str) -> list[RunTables]:
 def _why_unhealthy(run: RunTables) -> str:
     if run.info["status"] != "done":
         return f"its status is {run.info['status']}"
-    training = (ds.field("phase") == "train") & ds.field("loss").is_valid()
-    for batch in run.scan("metrics", ["step", "loss"], training):
+    for batch in run.scan("metrics", ["step", "loss"], (ds.field("phase") == "train") & ds.field("loss").is_valid()):
         lost = ~np.isfinite(batch["loss"].to_numpy())
         if lost.any():
             return f"its loss is not finite at step {batch['step'].to_numpy()[lost][0]}"

@@ -85,10 +85,9 @@ def _of_spec(problem: Problem, where: str) -> Problem:
     """Return a problem with the tensors of a run as one of the spec that uses them."""
     fields = {"layer": "layers", "call": "layers", "samples": "run", "phase": "hook"}
     fix = "set 'step' to one of them, or record each sample once" if problem.where == "step" else problem.fix
-    message = f"in the other run, {problem.message}"
     return replace(
         problem,
-        message=message,
+        message=f"in the other run, {problem.message}",
         where=f"{where}.{fields.get(problem.where, problem.where)}",
         fix=fix.replace("pass ", "set "),
     )
@@ -166,8 +165,7 @@ class RunArchive(Archive):
             message = f"this run recorded no tensors of layer {layer or '.'!r} with role {context.role!r}{path}"
             similar = () if same_layer.any() else similar_names(layer, layers)
             target = "record this one" if same_layer.any() else "set 'layer' to a recorded layer, or record this one"
-            fix = f"{target} with 'tensors: true'"
-            raise ConfigError(Problem(where, message, run, allowed, similar, fix=fix))
+            raise ConfigError(Problem(where, message, run, allowed, similar, fix=f"{target} with 'tensors: true'"))
         if len(hooks) > 1:
             message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
             raise ConfigError(Problem(where, message, run, fix="set 'hook'"))

@@ -430,8 +430,7 @@ def no_gradient_reason() -> str:
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
     """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return gradient.to(wide) / scale.to(gradient.device)
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / scale.to(gradient.device)
 
 
 def rescaled(new: Tensor, given: Tensor, gradient: Tensor, scale: Tensor) -> Tensor:

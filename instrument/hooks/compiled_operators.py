@@ -197,8 +197,7 @@ class _Gradient(torch.autograd.Function):
     def forward(  # noqa: PLR0917
         ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str, is_shared: bool
     ) -> Tensor:
-        owner = value if any(stage.needs_owner for stage in stages) else None
-        ctx.save_for_backward(call, token, owner)
+        ctx.save_for_backward(call, token, value if any(stage.needs_owner for stage in stages) else None)
         ctx.stages, ctx.path = stages, path
         # The compiler removes the view and the copy. Other code may modify the memory of a shared value, which therefore stays
         # the same. PyTorch refuses to modify such a view in place: the compilation then fails.

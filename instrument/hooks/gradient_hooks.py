@@ -258,8 +258,7 @@ class ModuleContribution:
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             given = [gradient for i in inputs if (gradient := sent[i]) is not None]
-            parts = given if region is None else map(region.extract, given)
-            self.sent.setdefault(graph_task(), []).extend(parts)
+            self.sent.setdefault(graph_task(), []).extend(given if region is None else map(region.extract, given))
 
         node.register_hook(after_node)
 

@@ -58,8 +58,7 @@ class SuspendableHook:
         ids, own = list(hooks), self._handle.id
         position = max((i + 1 for i, each in enumerate(ids) if each in self._before), default=None)
         if position is None:
-            ran_after = (i for i, each in enumerate(ids) if each in self._after)
-            position = next(ran_after, None)
+            position = next((i for i, each in enumerate(ids) if each in self._after), None)
         if position is None:
             first = min((each for each in ids if each > own), default=None)
             position = len(ids) if first is None else ids.index(first)

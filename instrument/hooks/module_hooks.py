@@ -62,8 +62,7 @@ class ModuleHooks(SuspendableModuleHooks):
     ) -> None:
         # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
         only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
-        may_suspend = suspend and not prepend
-        super().__init__(attached_hooks, calls, suspend=may_suspend, note_inputs=not only_values)
+        super().__init__(attached_hooks, calls, suspend=suspend and not prepend, note_inputs=not only_values)
         self.prepend = prepend
         self.always_call = always_call
         self.early = early

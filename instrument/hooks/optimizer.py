@@ -247,8 +247,7 @@ class StepHooks(OptimizerHooks):
                     continue
                 if not attached.is_record_hook:
                     attached.prepare([tensor])
-                of = parameter if attached.role == "update" else None
-                new = attached.count_and_fire(tensor, value=of)
+                new = attached.count_and_fire(tensor, value=parameter if attached.role == "update" else None)
                 if new is not tensor and new is not None:
                     tensor.copy_(new)
 

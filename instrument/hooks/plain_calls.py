@@ -196,8 +196,7 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
         context.moment = moment = clock.moment
         new, factor = call_action(change, tensor, context)
         number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
-        slot = slots[path, firing, type(module)]
-        if not rows.record_plain_effect(tensor, new, slot, moment, number, held):
+        if not rows.record_plain_effect(tensor, new, slots[path, firing, type(module)], moment, number, held):
             effect = effect_of(tensor, new, number, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)

@@ -119,8 +119,7 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
     over: dict[str, Any] = (
         {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
     )
-    cmap = SIGNED if low < 0 else None
-    drawn = axes.imshow(values, cmap=cmap, vmin=low, vmax=high, extent=extent, **over)
+    drawn = axes.imshow(values, cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(plain(title))

@@ -382,8 +382,7 @@ def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -
     others: dict[tuple[str | None, ...], dict[str, str]] = {}
     for training in treated:
         leaves = dict(training.leaves)
-        at = tuple(leaves.pop(start + key, None) for key in keys)
-        first = others.setdefault(at, leaves)
+        first = others.setdefault(tuple(leaves.pop(start + key, None) for key in keys), leaves)
         if first != leaves:
             names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
             message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"

@@ -192,8 +192,7 @@ def _over_locations(
     locations = list(row_locations(rows, order).cat.categories)
     values, steps = {}, set()
     for run, part in rows.groupby("run", sort=False):
-        last = part[part["step"] == part["step"].max()]
-        table = matrices(last, [name], order, 1)[name]
+        table = matrices(part[part["step"] == part["step"].max()], [name], order, 1)[name]
         values[str(run)] = pd.Series(table.values[:, 0], index=table.locations)
         steps.add(int(table.last[0]))
     when = f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"

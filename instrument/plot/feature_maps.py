@@ -185,8 +185,7 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     small = smaller(tile, max(1, PIXELS // columns))
     shown = relative_to_channels(small) if bounds is None else small
     low, high = bounds or limits(shown)
-    cmap = SIGNED if low < 0 else None
-    drawn = axes.imshow(mosaic(shown), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    drawn = axes.imshow(mosaic(shown), cmap=SIGNED if low < 0 else None, vmin=low, vmax=high, interpolation="nearest")
     _number(axes, small, columns)
     add_scale(axes, drawn, "of the channel's largest magnitude" if bounds is None else "")
     count, of = (" x ".join(map(str, shape[:-2])) for shape in (tile.shape, values.shape))
@@ -232,6 +231,5 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
 
 def add_scale(axes: Axes, drawn: AxesImage, label: str = "") -> None:
     """Add a color bar at the right edge of an image."""
-    room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
-    bar = axes.figure.colorbar(drawn, cax=room, format="%.3g").ax
+    bar = axes.figure.colorbar(drawn, cax=axes.inset_axes((1.03, 0.0, 0.05, 1.0)), format="%.3g").ax
     bar.set_ylabel(label)

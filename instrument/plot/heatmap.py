@@ -101,6 +101,5 @@ def heatmap(
         axes.plot(places[:, 1], places[:, 0], "x", **marks)
     ylabel = f"{'parameter' if series.is_of_parameters else 'layer'}, in forward order"
     several = bool(pd.DataFrame({"at": row_locations(rows, []), "step": rows["step"]}).duplicated().any())
-    merged = statistic_of(name).merged
-    xlabel = "step" + merge_note(table, rows["step"].nunique(), merged, several)
+    xlabel = "step" + merge_note(table, rows["step"].nunique(), statistic_of(name).merged, several)
     return finished(charts, f"{name} of {series.label}", xlabel=xlabel, ylabel=ylabel)

@@ -132,5 +132,4 @@ def style() -> AbstractContextManager[None]:
     wanted = STYLE | TRUETYPE | {"axes.prop_cycle": cycler(color=CATEGORIES)}
     if rcParams["font.size"] != rcParamsDefault["font.size"]:
         wanted |= {name: rcParams["font.size"] for name, value in STYLE.items() if value == SIZE}
-    unchanged = {name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]}
-    return rc_context(unchanged)
+    return rc_context({name: value for name, value in wanted.items() if rcParams[name] == rcParamsDefault[name]})

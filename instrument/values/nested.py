@@ -55,10 +55,9 @@ def returned_value(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     if output is not None:
         return output
-    given = join_arguments(args, kwargs)
     written = {
         name: value
-        for name, value in given.items()
+        for name, value in join_arguments(args, kwargs).items()
         if is_modifiable(value) and next(iter_tensors(value), None) is not None
     }
     return next(iter(written.values())) if len(written) == 1 else written or None
