@@ -251,11 +251,9 @@ class _Kernel:
 def _is_in_join() -> bool:
     """Return whether the block `Join` calls an operation in place of a model, because this process has no inputs left."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_qualname == "Join.__exit__":
-            return True
+    while frame is not None and frame.f_code.co_qualname != "Join.__exit__":
         frame = frame.f_back
-    return False
+    return frame is not None
 
 
 def _device_of(tensors: Sequence[Tensor]) -> torch.device:

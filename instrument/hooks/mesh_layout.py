@@ -84,10 +84,6 @@ class Style(NamedTuple):
     outputs: Mapping[str, Placement]
     is_even: bool
 
-    @property
-    def has_layouts(self) -> bool:
-        return bool(self.inputs or self.outputs)
-
 
 class MeshLayout:
     """How the tensors of a model are placed.
@@ -120,7 +116,9 @@ class MeshLayout:
         self.unknown: dict[tuple[str, str, str], None] = {}
         self._dims = mesh_dims(mesh)
         styles = {layer.module: style for layer in layers if (style := style_of(layer.module)) is not None}
-        self._styles = {module: style for module, style in styles.items() if style.has_layouts or not style.is_even}
+        self._styles = {
+            module: style for module, style in styles.items() if style.inputs or style.outputs or not style.is_even
+        }
         self._declared = self._read(layers, declared or {})
         parsed = [each for entries in self._declared.values() for each in entries.values()]
         meshes = {id(style.mesh): style.mesh for style in styles.values()}

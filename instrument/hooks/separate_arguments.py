@@ -106,8 +106,9 @@ class SeparateGradients:
         outputs, gradients = zip(*given, strict=True)
         aliases = [*self.aliases.values()]
         with self._lock, ExitStack() as stack:
-            for i, of_output in received.items():
-                stack.enter_context(_gradient_of(self.outputs[i], of_output))
+            for i, of_output in received.items():  # includes that of other outputs that the module computes from it
+                handle = self.outputs[i].register_hook(lambda _, total=of_output: total)
+                stack.callback(handle.remove)
             try:
                 with without_side_effects():
                     of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
@@ -116,16 +117,6 @@ class SeparateGradients:
                 return None
         parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
         return parts if _is_sum(total, [*parts.values()], self.precision) else None
-
-
-@contextmanager
-def _gradient_of(output: Tensor, total: Tensor) -> Iterator[None]:
-    """Give an output this gradient, which includes that of other outputs that the module computes from it."""
-    handle = output.register_hook(lambda gradient: total)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager
