@@ -13,8 +13,7 @@ from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
 from ..actions.intervention import describe, straight_through
-from ..actions.selection import Selector, act_on_indices
-from ..actions.when import SiteCondition
+from ..actions.stages import Selector, SiteCondition, act_on_indices
 from ..config.base import ObservationSpec
 from ..config.record import RecordSpec, StatisticsSpec
 from ..config.schedule import STEP_PHASES
