@@ -245,4 +245,4 @@ class PrintSpec(StatisticsSpec):
     )
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        return implementation("print:Print")(self, rows)
+        return implementation("record:Print")(self, rows)
