@@ -50,7 +50,7 @@ _MAX_PENDING = 4096  # rows that are kept until they are written
 # Code of this package that measures: its operators are not those of the training. Functions with these names call functions of others.
 _OWN = (
     *("hooks/", "probe/", "stats/", "relations/", "rules/"),
-    *(f"actions/{name}.py" for name in ("record", "measurement", "activation_sums", "gradient_statistics")),
+    *(f"actions/{name}.py" for name in ("record", "measurement", "context_sums")),
 )
 # The first is replaced in modules that `module.compile()` compiles.
 _CALLS = nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__

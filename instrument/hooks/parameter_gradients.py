@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from ..actions.gradient_statistics import MicroGradients
+from ..actions.context_sums import MicroGradients
 from ..tables.reasons import CLEARED
 from ..tables.statistics import NOISE
 from .attached_hook import AttachedHook, fire_all, unscaled
