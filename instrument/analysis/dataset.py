@@ -369,9 +369,7 @@ class ActivationDataset(Dataset[Batch]):
         numbers = np.where(numbers < 0, numbers + len(self), numbers).astype(np.int64)
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < len(self):
             raise IndexError(f"index out of range: the dataset has {len(self)} items")
-        if numbers.ndim:
-            return self.read(numbers)
-        return _part(self.read(numbers[None]), 0)
+        return self.read(numbers) if numbers.ndim else _part(self.read(numbers[None]), 0)
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
         """Return several items, read together. A `DataLoader` with `batch_size` calls it."""

@@ -304,7 +304,7 @@ class AttachedHook(HookCoverage):
             self.checked_paths.add(path)
             check_shape(self.site, path, tensor)
 
-    def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
+    def context(self, path: str, firing: FiringIndex) -> Context:
         spec, layer = self.site.spec, self.site.layer
         return Context(
             hook=spec.name,
@@ -318,7 +318,6 @@ class AttachedHook(HookCoverage):
             backward=firing.backward,
             recompute=firing.recompute,
             origin=firing.origin,
-            value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,
             scope=self.scope,

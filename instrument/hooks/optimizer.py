@@ -62,9 +62,7 @@ class OptimizerHooks(HookGroup):
             self.handles.append(self.optimizer.register_step_pre_hook(excluded_method(self.on_step)))
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        if optimizer in self.clock.begun:
-            return None
-        return run_after_gradients(args, kwargs, self.before_step)
+        return None if optimizer in self.clock.begun else run_after_gradients(args, kwargs, self.before_step)
 
     def before_step(self) -> None:
         """Run the sites. The loop calls it when all gradients are complete, if it announces the step."""

@@ -98,7 +98,7 @@ class _Container:
 
 
 def map_leaves(
-    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], path: str = "", *, in_place: Any = ()
+    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], *, in_place: Any = ()
 ) -> Any:
     """Return a value with each leaf replaced by `change(path, leaf)`. Repeated and cyclic references are kept.
 
@@ -111,10 +111,10 @@ def map_leaves(
         The same object if it is unchanged or was changed in place; otherwise a copy. A copy shares what is unchanged.
     """
     if is_leaf(value):
-        return change(path, value)
+        return change("", value)
     known: dict[int, _Container] = {}
     changed: list[_Container] = []
-    waiting: list[tuple[str, Any, _Container | None, int]] = [(path, value, None, 0)]
+    waiting: list[tuple[str, Any, _Container | None, int]] = [("", value, None, 0)]
     while waiting:
         path, child, user, index = waiting.pop()
         if is_leaf(child):

@@ -29,7 +29,7 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     return leaves(value, _is_tensor, path)
 
 
-def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "", *, in_place: Any = ()) -> Any:
+def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], *, in_place: Any = ()) -> Any:
     """Return the value with each tensor replaced by `fn(path, tensor)`.
 
     If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
@@ -41,7 +41,7 @@ def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "",
         fn: Takes the path and the tensor, and returns the new tensor.
         in_place: Values whose containers other code reads. They are changed in place where they allow it.
     """
-    return map_leaves(value, fn, _is_tensor, path, in_place=in_place)
+    return map_leaves(value, fn, _is_tensor, in_place=in_place)
 
 
 def _is_tensor(value: Any) -> bool:
