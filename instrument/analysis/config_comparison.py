@@ -265,9 +265,8 @@ def _match(
     others = [group for group in groups if group is not baseline_group]
     # Numbers come first, by size.
     for group in sorted(others, key=lambda group: group.value if isinstance(group.value, int | float) else math.inf):
-        for training, matched_runs in zip(
-            group.members, _matches_of(group.members, baseline_group.members, path), strict=True
-        ):
+        matches_of = _matches_of(group.members, baseline_group.members, path)
+        for training, matched_runs in zip(group.members, matches_of, strict=True):
             if not matched_runs:
                 left_out[training.index] = _unmatched_reason(training, baseline_group.members, key, baseline_text)
             for baseline_run in matched_runs:
@@ -276,9 +275,7 @@ def _match(
                 matches.append(RunMatch(group.label, training.index, baseline_run.index, training.seed, by_cells))
     used = {match.baseline for match in matches}
     unmatched = "no run with another value has the same seed and the same other settings"
-    left_out |= {
-        baseline_run.index: unmatched for baseline_run in baseline_group.members if baseline_run.index not in used
-    }
+    left_out |= {each.index: unmatched for each in baseline_group.members if each.index not in used}
     return RunMatches(baseline_group.label, matches, left_out)
 
 
@@ -400,9 +397,7 @@ def _nodes(value: Mapping[str, Any], above: str) -> Iterator[str]:
 def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int:
     if baseline is not None:
         word = canonical_json(baseline)
-        positions = [
-            i for i, group in enumerate(groups) if word in (canonical_json(group.value), canonical_json(group.label))
-        ]
+        positions = [i for i, group in enumerate(groups) if word in map(canonical_json, (group.value, group.label))]
         if not positions:
             values = [group.text for group in groups]
             message, similar = f"no run has this value of {key}", similar_names(str(baseline), values)

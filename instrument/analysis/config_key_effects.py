@@ -339,9 +339,8 @@ def importance_of(factors: pd.DataFrame, values: pd.Series, *, interval: float =
     known = known[[name for name in known if known[name].map(repr).nunique() > 1]]
     if len(y) < MIN_RUNS or known.empty or np.ptp(y) == 0:
         message = f"importance requires {MIN_RUNS} runs with different overrides and different finite values"
-        raise InstrumentError(
-            Problem("runs", message, f"{len(y)} runs, overrides that differ: {', '.join(known) or 'none'}")
-        )
+        given = f"{len(y)} runs, overrides that differ: {', '.join(known) or 'none'}"
+        raise InstrumentError(Problem("runs", message, given))
     codes = np.column_stack([_numbers(known[name]) for name in known])
     most = max(2, int(CELLS ** (1 / codes.shape[1])))
     levels, weights = zip(*(_levels(column, most) for column in codes.T), strict=True)

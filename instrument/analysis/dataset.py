@@ -106,11 +106,9 @@ class _Run:
 
     def __init__(self, files: RunFiles, selections: Sequence[FeatureSelection], items: Items) -> None:
         self.files, self.first, self._flat = files, selections[0].layer, items.flatten is not None
-        names = pa.array(
-            [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)], "string"
-        )
+        names = [each for each in (items.mask, items.tokens, items.with_targets) if isinstance(each, str)]
         condition = ds.field("layer").isin([each.layer_name for each in selections])
-        condition |= ds.field("path").isin(names) & (ds.field("role") == "input")
+        condition |= ds.field("path").isin(pa.array(names, "string")) & (ds.field("role") == "input")
         self.tensors = RawTensors.of(files, [*INDEX, "layer", "recompute", "backward"], condition)
         index: pd.DataFrame = plain_labels(self.tensors.index).to_pandas()
         index["tensor"] = np.arange(len(index))
@@ -159,9 +157,7 @@ class _Run:
 
     def _recorded(self, selection: FeatureSelection, rows: pd.DataFrame) -> _Source:
         batches = list(batches_of(self.files, rows, self._samples, selection))
-        tensor_of = dict(
-            zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"].tolist(), strict=True)
-        )
+        tensor_of = dict(zip(rows[selection.key].itertuples(index=False, name=None), rows["tensor"], strict=True))
         hook = settings_of(self.files, rows["hook"].iloc[0])
         parts = () if hook.get("slice") is None else parse_slice(hook["slice"])
         part = parts[1] if len(parts) > 1 else slice(None)

@@ -352,9 +352,8 @@ def common_shape(batches: Sequence[TensorOfBatch], selection: FeatureSelection, 
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
         fix = "record a part of equal shape with 'slice'; run.tensors() reads tensors of any shape"
-        raise ConfigError(
-            Problem("layer", message, ", ".join(str(["samples", *shape]) for shape in shapes[:3]), fix=fix)
-        )
+        given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
+        raise ConfigError(Problem("layer", message, given, fix=fix))
     return shapes[0]
 
 

@@ -75,9 +75,7 @@ def _phases_at(step: _Step, place: _Place) -> str:
     rows = step.rows
     for column, value in place.like:
         rows = rows if column == "phase" else rows[rows[column] == value]
-    hooks = [
-        f"{hook!r} in phase {phase!r}" for hook, phase in sorted(set(zip(rows["hook"], rows["phase"], strict=True)))
-    ]
+    hooks = [f"{hook!r} in phase {phase!r}" for hook, phase in sorted({*zip(rows["hook"], rows["phase"], strict=True)})]
     return f", but one of hook {', '.join(hooks)}; set 'hook' to use it" if hooks else ""
 
 

@@ -109,9 +109,7 @@ def diff(
         table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
         for table in ("stats", "tensors")
     }
-    one, other = (
-        in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations) for side in (0, 1)
-    )
+    one, other = (in_execution_order(*(table[side].locations for table in tables.values())) for side in (0, 1))
     names = renamed_layers(plain, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))
     unmatched = _unmatched(one, other, locations)
@@ -121,9 +119,7 @@ def diff(
     comparison.compare_tensors()
     operators = compare_operators(runs, condition, tolerance)
     if comparison.first is None and not comparison.has_values and operators is None:
-        recorded_steps = [
-            sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
-        ]
+        recorded_steps = [sorted({step for each in tables.values() for _, step in each[side].rows}) for side in (0, 1)]
         problem = None if any(recorded_steps) else no_common_step(runs, condition)
         raise ConfigError(problem or _nothing_in_common((one, other), comparison, recorded_steps))
     first, steps_of = comparison.first, [*comparison.steps.values(), *([] if operators is None else [operators.steps])]

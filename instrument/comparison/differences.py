@@ -303,9 +303,8 @@ def _sizes(rows: pd.DataFrame, names: Sequence[str], name: str, side: str) -> np
     sizes = []
     if name in ("mean", "std"):
         sizes = [_values(rows, "rms", side)] if "rms" in names else []
-        sizes += (
-            [np.hypot(_values(rows, "mean", side), _values(rows, "std", side))] if {"mean", "std"} <= {*names} else []
-        )
+        if {"mean", "std"} <= {*names}:
+            sizes.append(np.hypot(_values(rows, "mean", side), _values(rows, "std", side)))
     if name in ("mean", "std", "min", "max") and "abs_max" in names:
         sizes.append(_values(rows, "abs_max", side))
     for size in sizes[::-1]:

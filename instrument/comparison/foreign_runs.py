@@ -325,9 +325,8 @@ def _tokens_of(folder: ForeignFolder) -> Tokens | None:
             table, mask = _table_of(ids, shape)
         except ValueError:
             given = ", ".join(f"{name} {[*each.shape]}" for name, each in ids.items())
-            raise ConfigError(
-                Problem(f"{folder.path}: step {step}", "the shapes of the ids do not fit", given)
-            ) from None
+            where = f"{folder.path}: step {step}"
+            raise ConfigError(Problem(where, "the shapes of the ids do not fit", given)) from None
         table = table.assign(step=step, index=np.arange(len(table)) + offset)[mask]
         if "samples" not in ids:  # a sample ends with its row, and where the positions do not continue
             is_named = False

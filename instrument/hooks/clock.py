@@ -44,13 +44,11 @@ def overhead_factor(recording: Sequence[float], paused: Sequence[float], measure
     if min(len(recording), len(paused)) < 3 or measured <= 0.0:
         return USUAL_FACTOR
     ratio = (median(recording) - median(paused)) / measured
-    variance = (
-        robust_variance(recording) / len(recording) + robust_variance(paused) / len(paused)
-    ) / measured**2 + 1e-9
+    noise = [robust_variance(seconds) / len(seconds) for seconds in (recording, paused)]
+    variance = sum(noise) / measured**2 + 1e-9
     usual_weight, ratio_weight = 1.0 / FACTOR_SPREAD**2, 1.0 / variance
-    return min(
-        max((USUAL_FACTOR * usual_weight + ratio * ratio_weight) / (usual_weight + ratio_weight), 1.0), MAX_FACTOR
-    )
+    factor = (USUAL_FACTOR * usual_weight + ratio * ratio_weight) / (usual_weight + ratio_weight)
+    return min(max(factor, 1.0), MAX_FACTOR)
 
 
 def robust_variance(seconds: Collection[float]) -> float:

@@ -223,10 +223,8 @@ class ModuleHooks(SuspendableModuleHooks):
             else:
                 return value
         attached_hooks = [attached for attached in attached_hooks if attached.acts_in(call.index)]
-        active_hooks = [
-            attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook
-        ]
-        new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
+        acting = [attached for attached in attached_hooks if not call.is_recomputed or not attached.is_record_hook]
+        new, fired, obstacles = act_on_tensors(acting, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.opportunities += 1

@@ -166,9 +166,8 @@ def _sizes(tensor: Tensor) -> Tensor:
     magnitudes = tensor.nan_to_num(0, 0, 0).abs()
     if not tensor.numel():
         return magnitudes
-    others = [
-        [other for other in range(tensor.dim()) if other != dim] for dim in range(tensor.dim()) if tensor.dim() > 1
-    ]
+    dims = range(tensor.dim())
+    others = [[other for other in dims if other != dim] for dim in dims if len(dims) > 1]
     largest = [magnitudes.amax(dims, keepdim=True) for dims in others]
     return functools.reduce(torch.minimum, largest) if largest else magnitudes.amax()
 

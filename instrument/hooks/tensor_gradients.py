@@ -277,9 +277,7 @@ class PendingInputGradients:
             self._find_contributions(output, stored())
             for arguments in self.repeated:
                 arguments.evaluate(output, stored)
-        returned = {
-            id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
-        }
+        returned = {id(part) for _, each in iter_tensors(output) for part in (each, each._base) if part is not None}
         for alias, hook in self.aliases:
             hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
 

@@ -76,10 +76,8 @@ def patching(
         given = {"layer": layer, "hook": hook, "intervention": intervention, "baseline": baseline}
         for name in (name for name, value in given.items() if value is not None):
             raise InstrumentError(Problem(name, "does not apply to an attribution", given[name], fix="leave it out"))
-        agreement = (
-            "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
-        )
-        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreement}"
+        agreed = "" if sweep.exact is None else f", rank correlation with exact effects {sweep.rank_correlation():.2f}"
+        title = f"{sweep.method.replace('_', ' ')} of {sweep.of}{agreed}"
         return _draw_figure(sweep.grid, tokens, title, f"contribution to {sweep.of}", "no such position")
     numbers, grid = _numbers_of(sweep, metric, layer, hook, intervention, baseline)
     name, is_difference = METRICS.get(metric) or axis_name(metric), baseline is not None or grid.has_baseline

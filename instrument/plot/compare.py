@@ -397,9 +397,7 @@ def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
     labels = {run: overrides_text(row) for run, row in overrides.iterrows()}
     counts = Counter(labels.values())
     unique = {label for label in counts if label and counts[label] == 1 and len(label) <= LONG}
-    return {
-        str(run): label if label in unique else " ".join([str(run), label]).strip() for run, label in labels.items()
-    }
+    return {str(run): label if label in unique else f"{run} {label}".strip() for run, label in labels.items()}
 
 
 def overrides_text(row: pd.Series) -> str:

@@ -190,9 +190,8 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
     add_scale(axes, drawn, "of the channel's largest magnitude" if bounds is None else "")
     count, of = (" x ".join(map(str, shape[:-2])) for shape in (tile.shape, values.shape))
     noun = what.removesuffix("s") if of == "1" else what
-    caption = (
-        f"{count if count == of else f'the first {count} of {of}'} {noun}, {' x '.join(map(str, values.shape[-2:]))}"
-    )
+    shown_count = count if count == of else f"the first {count} of {of}"
+    caption = f"{shown_count} {noun}, {' x '.join(map(str, values.shape[-2:]))}"
     bad = int(np.size(values) - np.isfinite(values).sum())
     caption += f", averaged to {' x '.join(map(str, small.shape[-2:]))}" if small.shape != tile.shape else ""
     caption += f", {bad:,} non-finite elements" if bad else ""

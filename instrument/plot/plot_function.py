@@ -94,9 +94,8 @@ def _check(look: Look, name: str, refused: Mapping[str, str]) -> None:
     for key, reason in refused.items():
         if look.get(key) is not None:
             takes = [other for other, plot in PLOTS.items() if key not in getattr(plot, "refused", {key: ""})]
-            raise InstrumentError(
-                Problem(key, f"{name} {reason}", repr(look.get(key)), f"in {', '.join(sorted(takes))}")
-            )
+            allowed = f"in {', '.join(sorted(takes))}"
+            raise InstrumentError(Problem(key, f"{name} {reason}", repr(look.get(key)), allowed))
     for key, (is_right, message, allowed) in CHECKS.items():
         if (value := look.get(key)) is not None and not is_right(value):
             raise InstrumentError(Problem(key, message, f"{value!r} ({type(value).__name__})", allowed))
@@ -172,9 +171,8 @@ def _rename(drawn: Sequence[Axes], above: Sequence[Text]) -> None:
     known = [text for text in look.texts if "\n" not in text]
     for key in (key for key in look.labels if key not in look.found and key not in roles):
         allowed = [*known[:MAX_TEXTS], *roles]
-        raise InstrumentError(
-            Problem("labels", "the figure has no such text", repr(key), allowed, similar_names(key, known))
-        )
+        similar = similar_names(key, known)
+        raise InstrumentError(Problem("labels", "the figure has no such text", repr(key), allowed, similar))
 
 
 def _room(axes: Axes, others: Sequence[Axes], *, is_vertical: bool) -> float:
@@ -182,9 +180,7 @@ def _room(axes: Axes, others: Sequence[Axes], *, is_vertical: bool) -> float:
     along, across = ("intervaly", "intervalx") if is_vertical else ("intervalx", "intervaly")
     low, high = getattr(axes.bbox, across)
     whole, middle = getattr(axes.get_figure(root=False).bbox, along), getattr(axes.bbox, along).mean()  # type: ignore[union-attr]
-    beside = [
-        b for b in (other.bbox for other in others) if getattr(b, across)[0] < high and low < getattr(b, across)[1]
-    ]
+    beside = [b for b in (each.bbox for each in others) if getattr(b, across)[0] < high and low < getattr(b, across)[1]]
     gaps = [abs(getattr(b, along).mean() - middle) for b in beside]
     return float(min([2 * (middle - whole[0]), 2 * (whole[1] - middle), *(gap for gap in gaps if gap > 1)]))
 

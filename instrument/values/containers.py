@@ -130,9 +130,7 @@ def map_leaves(
                 continue
             container = known[id(child)] = _Container(child, children)
             prefix = f"{path}." if path else ""
-            waiting += [
-                (f"{prefix}{children[i][0]}", children[i][1], container, i) for i in reversed(range(len(children)))
-            ]
+            waiting += [(f"{prefix}{key}", each, container, i) for i, (key, each) in reversed([*enumerate(children)])]
         if user is not None:
             container.parents.append(user)
     if changed:
@@ -224,9 +222,7 @@ def _shallow_copy(value: Any) -> Any:
     is_generic = not hasattr(type(value), "__copy__")
     if isinstance(value, MutableMapping) and not isinstance(value, dict) and is_generic:
         attributes = vars(copied)  # a mapping keeps its entries in one of them
-        attributes.update(
-            (name, copy.copy(child)) for name, child in attributes.items() if isinstance(child, dict | list)
-        )
+        attributes |= {name: copy.copy(child) for name, child in attributes.items() if isinstance(child, dict | list)}
     return copied
 
 
