@@ -50,11 +50,7 @@ def sums_with_input(tensor: Tensor, context: Context, dim: int | None) -> dict[S
         one, other = ((each + unknown).nan_to_num_(0.0, 0.0, 0.0) for each in (start, start + added))
         total += torch.stack([torch.dot(*pair) for pair in ((one, one), (other, other), (one, other))])
     inputs, outputs, products = total
-    return {
-        INPUT_SQUARES: torch.where(inputs > 0, inputs, math.nan),
-        OUTPUT_SQUARES: outputs,
-        PRODUCTS: products,
-    }
+    return {INPUT_SQUARES: torch.where(inputs > 0, inputs, math.nan), OUTPUT_SQUARES: outputs, PRODUCTS: products}
 
 
 def token_cosines(tensor: Tensor, context: Context, dim: int | None) -> dict[Sum, Number]:  # noqa: ARG001

@@ -328,10 +328,8 @@ class ActivationDataset(Dataset[Batch]):
         kept = [each for run in self._runs for each in run.kept or [None] * len(run.batches)]
         self._kept: Array | None = None  # the numbers of all items among the positions of their batches
         if any(each is not None for each in kept):
-            numbers = [
-                np.arange(count, dtype=np.int32) if each is None else each.numpy()
-                for each, count in zip(kept, counts, strict=True)
-            ]
+            pairs = zip(kept, counts, strict=True)
+            numbers = [np.arange(count, dtype=np.int32) if each is None else each.numpy() for each, count in pairs]
             self._kept, counts = np.concatenate(numbers), np.array([len(each) for each in numbers])
         for run in self._runs:
             run.kept = None

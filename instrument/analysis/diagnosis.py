@@ -219,14 +219,9 @@ def _facts(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, RuleF
             times = entry.get("for", 1 if field is None else field.default)
             statistics = getattr(rule, "statistics", ())
             statistic = rule.evidence or next(iter(statistics), "")
+            has_threshold = rule.evidence not in statistics
             facts[name] = RuleFacts(
-                rule.advice,
-                rule.stage,
-                times,
-                statistic,
-                not statistics,
-                rule.evidence not in statistics,
-                rule.advice_in,
+                rule.advice, rule.stage, times, statistic, not statistics, has_threshold, rule.advice_in
             )
     return facts
 

@@ -270,10 +270,8 @@ def batches_of(
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
     keys = samples[BATCH].to_numpy()
     starts = np.flatnonzero((keys != np.roll(keys, 1, 0)).any(1) | (np.arange(len(keys)) == 0))
-    groups = {
-        (*key,): group
-        for key, group in zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
-    }
+    parts = zip(keys[starts].tolist(), np.split(np.arange(len(keys)), starts[1:]), strict=True)
+    groups = {(*key,): group for key, group in parts}
     spec = settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []

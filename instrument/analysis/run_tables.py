@@ -262,11 +262,8 @@ class RunTables:
             ValueError: The tensors table has no column of this name.
             ConfigError: A column cannot have this value: its type is wrong, or the run has no such layer or hook.
         """
-        known = [
-            name
-            for name in TABLES["tensors"].names
-            if name not in ("values", "data", "shape", "source_shape", *Place._fields)
-        ]
+        others = ("values", "data", "shape", "source_shape", *Place._fields)
+        known = [name for name in TABLES["tensors"].names if name not in others]
         condition = None
         for name, value in where.items():
             if name not in known:

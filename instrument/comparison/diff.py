@@ -211,9 +211,7 @@ def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) 
 
 
 def _nothing_in_common(
-    places: Sequence[pd.DataFrame],
-    comparison: Comparison,
-    steps: Sequence[Sequence[int]],
+    places: Sequence[pd.DataFrame], comparison: Comparison, steps: Sequence[Sequence[int]]
 ) -> Problem:
     """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations

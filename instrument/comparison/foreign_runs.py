@@ -209,10 +209,8 @@ def opened_folders(
     Raises:
         ConfigError: A folder cannot be read, an expression is invalid, or the folders have no token in common.
     """
-    a, b = (
-        read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run))
-        for path, run in zip(paths, opened, strict=True)
-    )
+    given = zip(paths, opened, strict=True)
+    a, b = (read_folder(str(path)) if run is None else ForeignFolder(run.path, _entries_of(run)) for path, run in given)
     if expressions and opened[1] is not None:
         old, new = next(iter(expressions.items()))
         fix = "exchange A and B, or write B with instrument.dump"

@@ -341,11 +341,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
     if one.a["dtype"] != one.b["dtype"]:
         yield f"dtypes {one.a['dtype']} and {one.b['dtype']}"
     a, b = one.a[one.statistic], one.b[one.statistic]
-    yield (
-        f"{one.statistic} {a:.6g} and {b:.6g}: relative difference {one.difference:.2g}"
-        if one.difference
-        else "only the bits differ"
-    )
+    sizes = f"{one.statistic} {a:.6g} and {b:.6g}: relative difference {one.difference:.2g}"
+    yield sizes if one.difference else "only the bits differ"
     count, equal = one.before
     if one.a["inputs"] == one.b["inputs"]:
         reason = (

@@ -80,10 +80,8 @@ def file_shown(file: str) -> str:
         inside = file.removeprefix(PACKAGE)
         return f"instrument/{inside}" if inside.startswith(SHOWN) else ""
     path = Path(file)
-    return next(
-        (str(path.relative_to(each)) for each in path.parents if each.name == "site-packages" or each == Path.cwd()),
-        file,
-    )
+    roots = (each for each in path.parents if each.name == "site-packages" or each == Path.cwd())
+    return next((str(path.relative_to(each)) for each in roots), file)
 
 
 _FRAME = re.compile(r'File "(.*)", line (\d+)')
@@ -174,10 +172,8 @@ def _outputs(nodes: list[fx.Node], made: fx.Node, gradients: Mapping[fx.Node, in
     if str(_called(made)) == str(made.target):
         yield from ((node.args[1] if node.target is operator.getitem else 0, node) for node in nodes)  # type: ignore[misc]
         return
-    places = {
-        node: min((gradients[each] for each in (node, *node.users) if each in gradients), default=None)
-        for node in nodes
-    }
+    ends = {node: [gradients[each] for each in (node, *node.users) if each in gradients] for node in nodes}
+    places = {node: min(each, default=None) for node, each in ends.items()}
     known = sorted((node for node in nodes if places[node] is not None), key=lambda node: places[node] or 0)
     first = max(nodes[::-1], key=_rank)
     if gradients and known and sum(_rank(node) == _rank(first) for node in nodes) > 1:

@@ -448,10 +448,8 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     wanted = {columns.index(name): value for name, value in where.items() if value is not None}
     matches = [i for i in known if all(means.locations[i][column] == value for column, value in wanted.items())]
     if len(matches) != 1:
-        shown = [
-            ", ".join(f"{key}={cell!r}" for key, cell in zip(columns, means.locations[i], strict=True) if cell)
-            for i in matches or known
-        ]
+        located = (zip(columns, means.locations[i], strict=True) for i in matches or known)
+        shown = [", ".join(f"{key}={cell!r}" for key, cell in cells if cell) for cells in located]
         message = f"{'several locations have' if matches else 'no location has'} this statistic; select one with layer= and hook="
         raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MAX_NAMES]]))
     return _mean(means, statistic, matches)

@@ -58,11 +58,8 @@ def plot(**refused: str) -> Callable[[Callable[P, Figure]], Callable[P, Figure]]
     """
 
     def decorate(function: Callable[P, Figure]) -> Callable[P, Figure]:
-        own = {
-            name
-            for name, parameter in signature(function).parameters.items()
-            if parameter.kind is not parameter.VAR_KEYWORD
-        }
+        parameters = signature(function).parameters.items()
+        own = {name for name, each in parameters if each.kind is not each.VAR_KEYWORD}
 
         @wraps(function)
         def draw(*args: P.args, **kwargs: P.kwargs) -> Figure:

@@ -192,11 +192,8 @@ class RelationSet(InertWhenCopied):
 
     def check_end(self) -> list[RelationRow]:
         """Check the relations after a training that ended without an error. Return the rows to write."""
-        return [
-            row
-            for name, relation in self._relations.items()
-            for row in self._new_rows(name, relation.check_end, "train")
-        ]
+        results = ((name, relation.check_end) for name, relation in self._relations.items())
+        return [row for name, check in results for row in self._new_rows(name, check, "train")]
 
     def _new_rows(self, name: str, check: Callable[[], Iterable[Checked]], phase: str) -> list[RelationRow]:
         rows = []
