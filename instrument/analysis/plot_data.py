@@ -264,9 +264,8 @@ def groups_of(steps: Iterable[int], most: int) -> StepGroups:
     unique_steps = np.unique(np.fromiter(steps, np.int64))
     bounds = np.linspace(0, len(unique_steps), min(most, len(unique_steps)) + 1).round().astype(np.int64)
     numbers = np.searchsorted(bounds[:-1], np.arange(len(unique_steps)), side="right") - 1
-    return StepGroups(
-        unique_steps[bounds[:-1]], unique_steps[bounds[1:] - 1], pd.Series(numbers, index=unique_steps, dtype=np.int64)
-    )
+    number = pd.Series(numbers, index=unique_steps, dtype=np.int64)
+    return StepGroups(unique_steps[bounds[:-1]], unique_steps[bounds[1:] - 1], number)
 
 
 def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], most: int) -> dict[str, Matrix]:
@@ -277,9 +276,8 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
     """
     groups = groups_of(frame["step"], most)
     keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))
-    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(
-        {name: statistic_of(name).merged for name in columns}
-    )
+    ways = {name: statistic_of(name).merged for name in columns}
+    merged = keyed.groupby(["location", "group"], observed=True)[list(columns)].agg(ways)
     locations = list(keyed["location"].cat.categories)
     result = {}
     for name in columns:

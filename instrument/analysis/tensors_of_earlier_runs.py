@@ -167,11 +167,9 @@ class RunArchive(Archive):
         if len(hooks) > 1:
             message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
             raise ConfigError(Problem(where, message, run, fix="set 'hook'"))
+        at = {"hook": hooks[0], "layer": layer, "role": context.role, "path": context.path, "backward": 0}
         for step in sorted(set(matches["step"])):
-            tensors = self._runs[run].tensors(
-                step=int(step), hook=hooks[0], layer=layer, role=context.role, path=context.path, backward=0
-            )
-            for values in tensors["values"]:
+            for values in self._runs[run].tensors(step=int(step), **at)["values"]:
                 yield torch.tensor(values)  # a copy, since the array is read-only
 
     def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:

@@ -26,17 +26,8 @@ from .differences import Precision, coarsest, decisive, relative_differences, ru
 from .process_relations import RELATIONS, MatchedOutputs
 
 _CALL = ("step", "rank", "number", "part", "layer", "operator", "source", "output")
-_COLUMNS = (
-    *_CALL,
-    "dtype",
-    "shape",
-    "random",
-    "inputs",
-    "nan_inputs",
-    "fingerprint",
-    "projection",
-    *OPERATOR_STATISTICS,
-)
+_READ = ("dtype", "shape", "random", "inputs", "nan_inputs", "fingerprint", "projection")
+_COLUMNS = (*_CALL, *_READ, *OPERATOR_STATISTICS)
 _KEY = ("part", "matched_layer", "name", "output", "shape")
 # An operator that changes its argument, and one that a compiler uses in its place, are matched with the plain one: relu_ and relu,
 # native_batch_norm and _native_batch_norm_legit_functional.
