@@ -35,11 +35,8 @@ def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
 
 def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, Measure]]:
     """Return what computes the rows of the tables with a field that is set, and the number of dimensions that it needs."""
-    return {
-        table: (TABLES[table].least_dimensions, resolve_name(TABLES[table].measured_by)(**values))
-        for table, values in fields.items()
-        if values
-    }
+    given = ((TABLES[name], values) for name, values in fields.items() if values)
+    return {table.name: (table.least_dimensions, resolve_name(table.measured_by)(**values)) for table, values in given}
 
 
 class Record(Action):

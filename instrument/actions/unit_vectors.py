@@ -97,16 +97,13 @@ class UnitVectors:
 
     def _from_runs(self, context: Context) -> Tensor:
         spec = self.spec
-        sources = {
-            field: lambda run=run, field=field: self._recorded(run, field, context)
-            for field, run in spec.sources.items()
-        }
+        sources = {field: self._recorded(run, field, context) for field, run in spec.sources.items()}
         if spec.fn == "add":
-            return (mean_of_units(sources["plus"]()) - mean_of_units(sources["minus"]()))[None]
+            return (mean_of_units(sources["plus"]) - mean_of_units(sources["minus"]))[None]
         if spec.fn == "mean_ablate":
-            return mean_of_units(sources["run"]())[None]
+            return mean_of_units(sources["run"])[None]
         components = spec.components or 1
-        directions = principal_components(sources["run"]())
+        directions = principal_components(sources["run"])
         if components > len(directions):
             message = f"{self._name(context)} has {len(directions)} components"
             raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(directions)}"))

@@ -163,10 +163,8 @@ class _Run:
         part = parts[1] if len(parts) > 1 else slice(None)
         chosen = part if hook.get("positions") is None else np.atleast_1d(hook["positions"])
         positions_of = cache(lambda length: np.arange(length)[chosen])
-        columns = [
-            positions_of(batch.source[1]) if len(batch.shape) > 1 and not isinstance(part, int) else None
-            for batch in batches
-        ]
+        has_positions = not isinstance(part, int)
+        columns = [positions_of(each.source[1]) if has_positions and len(each.shape) > 1 else None for each in batches]
         which = [tensor_of[batch.key] for batch in batches]
         return _Source(self.tensors, which, batches, [None] * len(batches), columns)
 
@@ -190,10 +188,8 @@ class _Run:
                 raise ConfigError(Problem(where, message, fix=fix))
             which.append(number)
             entries.append(None if np.array_equal(order, np.arange(len(other))) else order)
-        batches, columns = (
-            [recorded.batches[number] for number in which],
-            [recorded.columns[number] for number in which],
-        )
+        batches = [recorded.batches[number] for number in which]
+        columns = [recorded.columns[number] for number in which]
         return _Source(self.tensors, [recorded.which[number] for number in which], batches, entries, columns)
 
     def _located(self, source: _Source, where: str, what: str) -> _Source:
@@ -346,10 +342,9 @@ class ActivationDataset(Dataset[Batch]):
             return len(self)
         g = int(np.searchsorted(self._first_sample, sample, side="right")) - 1
         position, first = (sample - self._first_sample[g]) * self._width[g], self._starts[g]
-        return int(
-            first
-            + (position if self._kept is None else np.searchsorted(self._kept[first : self._starts[g + 1]], position))
-        )
+        if self._kept is not None:
+            position = np.searchsorted(self._kept[first : self._starts[g + 1]], position)
+        return int(first + position)
 
     def __repr__(self) -> str:
         items = [(name, self._shapes[f"x.{name}"], self._dtypes[f"x.{name}"]) for name in self.layers]

@@ -259,11 +259,8 @@ def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed",
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
     """Return the samples of a step in ascending order; empty if they were not recorded."""
     condition = (ds.field("step") == first.step) & (ds.field("phase") == first.phase)
-    return sorted(
-        row
-        for rows in batches(run, "samples", ["sample", "id"], condition)
-        for row in rows.astype(str).itertuples(index=False, name=None)
-    )
+    rows = (batch.astype(str) for batch in batches(run, "samples", ["sample", "id"], condition))
+    return sorted(row for batch in rows for row in batch.itertuples(index=False, name=None))
 
 
 def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
@@ -278,12 +275,8 @@ def _settings(one: Run, other: Run) -> dict[str, tuple[str, str]]:
         settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
         settings |= {f"{name} version": text for name, text in (info.get("versions") or {}).items()}
         flat = {key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"}
-        of_layers = {
-            setting_name(layer, name): text
-            for layer in common
-            for name, text in own[layer].items()
-            if not name.startswith(left_out)
-        }
+        parts = [(layer, name, text) for layer in common for name, text in own[layer].items()]
+        of_layers = {setting_name(at, name): text for at, name, text in parts if not name.startswith(left_out)}
         known.append(flat | {key: str(value) for key, value in settings.items()} | of_layers)
     keys = dict.fromkeys([*known[0], *known[1]])
     pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}

@@ -294,12 +294,9 @@ def _aligned(
         ConfigError: The folders have no token in common, or the token ids of the same sample differ.
     """
     if a is None or b is None:
-        text = (
-            ""
-            if a is b
-            else f"not aligned: {'A' if a is None else 'B'} contains no ids of tokens or samples; pass ids= to instrument.dump"
-        )
-        return one, other, text
+        side = "A" if a is None else "B"
+        text = f"not aligned: {side} contains no ids of tokens or samples; pass ids= to instrument.dump"
+        return one, other, "" if a is b else text
     is_complete = len(a.table) == sum(int(np.prod(shape)) for shape in a.shapes.values())
     if a.shapes == b.shapes and is_complete and a.table.equals(b.table):
         return one, other, "aligned: the same tokens in the same order, without padding"

@@ -161,11 +161,7 @@ class TensorStore:
         needs_graph = torch.is_grad_enabled()
         result = KeptTensors()
         for name, by_location in self.original.items():
-            refused = {
-                location
-                for location, kept in by_location.items()
-                if in_checkpoint or (needs_graph and kept.has_lost_graph)
-            }
+            refused = {at for at, kept in by_location.items() if in_checkpoint or (needs_graph and kept.has_lost_graph)}
             tensors = _tensors(by_location)
             result[name] = _UsableTensors(name, tensors, refused) if refused else tensors
         return result

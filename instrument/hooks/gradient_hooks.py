@@ -334,11 +334,8 @@ class StoredTensors:
 
     def __call__(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> list[Tensor]:
         """Return the tensors of the latest call, or those of copies of the modules."""
-        return [
-            tensor
-            for part, name in self._places
-            for _, tensor in iter_tensors(getattr(part if copies is None else copies[part], name, None))
-        ]
+        owners = ((part if copies is None else copies[part], name) for part, name in self._places)
+        return [tensor for part, name in owners for _, tensor in iter_tensors(getattr(part, name, None))]
 
 
 def next_sequence_number() -> int:

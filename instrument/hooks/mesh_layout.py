@@ -327,11 +327,8 @@ class MeshLayout:
 
     def problems(self, plan: HookPlan, *, is_sampled: bool) -> list[Problem]:
         """Report interventions at tensors whose placement is not known before the model runs, and selections with a budget."""
-        selecting = [
-            name
-            for name, spec in plan.specs.items()
-            if isinstance(spec, RecordSpec) and (spec.selection or spec.split_dim is not None)
-        ]
+        records = ((name, spec) for name, spec in plan.specs.items() if isinstance(spec, RecordSpec))
+        selecting = [name for name, spec in records if spec.selection or spec.split_dim is not None]
         if is_sampled and self.is_model_parallel and selecting:
             message = "the processes join shards to select parts of tensors, but each would pause this hook at different steps"
             fix = f"remove the budget, or the selection of hook {selecting[0]!r}"

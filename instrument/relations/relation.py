@@ -73,11 +73,8 @@ class ModelCall:
 
     def __init__(self, signature: inspect.Signature | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self._versions = {
-            path: (tensor, version_of(tensor))
-            for path, tensor in iter_tensors(_named(signature, args, kwargs))
-            if is_readable(tensor)
-        }
+        found = iter_tensors(_named(signature, args, kwargs))
+        self._versions = {path: (tensor, version_of(tensor)) for path, tensor in found if is_readable(tensor)}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
