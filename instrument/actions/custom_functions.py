@@ -61,9 +61,8 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
     with torch.no_grad():
         result = function(given, *further)
     if given._version != version:
-        raise HookError(
-            f"{describe(context)} modified its tensor in place, but may only read it; modify a copy instead"
-        )
+        message = f"{describe(context)} modified its tensor in place, but may only read it; modify a copy instead"
+        raise HookError(message)
     return result
 
 

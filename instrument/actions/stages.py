@@ -275,9 +275,8 @@ def act_on_indices(action: Callable[[Tensor, Context], object], dim: int, tensor
     if not -tensor.dim() <= dim < tensor.dim():
         raise HookError(f"{describe(context)}: split_dim {dim} is out of range for shape {list(tensor.shape)}")
     if context.scope == "shard":
-        raise HookError(
-            f"{describe(context)}: split_dim requires the complete tensor, but this one is sharded over processes"
-        )
+        message = f"{describe(context)}: split_dim requires the complete tensor, but this one is sharded over processes"
+        raise HookError(message)
     whole = to_dense(tensor, describe(context)).movedim(dim, 0).contiguous()
     parts = Parts(whole, whole.unbind())
     try:

@@ -246,9 +246,8 @@ class _Run:
         if len(shapes) > 1:
             message = f"the input {value!r} differs in shape between batches"
             given = ", ".join(str(["samples", *shape]) for shape in shapes[:3])
-            raise ConfigError(
-                Problem(where, message, given, fix=f"pass {where}=None, or record a part of equal shape with 'slice'")
-            )
+            fix = f"pass {where}=None, or record a part of equal shape with 'slice'"
+            raise ConfigError(Problem(where, message, given, fix=fix))
         return source._replace(shape=shapes[0])
 
     def _kept(self, number: int, masks: Sequence[tuple[_Source | None, Tensor]]) -> Tensor | None:
@@ -473,9 +472,8 @@ class ActivationDataset(Dataset[Batch]):
             raise ConfigError(Problem("batch_size", "must be a positive integer", repr(batch_size), "1, 2, ..."))
         if shuffle is not None and (not _is_integer(shuffle) or shuffle < 0):
             allowed = "0, 1, ..., or None: no shuffling"
-            raise ConfigError(
-                Problem("shuffle", "must be the seed of the order", repr(shuffle), allowed, fix="shuffle=0")
-            )
+            message = "must be the seed of the order"
+            raise ConfigError(Problem("shuffle", message, repr(shuffle), allowed, fix="shuffle=0"))
         if not 0 <= rank < ranks:
             raise ConfigError(Problem("rank", "no process has this number", rank, f"0 to {ranks - 1}"))
         return ActivationBatches(self, Order(batch_size, shuffle, window, drop_last, ranks), rank)

@@ -184,9 +184,8 @@ def select(files: RunFiles, selection: FeatureSelection, index: pd.DataFrame) ->
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         similar = similar_names(selection.layer, layers)
         fix = "set 'tensors: true' in a record hook of this layer"
-        raise ConfigError(
-            Problem("layer", "no tensors of this layer were recorded", selection.layer, shown(layers), similar, fix)
-        )
+        message = "no tensors of this layer were recorded"
+        raise ConfigError(Problem("layer", message, selection.layer, shown(layers), similar, fix))
     for name, value in selection.given.items():
         allowed = [value] if isinstance(value, str) or np.ndim(value) == 0 else list(value)
         known = sorted(rows[name].unique().tolist())

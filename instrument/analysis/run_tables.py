@@ -229,9 +229,8 @@ class RunTables:
         remainders = REMAINDERS.values() if table == "stats" else ()
         known = (*self.custom_columns(table), *remainders) if custom else ()
         if unknown := [name for name in custom if name not in known]:
-            raise ValueError(
-                f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
-            )
+            message = f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
+            raise ValueError(message)
         return custom
 
     def count(self, table: str) -> int:

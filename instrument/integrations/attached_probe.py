@@ -69,9 +69,8 @@ class AttachedProbe(Probe):
             InstrumentError: The block has ended.
         """
         if self._status != "running":
-            raise InstrumentError(
-                "the block of the probe has ended, which removed its hooks: call end_step inside the block"
-            )
+            message = "the block of the probe has ended, which removed its hooks: call end_step inside the block"
+            raise InstrumentError(message)
         row = super().end_step(loss=loss, samples=samples, **metrics)
         if self._control is not None:
             self._control.end_step()
