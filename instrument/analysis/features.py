@@ -282,11 +282,9 @@ def batches_of(
             continue
         positions = positions_of(shape, source)
         if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
-            message = (
-                f"the tensors of layer {selection.layer!r} have no samples in dimension 0: shape {list(shape)}"
-                + (f" of {list(source)}" if shape != source else "")
-                + f" in a batch of {len(group)} samples"
-            )
+            of = f" of {list(source)}" if shape != source else ""
+            tensor = f"shape {list(shape)}{of} in a batch of {len(group)} samples"
+            message = f"the tensors of layer {selection.layer!r} have no samples in dimension 0: {tensor}"
             fix = "run.tensors() reads them; for features, record without 'max_elements' and with a 'slice' that keeps dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         yield TensorOfBatch(key, shape, source, group[positions])

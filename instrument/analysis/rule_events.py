@@ -119,11 +119,9 @@ class _JoinedNumber:
 
     def __init__(self, run: RunTables, table: str, name: str, condition: ds.Expression) -> None:
         self.name = name
-        rows = (
-            row
-            for batch in run.scan(table, [*_IDENTITY, name], condition)
-            for row in zip(*(batch[each].to_pylist() for each in (*_IDENTITY, name)), strict=True)
-        )
+        names = (*_IDENTITY, name)
+        batches = run.scan(table, names, condition)
+        rows = (row for batch in batches for row in zip(*(batch[each].to_pylist() for each in names), strict=True))
         self._steps = itertools.groupby(rows, lambda row: row[0])
         self._step, self._numbers = -1, dict[tuple[Any, ...], Any]()
 

@@ -124,11 +124,9 @@ class RunTables:
     @property
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""
-        return [
-            problem if not self.is_sweep else f"{name}/{problem}"
-            for name, files in zip(self.names, self.files, strict=True)
-            for problem in files.problems
-        ]
+        named = zip(self.names, self.files, strict=True)
+        found = [(name, problem) for name, files in named for problem in files.problems]
+        return [f"{name}/{problem}" if self.is_sweep else problem for name, problem in found]
 
     @property
     def runs(self) -> pd.DataFrame:

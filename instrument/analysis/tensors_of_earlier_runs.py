@@ -83,12 +83,8 @@ def _of_spec(problem: Problem, where: str) -> Problem:
     """Return a problem with the tensors of a run as one of the spec that uses them."""
     fields = {"layer": "layers", "call": "layers", "samples": "run", "phase": "hook"}
     fix = "set 'step' to one of them, or record each sample once" if problem.where == "step" else problem.fix
-    return replace(
-        problem,
-        message=f"in the other run, {problem.message}",
-        where=f"{where}.{fields.get(problem.where, problem.where)}",
-        fix=fix.replace("pass ", "set "),
-    )
+    message, key = f"in the other run, {problem.message}", fields.get(problem.where, problem.where)
+    return replace(problem, message=message, where=f"{where}.{key}", fix=fix.replace("pass ", "set "))
 
 
 class RunArchive(Archive):

@@ -342,11 +342,8 @@ def _details(one: OperatorDifference) -> Iterator[str]:
         yield f"Its inputs are equal: {reason}."
     elif count == equal and not any(one.between) and pd.notna(one.a["inputs"]) and pd.notna(one.b["inputs"]):
         yield f"Its inputs differ already: {_EARLIER}"
-    yield (
-        f"All {count:,} outputs before it in this step are equal."
-        if count == equal
-        else f"{count - equal:,} of {count:,} outputs before it differ."
-    )
+    different = f"{count - equal:,} of {count:,} outputs before it differ."
+    yield f"All {count:,} outputs before it in this step are equal." if count == equal else different
     for name, names in zip("AB", one.between, strict=True):
         if names:
             yield f"Since the last matched operator, only {name} has {shorten(names, MAX_LISTED)}: not compared."

@@ -181,11 +181,8 @@ class OperatorMode(TorchDispatchMode):
             self._number += count
         known.add(index)
         layer = ".".join(filter(None, (location.layer, path)))
-        here = _Location(
-            "backward" if is_backward else location.part,
-            layer if layer in self._names.values() else location.layer,
-            source or location.source,
-        )
+        part: Part = "backward" if is_backward else location.part
+        here = _Location(part, layer if layer in self._names.values() else location.layer, source or location.source)
         schema = OperatorSchema(name, (), (), has_values=True, is_random=is_random)
         self._add_row(first + index, schema, None, output, value, here)
 

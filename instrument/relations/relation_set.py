@@ -31,7 +31,7 @@ from .observations import (
     copied,
     smallest_parameters,
 )
-from .relation import RELATIONS, Checked, ModelCall, Relation, Training
+from .relation import RELATIONS, Checked, ModelCall, Training
 
 EVERY = 200
 _EARLY = frozenset([*range(5), *(n + k for n in (8, 16, 32, 64, 128) for k in (0, 1))])
@@ -59,11 +59,8 @@ class RelationSet(InertWhenCopied):
     ) -> None:
         super().__init__((), clock)
         self.training = Training(model, optimizers, clock, scaler)
-        self._relations: dict[str, Relation] = {
-            name: RELATIONS.find(name, f"rules.{name}")(self.training)
-            for name in sorted(names)
-            if clock.rank == 0 or RELATIONS[name].on_all_ranks
-        }
+        checked = (name for name in sorted(names) if clock.rank == 0 or RELATIONS[name].on_all_ranks)
+        self._relations = {name: RELATIONS.find(name, f"rules.{name}")(self.training) for name in checked}
         self._first: int | None = None  # the first step
         self._next = sys.maxsize  # the next checked step after the current one
         self._observed: list[RemovableHandle] = []  # the hooks of the checked steps

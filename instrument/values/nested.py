@@ -55,11 +55,8 @@ def returned_value(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     """
     if output is not None:
         return output
-    written = {
-        name: value
-        for name, value in join_arguments(args, kwargs).items()
-        if is_modifiable(value) and next(iter_tensors(value), None) is not None
-    }
+    containers = {name: value for name, value in join_arguments(args, kwargs).items() if is_modifiable(value)}
+    written = {name: value for name, value in containers.items() if next(iter_tensors(value), None) is not None}
     return next(iter(written.values())) if len(written) == 1 else written or None
 
 
